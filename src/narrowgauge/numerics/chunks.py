@@ -1,4 +1,4 @@
-"""Tensors a chunk at a time, so that uncompiled code needs little memory."""
+"""Read tensors chunk by chunk, so that uncompiled code needs little memory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 CHUNK, CHUNK_ON_GPU = 1 << 15, 1 << 22
-"""Elements in a chunk. On a CPU ten float64 temporaries fit the second-level cache. On a GPU a launch costs as much as some
-hundred thousand elements, and the temporaries stay within 1 GiB."""
+"""Elements in a chunk. On a CPU ten float64 temporaries fit the second-level cache. On a GPU the temporaries stay within 1 GiB.
+There a launch costs as much as some hundred thousand elements."""
 
 
 def chunk_size(device: torch.device) -> int:
-    """Return how many elements uncompiled code takes at a time on a device."""
+    """Return the number of elements that uncompiled code processes at a time on a device."""
     return CHUNK if device.type == "cpu" else CHUNK_ON_GPU
 
 
 def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Go through tensors of one shape together, in row-major order, as 1-D chunks of at most :func:`chunk_size` elements.
+    """Yield 1-D chunks of at most :func:`chunk_size` elements from tensors of one shape, in row-major order.
 
-    Concatenated, the chunks of each tensor are its ``reshape(-1)``. Chunks of contiguous tensors are views; of other layouts one
-    chunk at a time is copied.
+    Concatenated, the chunks of each tensor are its ``reshape(-1)``. Chunks of contiguous tensors are views. Other layouts are
+    copied one chunk at a time.
 
     Example:
         >>> [chunk.tolist() for (chunk,) in flat_chunks(torch.arange(6).reshape(3, 2).t())]

@@ -1,8 +1,8 @@
 """DTensors, such as parameters that FSDP2 shards, and the local tensors of this rank.
 
-Arithmetic runs on local tensors: every stored bit is a function of its element's own history. Ranks communicate only for numbers
-that belong to all of them, such as the norm of the gradients. States are returned as DTensors placed like their parameter, so
-that other ranks can load a checkpoint.
+Arithmetic runs on local tensors: every stored bit depends only on its element's own history. Ranks communicate only for numbers
+that they share, such as the norm of the gradients. States are returned as DTensors placed like their parameter. So other ranks
+can load a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, replicated ones included."""
+    """Return whether a tensor is a DTensor, also a replicated one."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -30,7 +30,7 @@ def _splits(placement: Any) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, and any other tensor as it is."""
+    """Return the local tensor of a DTensor. Return other tensors unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -41,10 +41,10 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
 
 
 def placed_like(owner: Any, part: Tensor) -> Tensor:
-    """Return this rank's part of a state as a DTensor placed like ``owner``, its parameter; unchanged for a plain parameter.
+    """Return this rank's part of a state as a DTensor placed like its parameter ``owner``. Keep it for a plain parameter.
 
-    A distributed checkpoint can save the result and shard it again; int16 becomes int32. ``part`` is parameter-shaped, or has
-    a last dimension of 1.
+    A distributed checkpoint can save and reshard the result. Int16 becomes int32. ``part`` is parameter-shaped, or has a last
+    dimension of 1.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
@@ -65,13 +65,13 @@ def sendable(owner: Any, part: Tensor) -> Tensor:
 
 
 def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
-    """Sort tensors by the process groups over which sums of all their elements must be added up.
+    """Group tensors by the process groups that must add up their sums.
 
     Args:
-        tensors: DTensors and others, on any meshes; all ranks give them in the same order.
+        tensors: DTensors and others, on any meshes. All ranks pass them in the same order.
     Returns:
-        Pairs of process groups, one for each mesh axis that splits elements, and tensors. The first pair has no groups, and
-        perhaps no tensors.
+        Pairs of process groups and tensors. There is one group for each mesh axis that splits elements. The first pair has no
+        groups, and perhaps no tensors.
     """
     whole: list[Any] = []
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], whole)}
@@ -86,7 +86,7 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
 
 
 def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
-    """Return the sum or the maximum of ``value`` over all ranks of the groups: ``how`` is ``"sum"`` or ``"max"``."""
+    """Return the sum or maximum of ``value`` over all ranks of the groups. ``how`` is ``"sum"`` or ``"max"``."""
     import torch.distributed as dist
 
     operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
@@ -97,7 +97,7 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
 
 
 def gathered(owner: Any, part: Tensor) -> Tensor:
-    """Return the whole of a parameter-shaped tensor from the parts of all ranks."""
+    """Return a whole parameter-shaped tensor from the parts of all ranks."""
     dtensor: Any = placed_like(owner, part)
     return dtensor.full_tensor() if is_sharded(dtensor) else part
 

@@ -1,13 +1,14 @@
 """Sums that do not depend on order: the norm of many tensors, and their elementwise sum.
 
-Floating-point addition is not associative, so a sum in another order is another number. Integer addition is associative. Both
-sums therefore write values as whole numbers of steps of a fixed grid.
+Floating-point addition is not associative, so another order gives another sum. Integer addition is associative. So both sums
+write values as whole numbers of steps of a fixed grid.
 
 **The norm** reads values twice. The first pass finds the largest magnitude. The second writes each square as a whole number of
-steps of a coarse grid, and the remainder as steps of a fine one; both are summed in int64. The grids follow from the largest
-magnitude and from the number ``n`` of values, so that neither sum overflows. No order, chunk, shard, thread or rank enters, and
-ranks merge with one MAX and one SUM all-reduce. With ``w = 63 - n.bit_length()`` (36 for a hundred million) a square is off by at
-most ``2^(-2w)`` times the largest square. One grid alone would read squares below ``2^-w`` of the largest as zero.
+steps of a coarse grid, and the remainder as steps of a fine grid. Both are summed in int64. The largest magnitude and the
+number ``n`` of values determine the grids, so that neither sum overflows. The result does not depend on order, chunks, shards,
+threads or ranks. Ranks merge with one MAX and one SUM all-reduce. Let ``w = 63 - n.bit_length()`` (36 for a hundred million).
+The error of a square is at most ``2^(-2w)`` times the largest square. One grid alone would read squares below ``2^-w`` of the
+largest as zero.
 
 **The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them is exact. 53 bits are too few
 for gradients, so a value is split into two float64 words:
@@ -15,15 +16,14 @@ for gradients, so a value is split into two float64 words:
     x  =  upper + lower        upper a multiple of 2^-23,    |x| <= 2^18
                                lower a multiple of 2^-74,    |lower| <= 2^-24
 
-Next to 1.5 · 2^29 float64 has an ulp of 2^-23, so (x + 1.5 · 2^29) - 1.5 · 2^29 is x rounded to ``upper``, ties to even. The
-remainder is exact, and 1.5 · 2^-22 rounds it to ``lower``. 4,096 addends have |upper| <= 4,096 · 2^18 = 2^53 · 2^-23: each
-partial sum of the upper word is exact. The lower word holds 2^53 · 2^-74 = 8 · 2^-24, more than six addends and a remainder.
-After each six its multiple of 2^-23 is *carried* to the upper word. Which multiple that is may depend on the order; both words
-together do not.
+Near 1.5 · 2^29 float64 has an ulp of 2^-23. So (x + 1.5 · 2^29) - 1.5 · 2^29 rounds x to ``upper``, ties to even. The remainder
+is exact, and 1.5 · 2^-22 rounds it to ``lower``. 4,096 addends have |upper| <= 4,096 · 2^18 = 2^53 · 2^-23. So each partial sum
+of the upper word is exact. The lower word holds 2^53 · 2^-74 = 8 · 2^-24, more than six addends and a remainder. After each six
+its multiple of 2^-23 is *carried* to the upper word. That multiple may depend on the order. Both words together do not.
 
-Values below 2^-50 in magnitude have bits below the grid: each is rounded to it, by at most 2^-75. The total is rounded once to
-float32, ties to even. The float64 nearest to ``upper + lower`` may be a tie of float32 where the sum is not. Where that addition
-rounds, it is therefore first corrected to *odd*: an odd float64 is not a tie.
+Values below 2^-50 in magnitude have bits below the grid. Rounding to the grid changes them by at most 2^-75. The total is
+rounded once to float32, ties to even. The float64 nearest to ``upper + lower`` may be a tie of float32 although the sum is not
+one. So if that addition rounds, first correct it to *odd*: an odd float64 is not a tie.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from narrowgauge.numerics.dtensor import add_up, by_group, local_of
 from narrowgauge.numerics.rounding import sqrt
 
 JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
-"""Tensors of at most so many elements are copied into buffers of at most so many: one call then serves many tensors."""
+"""Tensors of at most ``SMALL`` elements are joined up to ``JOINED``: one call then serves many tensors."""
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """Return the largest absolute value, float32 0-d: NaN if one is NaN, else infinity if one is infinite; 0 for no values.
+    """Return the largest absolute value, float32 0-d. NaN wins over infinity. It is 0 for no values.
 
     Example:
         >>> largest_magnitude(torch.tensor([1.0, -3.0, 2.0])).item()
@@ -52,20 +52,20 @@ def largest_magnitude(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    # One pass and no temporary, 14 times as fast on a CPU as the maximum of abs(x).
+    # One pass and no temporary: on a CPU 14 times as fast as the maximum of abs(x).
     low, high = torch.aminmax(x.detach())
     return torch.maximum(low.abs(), high.abs()).float()
 
 
 def grid_scales(largest: Tensor, count: int) -> Tensor:
-    """Return what squares are multiplied by on the coarse grid, and their remainders on the fine one: float64 ``[2]``.
+    """Return the multipliers of squares on the coarse grid and of remainders on the fine one: float64 ``[2]``.
 
-    With ``w = 63 - count.bit_length()`` and ``e`` the least with ``largest² < 2^e`` the scales are ``2^(w-e)`` and ``2^w``, so
-    that ``count`` addends stay below 2^63. Nothing waits for the device.
+    Let ``w = 63 - count.bit_length()``, and ``e`` the least with ``largest² < 2^e``. The scales are ``2^(w-e)`` and ``2^w``, so
+    ``count`` addends stay below 2^63. Nothing waits for the device.
 
     Args:
         largest: float32, 0-d: the largest magnitude over *all* tensors and ranks.
-        count: how many elements all tensors and ranks have, 1 … 2^40.
+        count: number of elements of all tensors and ranks, 1 … 2^40.
     Raises:
         FormatError: for any other count.
     Example:
@@ -76,15 +76,15 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
         raise FormatError(f"Cannot sum the squares of {count} elements: a grid takes 1 … 2^40.")
     width = 63 - count.bit_length()
     square = largest.double() * largest.double()
-    # The least positive float32 squares to 2^-298; zero is treated as that.
+    # The smallest positive float32 squares to 2^-298. Zero is treated the same.
     exponent = (square.view(torch.int64) >> 52).clamp(min=1023 - 298) - 1022
     bits = torch.stack([width + 1023 - exponent, torch.full_like(exponent, width + 1023)])
     return (bits << 52).view(torch.float64)
 
 
 def _steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    # In float64 a float32's square is exact, and so are its product with a power of two and the remainder after rounding: the
-    # only roundings are the two that are written.
+    # A float32's square is exact in float64. The product with a power of two and the remainder after rounding are exact too. So
+    # only the two written roundings round.
     values = x.double()
     scaled = values * values * scales[0]
     coarse = scaled.round()
@@ -93,28 +93,28 @@ def _steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the squares of ``x`` in steps of the coarse and of the fine grid, int64 0-d each.
+    """Sum the squares of ``x`` in steps of the coarse and the fine grid, int64 0-d each.
 
-    Sums of parts add up to those of the whole. With NaN or infinity in ``x`` they are meaningless but harmless.
+    Sums of parts add up to the sums of the whole. With NaN or infinity in ``x`` they are meaningless but harmless.
     """
     coarse, fine = _steps(x, scales)
     return coarse.sum(), fine.sum()
 
 
 def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Do :func:`grid_steps` for bfloat16 values read as int32 words of two neighbours: compiled, six times as fast."""
+    """Do :func:`grid_steps` for bfloat16 values read as int32 words of two neighbours. Compiled, it is six times as fast."""
     even = _steps((words << 16).view(torch.float32), scales)
     odd = _steps((words & -65536).view(torch.float32), scales)
     return (even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()
 
 
 def exact_norm(tensors: Sequence[Tensor], *, compile: bool = True) -> Tensor:
-    """Return the L2 norm of all tensors taken as one vector: float32 0-d, NaN or infinite where a value is.
+    """Return the L2 norm of all tensors as one vector: float32 0-d, NaN or infinite if a value is.
 
-    Of DTensors it is the norm of the whole. All ranks of their meshes call it with the same tensors in the same order, and get
-    the bits of one process that holds all.
+    For DTensors it is the norm of the whole. All ranks of their meshes pass the same tensors in the same order. They get the
+    same bits as one process that holds all.
 
-    Cost: two reads of what this rank holds, and two small messages.
+    Cost: two reads of this rank's data, and two small messages.
     Example:
         >>> exact_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         tensor(5.)
@@ -132,12 +132,12 @@ def exact_squares(
     peaks: Sequence[Tensor] | None = None,
     compile: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of squares of all tensors, at least one, and that of ``part``, one of them: float64 0-d, or ``None``.
+    """Return the sum of squares of all tensors, at least one, and of ``part``, one of them: float64 0-d, or ``None``.
 
-    The sum of ``part`` uses the grids of all, and so has their absolute error.
+    The sum of ``part`` uses the grids of all tensors, and has their absolute error.
 
     Args:
-        peaks: the largest magnitude of each local tensor, where they are known.
+        peaks: the largest magnitude of each local tensor, if known.
         compile: compile the second pass for large tensors.
     """
     device = local_of(tensors[0]).device
@@ -166,7 +166,7 @@ def exact_squares(
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return all elements in few tensors: contiguous large ones flat, small ones joined, the rest in chunks."""
+    """Return all elements in few tensors. Flatten contiguous large ones, join small ones, split the rest in chunks."""
     pieces: list[Tensor] = []
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -186,7 +186,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
-    """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled where that pays, else a chunk at a time."""
+    """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled if that pays, else chunk by chunk."""
     if compile and len(flat) >= COMPILE_ELEMENTS and can_compile("cpu" if flat.is_cpu else "gpu"):
         if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
             return torch.stack(compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales))
@@ -200,7 +200,7 @@ def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
 LARGEST = 2.0**18
 """The largest magnitude of an addend."""
 MOST_ADDENDS = 4096
-"""How many addends a sum takes."""
+"""Largest number of addends of a sum."""
 # 1.5 · 2^52 of the ulps 2^-23 and 2^-74.
 _UPPER, _LOWER = 1.5 * 2.0**29, 1.5 * 2.0**-22
 _BETWEEN_CARRIES = 6
@@ -208,13 +208,13 @@ _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExactSums:
-    """The elementwise sums of up to 4,096 tensors, in any order.
+    """Sum up to 4,096 tensors elementwise, in any order.
 
-    Invariant: :meth:`total` depends only on the multiset of values that each element was given. It is the float32 nearest
-    (ties to even) to the exact sum of these, each rounded to a multiple of 2^-74 (ties to even). It is NaN where a value was NaN,
-    infinite, or beyond 2^18. A sum of zero is +0.
+    Invariant: :meth:`total` depends only on each element's multiset of values. Each value is rounded to a multiple of 2^-74.
+    The total is the float32 nearest to their exact sum. Both round ties to even. It is NaN if a value was NaN, infinite, or
+    beyond 2^18. A sum of zero is +0.
 
-    Cost: 16 bytes per element; to add, 2.5 ns an element on one CPU thread, to round the total once 4 ns.
+    Cost: 16 bytes per element. On one CPU thread adding takes 2.5 ns an element, rounding the total 4 ns once.
 
     Example:
         >>> sums = ExactSums(1)
@@ -225,7 +225,7 @@ class ExactSums:
     """
 
     def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:
-        # Written by the first addends.
+        # The first addends fill it.
         self._words = torch.empty(2, numel, dtype=torch.float64, device=device)
         self._num_addends = 0
 
@@ -257,7 +257,7 @@ class ExactSums:
     def total(self, output: Tensor | None = None, divisor: int = 1) -> Tensor:
         """Return the sums in ``output`` ``[numel]``: rounded once to float32, then divided, then rounded to its dtype.
 
-        Without ``output``, make a float32 tensor.
+        Without ``output``, return a new float32 tensor.
         """
         if output is None:
             output = torch.empty(self._words.shape[1], dtype=torch.float32, device=self._words.device)
@@ -269,15 +269,16 @@ class ExactSums:
         return output
 
     def clear_(self) -> None:
-        """Start again with no addends."""
+        """Start again without addends."""
         self._num_addends = 0
 
 
 @torch.no_grad()
 def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
-    """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``; the words do not outlive a chunk.
+    """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``. The words exist for one chunk only.
 
-    ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32; ``output``, of any floating-point dtype, may be the only row.
+    ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32. ``output`` has any floating-point dtype, and may be the only
+    row.
 
     Example:
         >>> sum_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2))
@@ -304,26 +305,26 @@ def _check(rows: Tensor, numel: int, num_addends: int) -> None:
 
 
 def _on_cpu(tensor: Tensor) -> bool:
-    """Return whether reading a value needs no wait for a device."""
+    """Return whether a value can be read without waiting for a device."""
     return tensor.is_cpu
 
 
 def _scratch(rows: Tensor, count: int) -> Tensor:
-    # One allocation for all chunks: fresh ones cost more in page faults than the sum itself.
+    # Allocate once for all chunks. Page faults of fresh memory would cost more than the sum.
     size = min(chunk_size(rows.device), rows.shape[1])
     return torch.empty(count, size, dtype=torch.float64, device=rows.device)
 
 
 def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield starts and stops of the elements that are worked on at a time."""
+    """Yield starts and stops of the elements to process at a time."""
     numel, size = rows.shape[1], chunk_size(rows.device)
     return ((start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:
-    """Add rows to ``words [2, numel]``, or overwrite these where ``is_first``.
+    """Add rows to ``words [2, numel]``, or overwrite them if ``is_first``.
 
-    The lower word holds at most 2^-24 before and seven times that afterwards. ``scratch`` has two rows or more.
+    The lower word is at most 2^-24 before, and seven times that afterwards. ``scratch`` has two rows or more.
     """
     upper, lower = words
     rest, rounded = scratch[:2, : upper.numel()]
@@ -353,7 +354,7 @@ def _carry(words: Tensor, scratch: Tensor) -> None:
 
 
 def _in_range(rows: Tensor) -> Tensor:
-    """Return the rows with NaN in place of values that are too large. (NaN and infinities become NaN in the sum.)"""
+    """Replace values that are too large by NaN. (NaN and infinities become NaN in the sum.)"""
     if _on_cpu(rows) and rows.numel() > 0:
         least, largest = (value.item() for value in torch.aminmax(rows))
         if least >= -LARGEST and largest <= LARGEST:
@@ -365,7 +366,7 @@ def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None
     """Write the sum of the words as the nearest float32, divided and in the format of ``output``."""
     upper, lower = words
     total, part, error, result = scratch[:, : upper.numel()]
-    # What the addition rounds off, exactly (Knuth).
+    # The exact rounding error of the addition (Knuth).
     torch.add(upper, lower, out=total)
     torch.sub(total, upper, out=part)
     torch.sub(total, part, out=error)
@@ -383,6 +384,6 @@ def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None
 
 
 def _odd(total: Tensor, error: Tensor) -> Tensor:
-    """Round ``total + error`` to odd, where ``total`` is the nearest float64."""
+    """Round ``total + error`` to odd. ``total`` is the nearest float64."""
     bits = total.view(torch.int64) - (error * total < 0).long()  # toward zero
     return (bits | (error != 0).long()).view(torch.float64)

@@ -1,17 +1,17 @@
-"""Numbers as exact sums of narrow parts: multi-component floats.
+"""Numbers as exact sums of low-precision parts: multi-component floats.
 
-Two bfloat16 hold 17 bits together if the second is the rounding error of the first. The rounding error of a sum is
-a number of the format, and so is that of a product; :func:`two_sum` and :func:`two_prod` find them exactly, and
-everything else is built from these two. An *expansion* is a tuple of parts, largest first, each at most half an
-ulp of the one before it; it stands for their exact sum.
+Two bfloat16 hold 17 bits together if the second is the rounding error of the first. The rounding error of a sum or a product is
+a number of the format. :func:`two_sum` and :func:`two_prod` compute these errors exactly. Everything else is built from these
+two. An *expansion* is a tuple of parts, largest first. Each part is at most half an ulp of the one before it. The expansion is
+their exact sum.
 
-A part is a float32 tensor that holds values of a narrow format of precision p. An operation is the float32 operation followed by
-one rounding to the format, as in PyTorch's eager operations on narrow tensors. Rounding twice does no harm: sums, products,
-quotients and square roots of p-bit numbers rounded to 24 bits and then to p are those rounded once, since 24 >= 2p + 2 (p <= 11).
-Where an exact result is a number of the format, as errors are, the rounding is left out.
+A part is a float32 tensor with values of a format of precision p. An operation is the float32 operation, then one rounding to
+the format. PyTorch's eager operations on 16-bit tensors do the same. Rounding twice does no harm: rounding to 24 bits and then
+to p equals rounding once, since 24 >= 2p + 2 (p <= 11). This holds for sums, products, quotients and square roots of p-bit
+numbers. An exact result that is a number of the format, such as an error, is not rounded.
 
-Errors are relative, with u = 2^-p, and hold while nothing overflows and no part underflows. Those of pairs are proved in the
-sources; those of triples and of square roots were measured.
+Errors are relative, with u = 2^-p. They hold if nothing overflows and no part underflows. The sources prove the errors of
+pairs. We measured the errors of triples and of square roots.
 
 Source: Dekker 1971; Knuth, TAOCP 2; Figueroa 1995 (rounding twice); Shewchuk 1997; Joldes, Muller & Popescu 2017 (pairs);
 Yu et al. 2024 (Collage), whose Grow, Scaling and Mul are :func:`grow` and :func:`mul` here.
@@ -37,10 +37,10 @@ Operand: TypeAlias = "Expansion | Tensor | float"
 
 @dataclass(frozen=True)
 class NearestEven:
-    """Rounds float32 to 24 - ``dropped`` significant bits, ties to even; the exponent stays float32's.
+    """Round float32 to 24 - ``dropped`` significant bits, ties to even. The exponent stays float32's.
 
-    ``dropped`` is 13 to 21, or 0 for no rounding: with 1 to 12, float32's operations would round twice. NaNs must come from
-    narrow tensors or from arithmetic: on a CPU these need no care, which would be a third of the cost.
+    ``dropped`` is 13 to 21, or 0 for no rounding. With 1 to 12, float32's operations would round twice. NaNs must come from
+    16-bit tensors or from arithmetic. On a CPU these need no care, which would be a third of the cost.
 
     Example:
         >>> NearestEven(16)(torch.tensor([0.1, 1.00390625])), NearestEven(20)(torch.tensor([0.3]))
@@ -59,17 +59,18 @@ class NearestEven:
     def __call__(self, x: Tensor) -> Tensor:
         if self.dropped == 0:
             return x
-        # Integers: a compiler would drop `.to(bfloat16).float()`, and fuse a product with the sum it feeds, but not through them.
+        # Use integers. A compiler would drop `.to(bfloat16).float()`, and fuse a product with its sum. It cannot fuse across
+        # integers.
         rounded = float_of(cut_to_even(bits_of(x), self.dropped))
         # A GPU makes NaNs whose payload would carry into the sign.
         return rounded if x.device.type == "cpu" else torch.where(x == x, rounded, math.nan)
 
 
 def two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
-    """Return ``(s, e)``, the rounded sum and its error; ``s + e == a + b`` exactly, for all parts a and b.
+    """Return ``(s, e)``, the rounded sum and its error: ``s + e == a + b`` exactly, for all parts a and b.
 
-    Only s needs rounding: either ``s - a`` is exact in float32, or b outweighs a by so much that ``s == b``, and in both
-    cases what follows is exact, since e is a number of the format.
+    Only s needs rounding. Either ``s - a`` is exact in float32, or b is so much larger than a that ``s == b``. In both cases
+    the rest is exact, since e is a number of the format.
     """
     s = rn(a + b)
     of_b = s - a
@@ -77,15 +78,15 @@ def two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
 
 
 def fast_two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
-    """Return :func:`two_sum` in 3 operations, where a is 0 or its exponent is at least b's."""
+    """Return :func:`two_sum` in 3 operations, if a is 0 or its exponent is at least b's."""
     s = rn(a + b)
     return s, b - (s - a)
 
 
 def two_prod(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
-    """Return ``(p, e)``, the rounded product and its error; ``p + e == a * b`` exactly, unless e underflows.
+    """Return ``(p, e)``, the rounded product and its error: ``p + e == a * b`` exactly, unless e underflows.
 
-    The product of two parts has at most 22 bits, so float32 holds it; that of two float32 goes through float64.
+    The product of two parts has at most 22 bits, so float32 holds it. The product of two float32 needs float64.
     """
     if rn.dropped == 0:
         exact = a.double() * b.double()
@@ -96,14 +97,14 @@ def two_prod(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
 
 
 def renormalise(terms: Sequence[Tensor], length: int, rn: NearestEven) -> Parts:
-    """Return terms as an expansion of ``length`` parts: exact if the terms are not more than its parts, else within u^length.
+    """Return terms as an expansion of ``length`` parts. It is exact if the terms fit that many parts, else within u^length.
 
-    There are at least ``length`` terms, largest first: none but a zero has a smaller exponent than the next. They may overlap.
+    There are at least ``length`` terms, largest first: only a zero has a smaller exponent than the next. They may overlap.
     """
     parts = list(terms)
     if len(parts) == length == 2:
         return fast_two_sum(parts[0], parts[1], rn)
-    # Up more than once, since larger terms may cancel and leave zeros; then down, which separates the parts.
+    # Go up more than once, since larger terms may cancel and leave zeros. Then go down, which separates the parts.
     upward = list(reversed(range(len(parts) - 1)))
     for i in upward * len(upward) + upward[-2::-1]:
         parts[i], parts[i + 1] = two_sum(parts[i], parts[i + 1], rn)
@@ -114,7 +115,7 @@ def renormalise(terms: Sequence[Tensor], length: int, rn: NearestEven) -> Parts:
 
 
 def _cascade(levels: list[list[Tensor]], rn: NearestEven) -> list[Tensor]:
-    """Sum each level of magnitude: errors join the next level, and only the last level's are lost."""
+    """Sum each level of magnitude. Errors join the next level. Only the last level's errors are lost."""
     sums = []
     for place, (total, *terms) in enumerate(levels):
         for term in terms:
@@ -128,9 +129,9 @@ def _cascade(levels: list[list[Tensor]], rn: NearestEven) -> list[Tensor]:
 
 
 def grow(x: Parts, a: Tensor, rn: NearestEven) -> Parts:
-    """Add a part to an expansion: Collage's Grow, by which a weight takes its update. Error for pairs 2u^2, for triples 4u^3.
+    """Add a part to an expansion: Collage's Grow, the update of a weight. Error for pairs 2u^2, for triples 4u^3.
 
-    The first line is :func:`two_sum`: an update may outweigh the weight.
+    The first line is :func:`two_sum`, since an update may be larger than the weight.
     """
     levels = [[part] for part in x]
     levels[0].append(a)
@@ -138,9 +139,9 @@ def grow(x: Parts, a: Tensor, rn: NearestEven) -> Parts:
 
 
 def add(x: Parts, y: Parts, rn: NearestEven) -> Parts:
-    """Add expansions; the sum is as long as the longer.
+    """Add expansions. The sum is as long as the longer one.
 
-    Error for pairs 3u^2 / (1 - 4u), also under cancellation; for triples u^3 of ``abs(x) + abs(y)``.
+    Error for pairs 3u^2 / (1 - 4u), also under cancellation. Error for triples u^3 of ``abs(x) + abs(y)``.
     """
     x, y = (x, y) if len(x) >= len(y) else (y, x)
     if len(y) == 1:
@@ -150,17 +151,16 @@ def add(x: Parts, y: Parts, rn: NearestEven) -> Parts:
         t, f = two_sum(x[1], y[1], rn)
         s, e = fast_two_sum(s, rn(e + t), rn)
         return fast_two_sum(s, rn(e + f), rn)
-    # One level more for the errors of the last: they count where the larger parts cancel.
+    # Add one level for the errors of the last: they matter if the larger parts cancel.
     levels = [*([part, *y[i : i + 1]] for i, part in enumerate(x)), []]
     return renormalise(_cascade(levels, rn), len(x), rn)
 
 
 def mul(x: Parts, y: Parts, rn: NearestEven, length: int = 0) -> Parts:
-    """Multiply expansions: Collage's Mul, correct, and its Scaling where ``y`` is one part. Error for pairs 5u^2, for triples
-    8u^3.
+    """Multiply expansions: Collage's Mul, corrected. If ``y`` is one part, it is Scaling. Error for pairs 5u^2, triples 8u^3.
 
-    Partial products are exact except for the least of those that count, which are rounded. The product has ``length`` parts, at
-    most as many as both have together; 0 stands for those of the longer.
+    Partial products are exact, but the smallest ones that count are rounded. The product has ``length`` parts, at most as many
+    as both operands together. 0 stands for the length of the longer.
     """
     n = min(length or max(len(x), len(y)), len(x) + len(y))
     if n == 1:
@@ -170,7 +170,7 @@ def mul(x: Parts, y: Parts, rn: NearestEven, length: int = 0) -> Parts:
     for i in reversed(range(len(x))):
         for j in range(min(len(y), n - i)):
             if i + j == n - 1:
-                # All but the first are added unrounded, like PyTorch's narrow multiply-add.
+                # All but the first are added unrounded, like PyTorch's 16-bit multiply-add.
                 least.append(x[i] * y[j])
             else:
                 p, e = two_prod(x[i], y[j], rn)
@@ -183,7 +183,7 @@ def mul(x: Parts, y: Parts, rn: NearestEven, length: int = 0) -> Parts:
 
 
 def div(x: Parts, y: Parts, rn: NearestEven) -> Parts:
-    """Divide expansions by long division; as long as the longer. Error for pairs 15u^2, for triples 24u^3."""
+    """Divide expansions by long division; the result is as long as the longer. Error for pairs 15u^2, for triples 24u^3."""
     n, remainder = max(len(x), len(y)), x
     quotients = [rn(x[0] / y[0])]
     while len(quotients) < n:
@@ -193,7 +193,7 @@ def div(x: Parts, y: Parts, rn: NearestEven) -> Parts:
 
 
 def square_root(x: Parts, rn: NearestEven) -> Parts:
-    """Return the square root of an expansion, part by part; error for pairs 6u^2, for triples 12u^3."""
+    """Return the square root of an expansion, part by part. Error for pairs 6u^2, for triples 12u^3."""
     root: Parts = (rn(rounding.sqrt(x[0])),)
     while len(root) < len(x):
         remainder = _subtract_near(x, mul(root, root, rn, len(x)), rn)
@@ -203,7 +203,7 @@ def square_root(x: Parts, rn: NearestEven) -> Parts:
 
 
 def _subtract_near(x: Parts, product: Parts, rn: NearestEven) -> Parts:
-    """Return x less a product whose leading part is nearly x's; of pairs only the leading part."""
+    """Return x minus a product whose leading part is close to x's. For pairs return only the leading part."""
     if max(len(x), len(product)) > 2:
         return add(x, negative(product), rn)
     low = x[1] - product[1] if len(x) == 2 else -product[1]
@@ -215,7 +215,7 @@ def negative(x: Parts) -> Parts:
 
 
 def expansion_of(value: Tensor | float, length: int, rn: NearestEven) -> Parts:
-    """Split a float32 or float64 value into parts, each the nearest to the remainder of the ones before; error u^length.
+    """Split a float32 or float64 value into parts, each nearest to the remainder of the parts before. Error u^length.
 
     The parts of a Python float are 0-d.
 
@@ -233,10 +233,10 @@ def expansion_of(value: Tensor | float, length: int, rn: NearestEven) -> Parts:
 
 @dataclass(frozen=True)
 class Expansion:
-    """An expansion with operators, so that arithmetic written for tensors runs on it unchanged.
+    """Give an expansion operators, so that arithmetic written for tensors runs on it unchanged.
 
-    A result has as many parts as the longer operand. A float32 tensor or Python float combined with a single part is used as
-    it is, with one rounding of the float32 result, as in torch's narrow kernels; with more parts it is first split.
+    A result has as many parts as the longer operand. With a single part, a float32 tensor or Python float is used unchanged.
+    The float32 result is rounded once, as in torch's 16-bit kernels. With more parts it is split first.
 
     Example:
         >>> x = Expansion(expansion_of(torch.tensor([1.0, 2.0]), 2, rn := NearestEven(16)), rn)
@@ -293,7 +293,7 @@ class Expansion:
         if isinstance(other, Expansion):
             return other.parts
         if not isinstance(other, Tensor):
-            # As a tensor, since torch divides a number by a tensor through its reciprocal, which rounds twice.
+            # Make it a tensor: torch divides a number by a tensor through its reciprocal, which rounds twice.
             other = torch.full((), other, dtype=torch.float64, device=self.parts[0].device)
         return expansion_of(other, len(self), self.rounding) if len(self) > 1 else (other.float(),)
 
@@ -303,7 +303,7 @@ def sqrt(x: Tensor) -> Tensor: ...
 @overload
 def sqrt(x: Expansion) -> Expansion: ...
 def sqrt(x: Tensor | Expansion) -> Tensor | Expansion:
-    """Return the square root: correctly rounded of a float32 or float64 tensor, :func:`square_root` of an :class:`Expansion`."""
+    """Return the square root: correctly rounded for a tensor, :func:`square_root` for an :class:`Expansion`."""
     if isinstance(x, Expansion):
         return Expansion(square_root(x.parts, x.rounding), x.rounding)
     return rounding.sqrt(x)

@@ -1,7 +1,7 @@
 """Hashes: one number for the bits of a tensor, and well mixed seeds.
 
-The hash of a tensor is the sum, modulo 2^64, of a hash of every element's bits and place. An integer sum does not depend on
-order, so the hashes of shards add up to the hash of the whole.
+The hash of a tensor is the sum, modulo 2^64, of a hash of every element's bits and position. An integer sum does not depend on
+order. So the hashes of shards add up to the hash of the whole.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - _MODULUS, 0x94D049BB133111EB - _MODULUS
 
 
 def splitmix64(z: Any) -> Any:
-    """Mix the bits of int64 tensors, or of Python integers, which stay in 0 … 2^64 - 1.
+    """Mix the bits of int64 tensors, or of Python integers. Python integers stay in 0 … 2^64 - 1.
 
     Source:
         Steele, Lea, Flood, OOPSLA 2014, doi 10.1145/2660193.2660195.
     """
-    # torch shifts int64 arithmetically: the copies of the sign bit are masked away.
+    # torch shifts int64 arithmetically. Mask the copies of the sign bit.
     for places, factor in ((30, _MIX_1), (27, _MIX_2)):
         z = (z ^ ((z >> places) & ((1 << (64 - places)) - 1))) * factor
         z = z % _MODULUS if isinstance(z, int) else z
@@ -48,7 +48,7 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
-    """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``; nothing waits for the device."""
+    """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``. Do not wait for the device."""
     size = x.element_size()
     if size not in _INTEGER_OF_SIZE:
         raise FormatError(f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8.")
@@ -65,24 +65,24 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
 
 
 def fingerprint(x: Tensor, *, offset: int = 0) -> int:
-    """Return a 64-bit hash: two tensors with equal hashes hold the same bits in the same places.
+    """Return a 64-bit hash. Tensors with equal hashes hold the same bits in the same positions.
 
-    Invariant: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``, ``i`` the row-major index, ``bits_i`` the
-    element's bits as an unsigned number, ``mix`` the finalizer of splitmix64. Strides, device and chunks do not enter.
-    Shards at their own offsets add up to the whole (:func:`combine`). It sees a swap, a sign, one ulp, −0, and NaN
-    payloads. It does not see shape or dtype: zeros of two bytes and of four are alike.
+    Invariant: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``. ``i`` is the row-major index, ``bits_i`` the
+    element's bits as an unsigned number, ``mix`` the finalizer of splitmix64. Strides, device and chunks do not matter.
+    Shards at their own offsets add up to the whole (:func:`combine`). It detects a swap, a sign, one ulp, −0, and NaN
+    payloads. It ignores shape and dtype: zeros of two bytes and of four are alike.
 
     Args:
         x: any dtype of 1, 2, 4 or 8 bytes, any shape and stride.
-        offset: the place of ``x``'s first element in the whole tensor, in elements.
+        offset: position of ``x``'s first element in the whole tensor, in elements.
 
     Returns:
-        0 … 2^64 − 1; 0 for no elements.
+        0 … 2^64 − 1. It is 0 for no elements.
 
     Raises:
         FormatError: elements of another size.
 
-    Cost: one read, 3 ns an element on one CPU thread; temporaries under 16 MiB.
+    Cost: one read, 3 ns an element on one CPU thread. Temporaries stay under 16 MiB.
 
     Example:
         >>> x = torch.arange(6.0)
@@ -99,7 +99,7 @@ def _signed(value: int) -> int:
 
 
 def combine(fingerprints: Iterable[int]) -> int:
-    """Return the fingerprint of a whole tensor from the fingerprints of its shards, each taken at its own offset.
+    """Return the fingerprint of a whole tensor from its shards' fingerprints, each taken at its own offset.
 
     >>> combine([2**64 - 1, 3])
     2
@@ -110,8 +110,8 @@ def combine(fingerprints: Iterable[int]) -> int:
 def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
     """Return one fingerprint for a set of named tensors, such as a model's ``state_dict``: 16 hexadecimal digits.
 
-    Invariant: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name): the order of the mapping does not enter,
-    and exchanging two tensors' names does. In place of a tensor its fingerprint may stand, as after :func:`combine`.
+    Invariant: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name). The order of the mapping does not matter.
+    Swapping two tensors' names does. You may pass a fingerprint instead of its tensor, as after :func:`combine`.
 
     >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})
     False

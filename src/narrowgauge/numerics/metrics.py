@@ -1,13 +1,13 @@
-"""Metrics: what storage loses of an update, what a cast loses of a tensor, and how the values of a tensor are distributed.
+"""Metrics: the loss of an update in storage, the loss of a tensor in a cast, and the distribution of a tensor's values.
 
-*Updates.* An optimizer intends a change D. The stored weight changes by E, since w + D is rounded; the visible weight changes by
-V. All metrics follow from sums over a tensor (:data:`UPDATE_SUMS`), which add up over steps, tensors and shards before anything
-is divided. *EDQ* = ⟨D,E⟩/‖D‖² is the fraction of the update that is stored **on average**: 1 is perfect, 0 is a stall, and
-stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖ is the change that was **not intended**: 0 is perfect, 1 is a stall, and
-stochastic bfloat16 gives 20. Fractions of lost elements count what the norms may hide: a few large entries that move while all
-others do not. The sums of one small tensor are noisy: add those of many steps first.
+*Updates.* An optimizer intends a change D. The stored weight changes by E, since w + D is rounded. The visible weight changes
+by V. All metrics follow from sums over a tensor (:data:`UPDATE_SUMS`). Add them over steps, tensors and shards before you
+divide. *EDQ* = ⟨D,E⟩/‖D‖² is the fraction of the update that is stored **on average**. 1 is perfect, 0 is a stall, and
+stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖ is the change that was **not intended**. 0 is perfect, 1 is a stall, and
+stochastic bfloat16 gives 20. Norms may hide that a few large entries move while all others do not. Fractions of lost elements
+count that. The sums of one small tensor are noisy: add sums of many steps first.
 
-*Tensors.* Each function is pure and has a known answer. None waits for a device, so a step that computes a thousand of them
+*Tensors.* Each function is pure and has a known answer. None waits for a device. So a step that computes a thousand of them
 copies its results to the host once.
 """
 
@@ -31,9 +31,9 @@ from narrowgauge.spec.significance import FEWEST_SPACINGS
 # ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 CHANGE_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
-"""Sums over the elements of an update: D², D·E, E², D·V, V², and how many had D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
+"""Sums over an update: D², D·E, E², D·V, V², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
 DECAY_SUMS = ("cc", "ct")
-"""Sums of its weight decay, see :func:`decay_terms`: C², C·T; zero where the rule has no separate decay."""
+"""Sums of its weight decay, see :func:`decay_terms`: C², C·T. They are zero if the rule has no separate decay."""
 KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
 """What a kernel sums."""
 HOST_SUMS = ("elements", "spacings")
@@ -46,8 +46,8 @@ _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     """Return the eight addends of one element each, from D, E and V, in the order of :data:`CHANGE_SUMS`.
 
-    Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so that one kind of register sums all eight.
-    Squares below the dtype's range vanish (float32: changes under 1e-23), the counts do not.
+    Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so one kind of register sums all eight.
+    Squares below the dtype's range vanish (float32: changes under 1e-23). The counts do not.
 
     Example:
         >>> [term.item() for term in update_terms(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0))]
@@ -69,10 +69,10 @@ def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Ten
 def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two addends of one element each, from C and T, in the order of :data:`DECAY_SUMS`.
 
-    C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that exists because of it: the stored change for
-    D, less the stored change for D − C at the same random bits. Both are of one element and one step, so the difference is
-    decay's alone, whatever the gradient does. Where C is weaker than a 32nd of the stored ulp, it is taken to be that 32nd to a
-    16th (:func:`narrowgauge.optim.kernel.least_decay`).
+    C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the stored change for D, minus
+    the stored change for D − C at the same random bits. Both are of one element and one step. So the difference comes from
+    decay alone, whatever the gradient is. If C is below 1/32 of the stored ulp, 1/32 to 1/16 is used instead
+    (:func:`narrowgauge.optim.kernel.least_decay`).
 
     Example:
         >>> [term.item() for term in decay_terms(torch.tensor(-2.0), torch.tensor(-1.0))]
@@ -82,9 +82,9 @@ def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[12]``: the reference for kernels.
+    """Return the sums of one tensor's update without decay, float64 ``[12]``. This is the reference for kernels.
 
-    Products are exact in float64 and summed there, chunk by chunk; counts are exact.
+    Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
@@ -103,7 +103,7 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
 
 
 def _noise(s: dict[str, Tensor]) -> Tensor:
-    # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD²; rounding may leave the square of a small difference a little below zero.
+    # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD². Rounding may make the square of a small difference slightly negative.
     return _ratio((s["ee"] - 2 * s["de"] + s["dd"]).clamp(min=0), s["dd"]).sqrt()
 
 
@@ -112,29 +112,29 @@ def _ratio(part: Tensor, total: Tensor) -> Tensor:
 
 
 UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-    # ⟨D,E⟩/‖D‖². Collage (arXiv 2405.03637, §3.2) divides by ‖D‖; divided once more it is a fraction, whose sums add up.
+    # ⟨D,E⟩/‖D‖². Collage (arXiv 2405.03637, §3.2) divides by ‖D‖. We divide once more, for a fraction whose sums add up.
     "edq": lambda s: _ratio(s["de"], s["dd"]),
-    # ‖E−D‖/‖D‖. Products in float32 do not resolve it below about 1e-3, float64 not below 1e-8.
+    # ‖E−D‖/‖D‖. Products in float32 resolve it down to about 1e-3, in float64 to 1e-8.
     "noise": _noise,
-    # The fraction of intended changes (D ≠ 0) that left the stored value as it was.
+    # The fraction of intended changes (D ≠ 0) that did not change the stored value.
     "lost_fraction": lambda s: _ratio(s["lost"], s["nonzero"]),
-    # The same of the visible weight: high is healthy where the storage keeps a tail, which collects the changes.
+    # The same for the visible weight. High is healthy if the storage has a tail, which collects the changes.
     "unseen_fraction": lambda s: _ratio(s["unseen"], s["nonzero"]),
-    # Collage's "imprecision percentage": the fraction of all elements that left the visible weight as it was, D = 0 included.
+    # Collage's "imprecision percentage": fraction of all elements whose visible weight did not change, D = 0 included.
     "imprecision_share": lambda s: 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
-    # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored; NaN over so few ulps that roundings say nothing.
+    # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored. NaN over too few ulps for a reliable number.
     "lost_decay": lambda s: torch.where(s["spacings"] >= FEWEST_SPACINGS, 1 - _ratio(s["ct"], s["cc"]), torch.nan),
     # ⟨D,V⟩/‖D‖²: the EDQ of the weight that the model sees.
     "visible_edq": lambda s: _ratio(s["dv"], s["dd"]),
 }
-"""By name, from the named sums. Where nothing was intended each is NaN: it can neither hide nor raise an alarm."""
+"""By name, from the named sums. Each is NaN if nothing was intended: it can neither hide nor raise an alarm."""
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
     """Return all :data:`UPDATE_METRICS` of sums ``[..., 12]``, float64 ``[...]`` each.
 
     Args:
-        sums: from an audit or :func:`update_sums`; add those of several steps or tensors first.
+        sums: from an audit or :func:`update_sums`. Add sums of several steps or tensors first.
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
         >>> metrics = update_metrics(update_sums(d, torch.tensor([1.0, 0.0, 0.0, 0.0]), d))
@@ -154,8 +154,8 @@ def update_metrics(sums: Tensor) -> dict[str, Tensor]:
 
 
 def rms(x: Tensor) -> Tensor:
-    """Return the root of the mean square, 0-d float32, in bfloat16 to its three digits; 0 for no values."""
-    # In the tensor's own dtype it adds in float32 all the same, and is twice as fast; float16 lacks the range for the result.
+    """Return the root of the mean square, 0-d float32. It has three digits in bfloat16, and is 0 for no values."""
+    # The tensor's own dtype is twice as fast, and still adds in float32. Float16 lacks the range for the result.
     wide = torch.float32 if x.dtype is torch.float16 else None
     norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=wide)
     return norm.float() / math.sqrt(max(1, x.numel()))
@@ -164,7 +164,7 @@ def rms(x: Tensor) -> Tensor:
 def power_of_rms(x: Tensor) -> Tensor:
     """Return the largest power of two not above the root mean square of ``x``, 0-d float32, detached.
 
-    It is 1 for zeros, and for tensors whose mean square is not a float32. An infinite value stays infinite when divided by it.
+    It is 1 for zeros, and if the mean square is not a float32. An infinite value stays infinite when divided by it.
 
     Example:
         >>> power_of_rms(torch.tensor([3e-6, -5e-6])).log2()
@@ -181,10 +181,10 @@ def nonfinite_count(x: Tensor) -> Tensor:
 
 
 def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
-    """Return how many values have each binary exponent, int64 ``[bins]``; ``first`` is the exponent of the first bin, above -126.
+    """Count the values of each binary exponent, int64 ``[bins]``. ``first`` is the exponent of the first bin, above -126.
 
-    Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``; magnitudes below fall into the first bin,
-    above into the last; zeros, NaN and infinities into none. Histograms of parts add up to that of the whole.
+    Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``. Smaller magnitudes go into the first bin, larger ones
+    into the last. Zeros, NaN and infinities go into none. Histograms of parts add up to the histogram of the whole.
 
     Example:
         >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()
@@ -200,16 +200,16 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
 def kurtosis(x: Tensor) -> Tensor:
     """Return the fourth moment of ``[..., values]`` over the squared second, float32 ``[...]``, both about zero.
 
-    1 for two values ±a, 3 for a normal distribution, large with outliers, NaN where all values are zero.
+    It is 1 for two values ±a, 3 for a normal distribution, large with outliers, and NaN if all values are zero.
     """
     squares = x.detach().float().square()
     return squares.square().mean(-1) / squares.mean(-1).square()
 
 
 def feature_peak(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest rms of a column of ``[..., rows, columns]`` over the rms of all, float32, and the column, int64.
+    """Return the largest column rms of ``[..., rows, columns]`` over the total rms, float32, and the column, int64.
 
-    The ratio is 1 where all columns have the same rms, the root of their number where only one column is not zero.
+    The ratio is 1 if all columns have the same rms. It is the root of their number if only one column is not zero.
 
     Example:
         >>> peak, column = feature_peak(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
@@ -222,7 +222,7 @@ def feature_peak(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_scale_exponents(scales: Tensor) -> Tensor:
-    """Return the lowest, median and highest binary exponent of the positive block scales, float32 ``[3]``; NaN for none."""
+    """Return the lowest, median and highest binary exponent of positive block scales, float32 ``[3]``. NaN for none."""
     used = torch.where(scales > 0, scales, torch.nan).float().reshape(-1)
     exponents = torch.frexp(used).exponent.float() - 1
     exponents = torch.where(used.isfinite(), exponents, torch.nan)
@@ -231,20 +231,20 @@ def block_scale_exponents(scales: Tensor) -> Tensor:
 
 
 def update_to_weight(before: Tensor, after: Tensor) -> Tensor:
-    """Return the rms of a change over the rms of the value, from ``[..., n]`` float32 ``[...]``; NaN where ``before`` is zero."""
+    """Return the rms of a change over the rms of the value: ``[..., n]`` to float32 ``[...]``. NaN if ``before`` is zero."""
     change = (after.float() - before.float()).square().mean(-1)
     return (change / before.float().square().mean(-1)).sqrt()
 
 
 def update_to_ulp(intended: Tensor, weight: Tensor, mantissa_bits: int | Tensor) -> Tensor:
-    """Return the median size of a change in ulps of the weight: below a half, rounding to nearest stores nothing.
+    """Return the median size of a change in ulps of the weight. Below a half, rounding to nearest stores nothing.
 
     Args:
         intended: changes ``[..., n]``.
         weight: the values that change, same shape.
-        mantissa_bits: of the weight's format; 7 for bfloat16. A tensor that broadcasts where rows differ.
+        mantissa_bits: of the weight's format; 7 for bfloat16. A broadcastable tensor if rows differ.
     Returns:
-        float32 ``[...]``, the lower median over the elements whose weight is not zero; NaN without any.
+        float32 ``[...]``, the lower median over elements with nonzero weight. NaN without any.
     Example:
         >>> update_to_ulp(torch.tensor([2.0**-9, 2.0**-8]), torch.tensor([1.0, 1.0]), 7).item()
         0.25
@@ -255,21 +255,21 @@ def update_to_ulp(intended: Tensor, weight: Tensor, mantissa_bits: int | Tensor)
 
 
 def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
-    """Return Σ stored / Σ exact of second moments ``[..., n]``, float64 ``[...]``: above 1 where they froze, NaN for zeros."""
+    """Return Σ stored / Σ exact of second moments ``[..., n]``, float64 ``[...]``. Above 1 if they froze, NaN for zeros."""
     return _ratio(stored.double().sum(-1), exact.double().sum(-1))
 
 
 def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tensor) -> Tensor:
     """Return the largest attention logit of some queries, and the mean entropy of their weights: float32 ``[2]``.
 
-    A query sees the keys up to its own place, as in a causal model. The entropy is relative to even weights: 1 where all keys
-    count equally, 0 where only one does; 1 for first tokens, which see one key.
+    A query attends to keys up to its own position, as in a causal model. The entropy is relative to even weights. It is 1 if
+    all keys count equally, and 0 if only one does. First tokens have one key and count as 1.
 
     Args:
         query: ``[heads, tokens, width]`` of one sequence.
-        key: ``[key heads, tokens, width]``; query heads share them in turn, and are a multiple of them.
-        scale: by which logits are multiplied.
-        places: int64 ``[queries]``: whose logits are computed.
+        key: ``[key heads, tokens, width]``. Query heads are a multiple of key heads and share them in turn.
+        scale: factor of the logits.
+        places: int64 ``[queries]``, the positions of the queries.
     Example:
         >>> x = torch.zeros(1, 4, 8)
         >>> attention_statistics(x, x, 1.0, torch.tensor([3])).tolist()
@@ -289,17 +289,17 @@ def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tenso
 # ── casts ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 CAST_SUMS = ("signal", "error", "beyond", "zeroed", "nonzero", "total")
-"""The order of the sums of a cast: Σx², Σ(x−y)², values beyond the format's end, nonzero values that became zero, nonzero
-values, all values."""
+"""The order of a cast's sums: Σx², Σ(x−y)², values beyond the format's end, nonzero values that became zero, nonzero values,
+all values."""
 
 
 class CastLoss(NamedTuple):
-    """What a cast loses.
+    """Report the loss of a cast.
 
     Attributes:
-        sqnr_db: signal to quantization noise ratio, decibels; +inf where nothing was lost.
-        overflow: the fraction of values beyond the format's largest.
-        underflow: the fraction of nonzero values that become zero.
+        sqnr_db: signal to quantization noise ratio, decibels. +inf if nothing was lost.
+        overflow: fraction of values beyond the format's largest.
+        underflow: fraction of nonzero values that become zero.
     """
 
     sqnr_db: float
@@ -308,15 +308,15 @@ class CastLoss(NamedTuple):
 
 
 def cast_sums(x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None, amax: Tensor | None = None) -> Tensor:
-    """Return what a cast takes from a matrix ``[rows, columns]``, as sums that add up: over rows, batches and steps.
+    """Return the loss of casting a matrix ``[rows, columns]``, as sums that add up over rows, batches and steps.
 
     Args:
         dim: the dimension that the matmul contracts.
         fold: multiplied into ``x`` first; the other operand's scales.
-        amax: the largest magnitude to scale a tensor by, in place of its own: ``[1, 1]``, or ``[rows, 1]`` where the rows
-            belong to several tensors.
+        amax: replaces a tensor's own largest magnitude for the scale. ``[1, 1]``, or ``[rows, 1]`` if the rows belong to
+            several tensors.
     Returns:
-        float64 ``[rows, 6]`` in the order of :data:`CAST_SUMS`; padding counts as nothing.
+        float64 ``[rows, 6]`` in the order of :data:`CAST_SUMS`. Padding does not count.
     Example:
         >>> cast_sums(torch.tensor([[1.0, 1e-6]]), Cast("float8_e4m3fn", "row")).tolist()[0][2:]
         [0.0, 1.0, 2.0, 2.0]
@@ -327,7 +327,7 @@ def cast_sums(x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None
 def cast_and_sum(
     x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`cast_sums`, and the outer scale by which the values were cast."""
+    """Return :func:`cast_sums`, and the outer scale of the cast."""
     values = padded(x, cast, dim).float()
     words = None
     if cast.rounding != "nearest":
@@ -355,12 +355,12 @@ def cast_and_sum(
 
 
 def _end(row: Format) -> float:
-    """Return the magnitude up to which values round to the format's largest: half an ulp beyond it."""
+    """Return the largest magnitude that rounds to the format's largest: half an ulp beyond it."""
     return row.max + (0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1))
 
 
 def sqnr_of_sums(sums: Tensor) -> Tensor:
-    """Return the signal to quantization noise ratio of added :func:`cast_sums` ``[..., 6]``, in decibels; +inf for no error."""
+    """Return the signal to quantization noise ratio of added :func:`cast_sums` ``[..., 6]``, in decibels. +inf without error."""
     signal, error = sums[..., 0], sums[..., 1]
     return 10 * torch.log10(torch.where(error == 0, torch.inf, signal / error))
 
