@@ -1,12 +1,12 @@
-"""Quantization: a matrix becomes codes of a narrow format and the scales that they are multiplied by.
+"""Quantization: convert a matrix to codes of a low-precision format and their scales.
 
-The values that share a scale are a *group*: a tensor, a row, a column, a block. The scale takes the group's largest magnitude
-to the end of the format, each value divided by it is rounded, and value ≈ code × scale. These few lines are the definition
-and, compiled, the kernel: floats only, each operation exact or correctly rounded, so that eager and compiled, CPU and GPU
-give the same bits. A code is computed as the float32 that it stands for.
+Values with one scale form a *group*: a tensor, a row, a column, a block. The scale maps the group's largest magnitude to the
+end of the format. Each value divided by the scale is rounded, and value ≈ code × scale. This code is the definition and,
+compiled, the kernel. It uses floats only, and each operation is exact or correctly rounded. So eager and compiled, CPU and GPU
+give the same bits. A code is computed as the float32 of its value.
 
-Special values: a group with a NaN or an infinity gets the scale NaN, and so becomes NaN throughout, never
-silently finite; magnitudes below 2^-100 count as 2^-100 when a scale is computed; zeros may lose their sign.
+Special values: a group with a NaN or an infinity gets the scale NaN. All of it becomes NaN, never silently finite. Magnitudes
+below 2^-100 count as 2^-100 for a scale. Zeros may lose their sign.
 
 The last section arranges codes and scales as a GPU's matmul kernels read them.
 """
@@ -37,18 +37,18 @@ from narrowgauge.spec.formats import Format, get_format
 TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")
 _ROOMY_END = 256.0
-"""The largest e4m3 scale of a cast that may make it larger later: by a half (``least-error``), or as ``eden`` needs."""
+"""The largest e4m3 scale of a cast that may enlarge it later: by a half (``least-error``), or as ``eden`` needs."""
 _COLUMNS = 0x2545F491
 
 
 class Quantized(NamedTuple):
-    """A quantized matrix ``[rows, columns]``; its values are ``codes * inner * outer``.
+    """Hold a quantized matrix ``[rows, columns]``. Its values are ``codes * inner * outer``.
 
     Attributes:
         codes: float32, each a value of the format.
-        inner: float32, the scales of blocks, broadcastable over ``codes`` once :func:`spread`; ``None`` without blocks.
-        outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale that can be applied after the matmul, or,
-            for granularity ``column`` and smoothed channels, multiplied into the other operand; ``None`` without one.
+        inner: float32, the scales of blocks, broadcastable over ``codes`` once :func:`spread`. ``None`` without blocks.
+        outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul. For granularity
+            ``column`` and smoothed channels it is multiplied into the other operand. ``None`` without one.
     """
 
     codes: Tensor
@@ -56,11 +56,11 @@ class Quantized(NamedTuple):
     outer: Tensor | None
 
     def operand(self) -> Tensor:
-        """Return ``codes * inner`` in float32: what is multiplied where the codes themselves cannot be."""
+        """Return ``codes * inner`` in float32, the operand for a matmul that cannot use codes."""
         return self.codes if self.inner is None else self.codes * spread(self.inner, self.codes.shape)
 
     def values(self) -> Tensor:
-        """Return the matrix that it stands for, in float32."""
+        """Return the matrix that this stands for, in float32."""
         return self.operand() if self.outer is None else self.operand() * self.outer
 
 
@@ -75,16 +75,16 @@ def quantize(
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
 
-    Invariant: with ``granularity="row"`` no row's result depends on another; quantizing the values of a result again, under the
-    same scales, changes nothing.
+    Invariant: with ``granularity="row"`` no row's result depends on another. Quantizing a result's values again under the same
+    scales changes nothing.
 
     Args:
         x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
-        dim: the dimension that the matmul contracts: ``row`` means one scale for all of it.
+        dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
         words: for stochastic rounding, from :func:`random_words`.
-        fold: float32, broadcastable: multiplied into ``x`` first; the other operand's ``column`` scales, or the signs of a
-            rotation that are drawn.
-        amax: float32 ``[1, 1]``: the largest magnitude to make a tensor's scale from, in place of the tensor's own.
+        fold: float32, broadcastable, multiplied into ``x`` first. It holds the other operand's ``column`` scales, or drawn
+            signs of a rotation.
+        amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
     Cost: compiled, one pass for the scales and one for the codes.
@@ -155,9 +155,9 @@ def quantize_blocks(
 def _better_scale(
     values: Tensor, codes: Tensor, inner: Tensor, inverse: Tensor, outer: Tensor | None, cast: Cast
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose for each block between these scales and larger ones: codes, scales and inverses with the smaller error.
+    """Choose for each block these scales or larger ones. Return codes, scales and inverses with the smaller error.
 
-    The errors are counted in squares of the smaller scale, to 2^-20 of one for each value. Ties stay.
+    Errors are counted in squares of the smaller scale, to 2^-20 of one for each value. On ties keep the scale.
 
     Source: Cook et al. 2025, Four Over Six (2512.02010): of e2m1 under e4m3 scales.
     """
@@ -171,7 +171,7 @@ def _better_scale(
         larger = inner * 2
         larger_inverse = larger.reciprocal()
     else:
-        # The amax goes to the format's next smaller number: to 4 of e2m1's 6.
+        # Map the amax to the format's next smaller number, for e2m1 to 4 instead of 6.
         row, largest = cast.element, values.abs().amax((1, 3), keepdim=True)
         second = row.max - row.spacing(row.max)
         larger = _e4m3_scale(largest * (1 / second) * outer.view(-1, 1, 1, 1).reciprocal(), up=False)
@@ -190,11 +190,11 @@ def _better_scale(
 def _lengthened_scale(
     scaled: Tensor, codes: Tensor, inner: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Return e4m3 scales under which codes, projected on the values before rounding, are on average as long as those.
+    """Return e4m3 scales under which codes, projected on the unrounded values, are on average as long as the values.
 
-    With v the scaled values of a block and q its codes, the scale is multiplied by |v|² / (v · q) and rounded
-    stochastically, so that the mean of scale · (v · q) is the first scale · |v|²: rounding shrinks nothing. What of q is not
-    along v averages out over rotations with random signs. A block whose codes are all zero stays zero.
+    Let v be the scaled values of a block and q its codes. The scale is multiplied by |v|² / (v · q) and rounded stochastically.
+    So the mean of scale · (v · q) is the first scale · |v|²: rounding shrinks nothing. The part of q orthogonal to v averages
+    out over rotations with random signs. A block of zero codes stays zero.
 
     Source: Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; Vargaftik et al. 2022, EDEN (2108.08842).
     """
@@ -213,22 +213,22 @@ def _lengthened_scale(
 def _sum_of_block(x: Tensor) -> Tensor:
     """Sum over the blocks of ``[row blocks, rows, column blocks, columns]``, int32, in units of 2^-20 cut off toward zero.
 
-    Sums of integers do not depend on their order, so every build gives the same bits. Magnitudes up to 64, and blocks of up to
-    32 values, do not overflow; larger magnitudes and NaN count as 64.
+    Sums of integers do not depend on order, so every build gives the same bits. Magnitudes up to 64 and blocks of up to 32
+    values do not overflow. Larger magnitudes and NaN count as 64.
     """
     limited = torch.where(x.abs() < 64.0, x, 64.0)
     return (limited * 2.0**20).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
 
 
 def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the factors of channels in a smooth cast of ``[rows, channels]``, and the largest magnitude to scale by.
+    """Return the factors of channels in a smooth cast of ``[rows, channels]``, and the largest magnitude for the scale.
 
-    Invariant: afterwards the largest of each channel is in [1, 2). Codes have the same significant bits as without, since the
-    scale keeps the mantissa of the tensor's largest magnitude; only bits are gained that the format's subnormals lost.
+    Invariant: afterwards the largest of each channel is in [1, 2). The scale keeps the mantissa of the tensor's largest
+    magnitude, so codes have the same significant bits as without. The cast only gains bits that the format's subnormals lost.
 
     Returns:
-        Float32 powers of two ``[1, channels]``, 1 for channels of zeros or subnormals or with an infinity or a NaN, and
-        float32 ``[1, 1]``; for other casts ``None`` and ``amax``.
+        Powers of two, float32 ``[1, channels]``: 1 for channels of zeros or subnormals, or with an infinity or a NaN. And
+        float32 ``[1, 1]``. For other casts ``None`` and ``amax``.
     """
     if not cast.smooth:
         return None, amax
@@ -242,7 +242,7 @@ def _power_of(magnitude: Tensor) -> Tensor:
 
 
 def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
-    """Return rows and columns of a block of a matrix that is contracted along ``dim``."""
+    """Return rows and columns of a block of a matrix contracted along ``dim``."""
     sides = cast.block or (1, 1)
     return sides if dim == 1 else sides[::-1]
 
@@ -281,14 +281,14 @@ def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tens
 def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """Return random words from counters: one for each row, one for each column; see :func:`uniform`.
 
-    A pure function of the key and the logical indices: a chunk of rows that begins at ``first_row`` gets the words that it has in
-    the whole.
+    The result depends only on the key and the logical indices. A chunk of rows that begins at ``first_row`` gets the same words
+    as in the whole.
 
     Args:
-        key: 0-d int32, particular to the seed, the step, the layer and the operand, and well mixed: keys that differ in low bits
-            only have the same words in another order.
+        key: 0-d int32, specific to the seed, the step, the layer and the operand, and well mixed. Keys that differ only in low
+            bits give the same words in another order.
     Returns:
-        float32 in [0, 1): ``[rows, 1]`` of 16 bits and ``[1, columns]`` of 16 bits and half a last one.
+        float32 in [0, 1): ``[rows, 1]`` of 16 bits, and ``[1, columns]`` of 16 bits plus half a last one.
     """
     row, column = (torch.arange(count, dtype=torch.int32, device=key.device) for count in (rows, columns))
     return words_of(row, column, key, torch.as_tensor(first_row, dtype=torch.int32, device=key.device))
@@ -305,22 +305,23 @@ def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tup
 
 
 def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
-    """Return a uniform number in [0, 1) for each place of a matrix: the sum of its row's and its column's, modulo 1.
+    """Return a uniform number in [0, 1) for each element: the sum of its row's and its column's word, modulo 1.
 
-    It is one of the 65,536 middles of equal parts. Their mean is 1/2, and each added to a whole number up to 127 is exact in
-    float32, so that values of the format never move.
+    It is one of the 65,536 middles of equal parts. Their mean is 1/2. Each plus a whole number up to 127 is exact in float32,
+    so values of the format never move.
 
-    Numbers at any two places are independent, so a dot product's rounding error has the variance of independent roundings. (Four
-    at the corners of a rectangle are not; a hash for each place costs three times the cast.)
+    Numbers of any two elements are independent. So a dot product's rounding error has the variance of independent roundings.
+    (Four at the corners of a rectangle are not independent. A hash per element costs three times the cast.)
     """
     total = words[0] + words[1]
     return total - total.floor()
 
 
 def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
-    """Return the power of two by which a group with this largest magnitude is divided, for elements of format ``row``.
+    """Return the power of two that divides a group with this largest magnitude, for elements of format ``row``.
 
-    With ``up`` it is the smallest at which nothing saturates; else the OCP rule, the exponent of ``amax`` less the format's.
+    With ``up`` it is the smallest at which nothing saturates. Otherwise it is the OCP rule: the exponent of ``amax`` minus the
+    format's.
     """
     mantissa = int(math.frexp(row.max)[0] * (1 << 24)) - (1 << 23)
     bits = bits_of(amax.clamp_min(TINY)) + (0x7FFFFF - mantissa if up else 0)
@@ -328,7 +329,7 @@ def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
 
 
 def _e4m3_scale(ratio: Tensor, *, up: bool) -> Tensor:
-    """Return the e4m3 number nearest to ``ratio``, or the least that is not below it; never zero."""
+    """Return the e4m3 number nearest to ``ratio``, or with ``up`` the smallest not below it. It is never zero."""
     smallest = 2.0**_E4M3.finest_exponent
     scale = round_nearest(ratio, _E4M3)
     if up:
@@ -342,11 +343,11 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
-    """Mix each 16 consecutive places along ``dim`` by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
+    """Mix each 16 consecutive elements along ``dim`` by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
 
-    The signs of ``hadamard`` repeat every 16 places and never change, as in the published recipe. Signs of ``hadamard-drawn`` are
-    multiplied into ``x`` first, see :func:`random_signs`. The product of two rotated operands is unchanged. The dimension must be
-    a multiple of 16 long (see :func:`padded`).
+    The signs of ``hadamard`` repeat every 16 elements and never change, as in the published recipe. Multiply signs of
+    ``hadamard-drawn`` into ``x`` first, see :func:`random_signs`. The product of two rotated operands is unchanged. The
+    dimension must be a multiple of 16 long (see :func:`padded`).
 
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
@@ -357,10 +358,10 @@ def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
         )
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
     places = [blocks.select(dim + 1, place) for place in range(ROTATION_SIZE)]
-    # Negated, not times -1: a compiler takes numbers out of a list for arguments, 16 float64 scalars in each launch on a GPU.
+    # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64 scalars in each GPU launch.
     negated = _NEGATED if rotation == "hadamard" else ()
     places = [-values if place in negated else values for place, values in enumerate(places)]
-    # Sixteen tensors, not one of sixteen rows: compiled, each is loaded once, and 64 additions make all results.
+    # Sixteen tensors, not one of sixteen rows. Compiled, each is loaded once, and 64 additions make all results.
     for size in (2, 4, 8, 16):
         half = size // 2
         for start in range(0, ROTATION_SIZE, size):
@@ -371,18 +372,17 @@ def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
 
 
 def random_signs(size: int, dim: int, key: Tensor) -> Tensor:
-    """Return random signs of a rotation, the same for each 16 places: float32 ``[1, size]`` along dim 1, ``[size, 1]`` along dim
-    0.
+    """Return random signs of a rotation, repeated every 16 elements: float32 ``[1, size]`` (dim 1) or ``[size, 1]`` (dim 0).
 
     Args:
-        key: 0-d int32, as for :func:`random_words`; the same for both operands of a product.
+        key: 0-d int32, as for :func:`random_words`. Use the same for both operands of a product.
     """
     place = torch.arange(size, dtype=torch.int32, device=key.device) % ROTATION_SIZE
     signs = torch.where(random_bits(place, key) < 0, -1.0, 1.0).float()
     return signs[None, :] if dim == 1 else signs[:, None]
 
 
-# The bits of 0x9E37, the golden ratio's, that are 0.
+# The zero bits of 0x9E37 (golden ratio).
 _NEGATED = frozenset(place for place in range(ROTATION_SIZE) if not 0x9E37 >> place & 1)
 
 
@@ -396,7 +396,7 @@ def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
 
 
 def spread(inner: Tensor, shape: torch.Size) -> Tensor:
-    """Return a scale for each place of a matrix, from a scale for each block."""
+    """Expand a scale per block to a scale per element."""
     sides = [size // count for size, count in zip(shape, inner.shape, strict=True)]
     return inner.repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1)
 
@@ -434,7 +434,7 @@ def four_bit_values(codes: Tensor) -> Tensor:
 
 
 def packed_pairs(codes: Tensor, dim: int) -> Tensor:
-    """Pack codes 0 … 15 two to a byte along ``dim``, which has an even length: the even place in the low half.
+    """Pack codes 0 … 15 two to a byte along ``dim``, which has an even length. The even element is in the low half.
 
     Source: PyTorch, ``torch.float4_e2m1fn_x2``; cuBLAS, ``CUDA_R_4F_E2M1``.
     Example:
@@ -451,10 +451,10 @@ def unpacked_pairs(packed: Tensor, dim: int) -> Tensor:
 
 
 def tiled_scales(scales: Tensor) -> Tensor:
-    """Arrange one-byte scales ``[rows, blocks]`` in tiles of 128 × 4, flat, as the matmuls of Blackwell read them.
+    """Arrange one-byte scales ``[rows, blocks]`` in flat tiles of 128 × 4, as the matmuls of Blackwell read them.
 
-    The scale of row ``r`` and block ``b`` is at ``512 * tile + (r % 32) * 16 + (r % 128 // 32) * 4 + b % 4``, where the tile
-    ``(r // 128, b // 4)`` is counted row by row. Zeros fill up the last tiles.
+    The scale of row ``r`` and block ``b`` is at ``512 * tile + (r % 32) * 16 + (r % 128 // 32) * 4 + b % 4``. Tiles
+    ``(r // 128, b // 4)`` are counted row by row. Zeros fill the last tiles.
 
     Source: cuBLAS, "1D Block Scaling Factors Layout": ``offset = (outer % 32) * 16 + (outer / 32) * 4 + inner`` within a tile;
     PyTorch, ``SwizzleType.SWIZZLE_32_4_4``.

@@ -1,19 +1,21 @@
-"""Rounding a tensor to the values of any number format, on the integer bits.
+"""Round a tensor to the values of any number format, on the integer bits.
 
-A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers. Adding half of the bits to drop and
-clearing them rounds to nearest, ties away from zero; adding a uniform random integer rounds stochastically, without bias; adding
-nothing rounds toward zero. A carry runs into the exponent. Optimizers drop a fixed number of bits in this way: :func:`cut`.
+A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers. Adding half of the dropped bits and
+clearing them rounds to nearest, ties away from zero. Adding a uniform random integer rounds stochastically, without bias.
+Adding nothing rounds toward zero. A carry goes into the exponent. Optimizers drop a fixed number of bits this way: :func:`cut`.
 
-:func:`round_to` serves every format, floats, integers and scales, in float64, where each operation is exact.
-:func:`round_nearest` and :func:`round_stochastic` are its fast variants for casts of matmul operands: floats only, since reading
-bits is slow beside bfloat16 loads on a CPU. They add and subtract a number so large that only the format's bits survive.
+:func:`round_to` supports every format (floats, integers, scales) in float64. There each operation is exact.
+:func:`round_nearest` and :func:`round_stochastic` are fast variants for casts of matmul operands. They use floats only, since
+on a CPU reading bits is slow beside bfloat16 loads. They add and subtract a large number, so that only the format's bits
+survive.
 
-Nothing here is rounded by ``.to(bfloat16)``: compilers remove such casts inside fused kernels. They neither remove, flush nor
-fuse integer operations, so eager and compiled code give the same bits.
+Nothing here rounds by ``.to(bfloat16)``, since compilers remove such casts inside fused kernels. They do not remove, flush or
+fuse integer operations. So eager and compiled code give the same bits.
 
-Special values, unless a function says otherwise: a zero keeps its sign; a subnormal is rounded like any other value; an infinity
-stays one; a finite value that rounds past the largest becomes infinite (IEEE 754); a NaN becomes the one quiet NaN of its format,
-without a sign: x86 makes negative NaNs, CUDA positive ones of other bits, and both would be stored (:func:`canonical_bits`).
+Special values, unless a function says otherwise: A zero keeps its sign. A subnormal is rounded like any other value. An
+infinity stays one. A finite value that rounds past the largest becomes infinite (IEEE 754). A NaN becomes the one quiet NaN of
+its format, without a sign. X86 makes negative NaNs, CUDA positive ones of other bits, and both would be stored
+(:func:`canonical_bits`).
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ def float_of(bits: Tensor) -> Tensor:
 
 
 def canonical_bits(x: Tensor) -> Tensor:
-    """Return the int32 bits of a float32 tensor with every NaN as the one quiet NaN, positive and without a payload.
+    """Return the int32 bits of a float32 tensor. Every NaN becomes the one quiet NaN, positive and without a payload.
 
-    IEEE 754 leaves open which NaN an operation makes: on x86 it is negative or that of an operand, on CUDA positive and all ones.
-    Stored values must not depend on that. All ones would also carry into the sign when they are rounded.
+    IEEE 754 does not define the NaN of an operation. On x86 it is negative or an operand's, on CUDA positive and all ones.
+    Stored values must not depend on that. All ones would also carry into the sign when rounded.
     """
-    # Compiled loops of a CPU are not vectorized with `isnan`, and on CUDA it takes fewer instructions. `where` would copy the
-    # number from the host there, and wait.
+    # `isnan` prevents vectorized CPU loops. On CUDA this takes fewer instructions. There `where` would copy the number from the
+    # host, and wait.
     return bits_of(x).masked_fill(x.isnan() if x.is_cuda else x != x, QUIET_NAN)
 
 
@@ -63,10 +65,10 @@ def canonical_bits64(x: Tensor) -> Tensor:
 
 
 def rounded_to_odd(x: Tensor) -> Tensor:
-    """Convert float64 to float32 so that rounding the result to fewer bits gives what rounding ``x`` itself would give.
+    """Convert float64 to float32 such that rounding the result to fewer bits equals rounding ``x`` itself.
 
-    A value between two float32 becomes the one whose last bit is odd. That lies between the values and the ties of every format
-    with two mantissa bits less. Rounded to nearest, a value just beside such a tie would become the tie.
+    A value between two float32 becomes the one whose last bit is odd. An odd float32 is neither a value nor a tie of any format
+    with two mantissa bits less. With rounding to nearest, a value just beside such a tie would become the tie.
 
     Example:
         >>> near_a_tie = torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64)
@@ -77,7 +79,7 @@ def rounded_to_odd(x: Tensor) -> Tensor:
     """
     near = x.float()
     back = near.double()
-    # Toward zero where it was rounded away from it; then odd where anything was lost.
+    # Step toward zero if it was rounded away from zero. Then make it odd if anything was lost.
     bits = bits_of(near) - (back.abs() > x.abs()).int()
     return float_of(bits | (back != x).int()).masked_fill(x != x, torch.nan)
 
@@ -93,10 +95,10 @@ def power_below(x: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:
-    """Return 32 hashed bits per element of ``key`` (int32, particular to each element) under ``seed`` (0-d int32).
+    """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under ``seed`` (0-d int32).
 
-    A pure function of key and seed, so shards, chunks and flattenings of a tensor get the same bits and there is no
-    generator to save. Right shifts are masked, since those of an int32 copy the sign.
+    The result depends only on key and seed. So shards, chunks and flattenings get the same bits, and there is no generator to
+    save. Right shifts are masked, since int32 shifts copy the sign.
 
     Source:
         Two of the three rounds of ``lowbias32`` of Chris Wellons' hash prospector; the seed is itself well mixed.
@@ -109,9 +111,8 @@ def random_bits(key: Tensor, seed: Tensor) -> Tensor:
 def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
     """Return a random addend for :func:`cut`, int32 in ``[0, 2**dropped)``, from ``count`` bits of ``random`` at bit ``start``.
 
-    Fewer random bits than dropped ones would round down on average: the mean of the addend must be half of the dropped
-    range. The missing low bits are therefore set to their middle (without that, 12 bits for 20 lose 1 % of a second
-    moment, 8 bits 14 %).
+    The mean of the addend must be half of the dropped range. Fewer random bits than dropped ones would round down on average.
+    So the missing low bits are set to their middle. Without that, 12 bits for 20 lose 1 % of a second moment, 8 bits 14 %.
     """
     used = min(count, dropped)
     missing = dropped - used
@@ -122,16 +123,16 @@ def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
 
 
 def quiet(x: Tensor) -> Tensor:
-    """Replace every NaN by the one quiet NaN; everything else, signed zeros included, is unchanged."""
+    """Replace every NaN by the one quiet NaN. All else stays unchanged, signed zeros included."""
     return float_of(canonical_bits(x))
 
 
 def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
-    """Return the :func:`canonical_bits` of ``x`` with their ``dropped`` lowest ones rounded off to zero.
+    """Return the :func:`canonical_bits` of ``x`` with the lowest ``dropped`` bits rounded off to zero.
 
     Args:
-        dropped: 0 to 22; with 23 no mantissa is left, and a NaN becomes infinite.
-        addend: :func:`half` rounds to nearest, ties away from zero; a :func:`dither` rounds stochastically.
+        dropped: 0 to 22. With 23 no mantissa is left, and a NaN becomes infinite.
+        addend: :func:`half` rounds to nearest, ties away from zero. A :func:`dither` rounds stochastically.
     """
     bits = canonical_bits(x)
     return (bits + addend) & -(1 << dropped) if dropped else bits
@@ -150,8 +151,9 @@ def cut_to_even(bits: Tensor, dropped: int) -> Tensor:
 def sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of float32 or float64 values.
 
-    Eager ``torch.sqrt`` on a CPU is one ulp off for a fifth of all float32 values and 1 % of float64 ones, compiled it is right;
-    a detour through float64 is right everywhere, but costs a compiled optimizer step a fifth of its time. NumPy's is right.
+    Eager ``torch.sqrt`` on a CPU is one ulp off for a fifth of all float32 values and 1 % of float64 ones. Compiled it is
+    right. A detour through float64 is right everywhere, but costs a compiled optimizer step a fifth of its time. NumPy's is
+    right.
     """
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return x.sqrt()
@@ -169,7 +171,7 @@ def round_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def round_to_float16(x: Tensor) -> Tensor:
-    """Round float32 or float64 to the nearest float16, ties away from zero; below 2^-14 within 2^-14 of an ulp."""
+    """Round float32 or float64 to the nearest float16, ties away from zero. Below 2^-14 it is within 2^-14 of an ulp."""
     if x.dtype is torch.float64:
         x = rounded_to_odd(x)
     # Scaled by 2^-112 a float32 has float16's own exponents, subnormals included.
@@ -190,7 +192,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert to float32, and leave float64 as it is."""
+    """Convert to float32, but keep float64."""
     return x if x.dtype is torch.float64 else x.float()
 
 
@@ -198,15 +200,15 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def round_nearest(v: Tensor, row: Format) -> Tensor:
-    """Round float32 values to a format, ties to even; past its end they become its end (from 16 bits up: infinity).
+    """Round float32 values to a format, ties to even. Values past its end become its end (from 16 bits up: infinity).
 
-    Invariant: equals ``round_to``, saturated for formats of fewer than 16 bits, except for the sign of zero. NaN stays NaN even
-    in formats without one. Integers end at -max, so that there are as many on both sides.
+    Invariant: equals ``round_to``, saturated for formats under 16 bits, except for the sign of zero. NaN stays NaN even in
+    formats without one. Integers end at -max, so both sides have the same number of values.
     """
     if row.name in ("float32", "float64"):
         return v
     if row.name in ("bfloat16", "tfloat32"):
-        # Not by conversion: a compiler drops one that is undone at once.
+        # Do not convert: a compiler drops a conversion that is undone at once.
         return torch.where(v.isfinite(), float_of(cut_to_even(bits_of(v), 23 - row.mantissa_bits)), v)
     if row.kind == "int":
         return torch.round(v.clamp(-row.max, row.max))
@@ -225,10 +227,10 @@ def _nearest(v: Tensor, row: Format) -> Tensor:
 
 
 def _shortened(v: Tensor, row: Format) -> Tensor:
-    """Round to the format's significant bits, ties to even, as if its exponents had no end.
+    """Round to the format's significant bits, ties to even, with unlimited exponents.
 
-    Source: Dekker 1971, Veltkamp's splitting. It needs a product that is rounded before it is subtracted. A GPU's fused
-    multiply-add does not round it, so there the binade is read from the bits.
+    Source: Dekker 1971, Veltkamp's splitting. The product must be rounded before it is subtracted. A GPU's fused multiply-add
+    does not round it, so there the binade is read from the bits.
     """
     if v.is_cuda:
         magic = binade(v, row) * (1.5 * 2.0 ** (23 - row.mantissa_bits))
@@ -243,9 +245,9 @@ def binade(v: Tensor, row: Format) -> Tensor:
 
 
 def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
-    """Round float32 values to one of their two neighbours, without bias to 2^-16 of an ulp.
+    """Round float32 values to one of their two neighbours, with a bias under 2^-16 of an ulp.
 
-    The values lie within the format's range, the format has at most 8 bits, and ``u`` is uniform in [0, 1), of 16 bits.
+    The values are within the format's range. The format has at most 8 bits. ``u`` is uniform in [0, 1), of 16 bits.
     """
     if row.kind == "int":
         return torch.floor(v + u).clamp(-row.max, row.max)
@@ -253,7 +255,7 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
         power = binade(v, row)
         inverse = power.reciprocal()
     else:
-        # Few exponents are compared: bits are slow to read beside bfloat16 loads on a CPU.
+        # Compare the few exponents: on a CPU bits are slow to read beside bfloat16 loads.
         magnitude = v.abs()
         power, inverse = torch.full_like(v, 2.0**row.min_exponent), torch.full_like(v, 2.0**-row.min_exponent)
         for exponent in range(row.min_exponent + 1, row.max_exponent + 1):
@@ -279,36 +281,39 @@ def round_to(
 ) -> Tensor:
     """Round the values of ``x`` to a number format, in float32.
 
-    Every result is a value of the format, and a value of the format is unchanged. For the rest:
+    Every result is a value of the format, and a value of the format is unchanged. Other values:
 
-    * ``nearest``: ties go to the even mantissa. Of a scale, which has none, ties go up, as do all values between its two
-      smallest powers, as in PyTorch and ml_dtypes.
-    * ``toward_zero``: the neighbour nearer to zero; finite values never leave the range.
-    * ``stochastic``: one of the two neighbours, each more probable the nearer it is, so that the mean is the value, to
-      2^-30 of a step. The random bits are a hash of the seed, the element's logical index and its bits: the same in any memory
-      layout, in any chunking (give each chunk its ``offset``), eager and compiled.
-    * Overflow, that is, a rounded value past the largest, or an infinity: infinity where the format has one, else NaN
-      where it has that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers).
-      ``saturate=True`` takes the end of the range in every format, for infinities too.
-    * NaN: the quiet NaN; in a format without NaN, 0. A scale that multiplies such codes must carry the NaN.
-    * A zero, or a value that rounds to zero, keeps its sign where the format has −0. Subnormals are values like others.
-    * Below zero, an unsigned integer overflows to 0. A scale (``float8_e8m0fnu``) has nothing at or below zero: that
-      overflows to NaN, or with ``saturate`` to its smallest power; a smaller positive value becomes the smallest power.
+    * ``nearest``: Ties go to the even mantissa. A scale has no mantissa: its ties go up, as do all values between its two
+    smallest
+      powers. PyTorch and ml_dtypes do the same.
+    * ``toward_zero``: Take the neighbour nearer to zero. Finite values never leave the range.
+    * ``stochastic``: Take one of the two neighbours. The nearer is more probable, so the mean is the value, to 2^-30 of a step.
+      The random bits are a hash of the seed, the element's logical index and its bits. They are the same in any memory layout
+      or chunking (give each chunk its ``offset``), eager and compiled.
+    * Overflow means a rounded value past the largest, or an infinity. It gives infinity if the format has one, else NaN if it
+    has
+      that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers). ``saturate=True`` gives the
+      end of the range in every format, for infinities too.
+    * NaN: It becomes the quiet NaN. In a format without NaN it becomes 0. A scale of such codes must carry the NaN.
+    * A zero, or a value that rounds to zero, keeps its sign if the format has −0. Subnormals are values like others.
+    * Below zero, an unsigned integer overflows to 0. A scale (``float8_e8m0fnu``) has nothing at or below zero. Such values
+    overflow
+      to NaN, or with ``saturate`` to its smallest power. A smaller positive value becomes the smallest power.
 
     Args:
-        x: floating-point tensor of any shape; float64 is rounded once, not through float32.
+        x: floating-point tensor of any shape. Float64 is rounded once, not through float32.
         format: a format that float32 can hold, or its name.
         rounding: see above.
-        seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor; a new int recompiles
-            compiled code, a new tensor does not.
+        seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor. A new int recompiles compiled code,
+            a new tensor does not.
         saturate: see overflow.
-        offset: for ``stochastic``: the logical index of the first element of ``x``, when it is a chunk of a tensor.
+        offset: for ``stochastic``: logical index of the first element of ``x``, if it is a chunk of a tensor.
     Returns:
         float32 tensor shaped like ``x``, without gradient.
     Raises:
         FormatError: float32 cannot hold the format, ``x`` is not floating-point, or the rounding or seed is missing.
     Cost:
-        One pass; about 20 integer operations an element, 40 if stochastic. Eager, each makes a temporary.
+        One pass, about 20 integer operations an element, 40 if stochastic. Eager, each makes a temporary.
     Source:
         IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2; stochastic rounding: Croci et al.,
         Royal Society Open Science 9 (2022) 211631.
@@ -320,7 +325,7 @@ def round_to(
     _check(x, row, rounding, seed)
     values = x.detach().double()
     magnitude, negative, is_nan = values.abs(), values.signbit(), values.isnan()
-    # A magnitude is a whole number of steps: powers of two, which stop shrinking at the smallest normal value.
+    # A magnitude is a whole number of steps. Steps are powers of two, constant below the smallest normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
     exponent = (magnitude.view(torch.int64) >> 52) - 1023
     step = (exponent - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
@@ -340,7 +345,7 @@ def round_to(
 
 
 _LARGEST_STEP = 200
-"""A larger value overflows in every format, and its power of two is still a float64."""
+"""A larger value overflows in every format. Its power of two is still a float64."""
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -365,7 +370,7 @@ def _fit(
 
 
 def _uniform(x: Tensor, seed: int | Tensor, offset: int) -> Tensor:
-    """Return a uniform number of 31 bits in [0, 1) for each element: a hash of the seed, its index and its bits."""
+    """Return a uniform number of 31 bits in [0, 1) for each element. Hash the seed, its index and its bits."""
     if not isinstance(seed, Tensor):
         seed = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=x.device)
     seed = _low_word(seed.to(x.device, torch.int64))
@@ -380,7 +385,7 @@ def _uniform(x: Tensor, seed: int | Tensor, offset: int) -> Tensor:
 
 
 def _low_word(x: Tensor) -> Tensor:
-    # Brought into int32's range first: what a conversion does with values outside differs between compilers.
+    # Bring it into int32's range first: compilers convert values outside differently.
     return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 

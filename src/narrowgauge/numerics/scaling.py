@@ -1,12 +1,11 @@
-"""Dynamic loss scaling: the loss is multiplied by a scale so that its gradients fit float16.
+"""Dynamic loss scaling: multiply the loss by a scale so that its gradients fit float16.
 
-float16 reaches from 2^-24 to 65504, and most gradients of a language model are smaller. So the loss is multiplied by a
-scale S, every gradient comes out S times as large, and the step divides by S again. The largest S that does not overflow
-is best, and it changes during training. A step that overflowed is skipped.
+float16 reaches from 2^-24 to 65504. Most gradients of a language model are smaller. So the loss is multiplied by a scale S.
+Every gradient comes out S times as large, and the step divides by S again. The largest S that does not overflow is best, and it
+changes during training. A step that overflowed is skipped.
 
-S is a power of two, which moves a float's exponent and rounds nothing: two scales that both fit give the same gradients to the
-bit. The scale and its counters are 0-d tensors on the device, and an update is a few ``where`` on them, so the host does not
-wait.
+S is a power of two. It moves a float's exponent and rounds nothing: two scales that both fit give the same gradients bit for
+bit. The scale and its counters are 0-d tensors on the device. An update is a few ``where`` on them, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -27,28 +26,29 @@ Losses = TypeVar("Losses", list[Tensor], tuple[Tensor, ...])
 
 
 class LossScaler:
-    """A loss scale that grows while nothing overflows and backs off when overflows follow one another.
+    """Grow a loss scale while nothing overflows, and reduce it after repeated overflows.
 
-    Invariant: the scale is a power of two in ``[floor, ceiling]``, and the state depends on the sequence of overflows alone:
+    Invariant: the scale is a power of two in ``[floor, ceiling]``. The state depends only on the sequence of overflows:
 
-    * A step that overflows spends one of ``hysteresis`` lives and restarts the count of good steps. While no life
-      is left, it multiplies the scale by ``backoff_factor``, but never below ``floor``.
-    * A step that does not overflow restores all lives: only ``hysteresis`` overflows *in a row* lower the scale.
-      If a fraction p of steps overflows, two in a row come after about 1/p² steps.
-    * After ``growth_interval`` steps in a row without an overflow the scale is multiplied by ``growth_factor``, but
-      never above ``ceiling``, and the count restarts.
+    * A step that overflows spends one of ``hysteresis`` lives and restarts the count of good steps. If no life is left, it
+      multiplies the scale by ``backoff_factor``, but never below ``floor``.
+    * A step that does not overflow restores all lives. So only ``hysteresis`` overflows *in a row* lower the scale. If a
+    fraction
+      p of steps overflows, two in a row come after about 1/p² steps.
+    * After ``growth_interval`` steps in a row without an overflow the scale is multiplied by ``growth_factor``, but never above
+      ``ceiling``. Then the count restarts.
 
-    Ranks that train together must agree on what overflowed, as they do on a norm over all of them; then their scales are equal.
+    Ranks that train together must agree on overflows, as they do on a norm over all of them. Then their scales are equal.
 
     Args:
-        initial: the scale at first.
+        initial: the first scale.
         growth_factor, backoff_factor: at least 1; at most 1.
         growth_interval: steps without an overflow until the scale grows.
-        hysteresis: lives; 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
-        floor, ceiling: the least and the largest scale; with 2^24 the smallest float16 stands for 2^-48.
-        device: where the scale lives; ``None``: the device of the first loss or overflow.
+        hysteresis: lives. 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
+        floor, ceiling: the smallest and the largest scale. With 2^24 the smallest float16 stands for 2^-48.
+        device: device of the scale. ``None`` is the device of the first loss or overflow.
     Raises:
-        RecipeError: a scale or a factor that is not a power of two, or limits that contradict each other.
+        RecipeError: a scale or a factor is not a power of two, or limits contradict each other.
 
     Example:
         >>> scaler = LossScaler(growth_interval=2, hysteresis=1)
@@ -61,8 +61,8 @@ class LossScaler:
         65536.0
 
     Source:
-        Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740. Hysteresis is Megatron-LM's, with lives that return
-        after every step without an overflow, as DeepSpeed's ``consecutive_hysteresis``.
+        Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740. Hysteresis is Megatron-LM's. Lives return after
+        every step without an overflow, as in DeepSpeed's ``consecutive_hysteresis``.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LossScaler:
         self.floor, self.ceiling = float(floor), float(ceiling)
         self._waits_for_device = device is None
         self.request: object = None
-        """Identifies the latest :meth:`scale`, so that an optimizer knows whether there was one since its last step."""
+        """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
         self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32, device=device)}
         for name in COUNTERS:
             value = hysteresis if name == "lives" else 0
@@ -109,7 +109,7 @@ class LossScaler:
 
     @classmethod
     def static(cls, scale: float, *, device: torch.device | str | None = None) -> LossScaler:
-        """Return a scaler whose scale, a power of two, never moves; overflows are still counted and reported."""
+        """Return a scaler with a constant scale, a power of two. It still counts and reports overflows."""
         return cls(scale, growth_factor=1.0, backoff_factor=1.0, floor=scale, ceiling=scale, device=device)
 
     @overload
@@ -119,32 +119,32 @@ class LossScaler:
     def scale(self, loss: Losses) -> Losses: ...
 
     def scale(self, loss: Any) -> Any:
-        """Return the loss, or each of a list or tuple of them, times the scale, to be differentiated.
+        """Return the loss, or a list or tuple of losses, times the scale, for backward.
 
-        A loss in float16 can overflow here already: compute it in float32.
+        A float16 loss can already overflow here: compute it in float32.
         """
-        self.request = object()  # written and never read here: a compiled loss is not recompiled for it
+        self.request = object()  # written, never read here, so a compiled loss is not recompiled for it
         if isinstance(loss, Tensor):
             return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
         return type(loss)(map(self.scale, loss))
 
     @property
     def scale_tensor(self) -> Tensor:
-        """Return the scale, float32 0-d on the device; updated in place."""
+        """Return the scale, float32 0-d on the device. It is updated in place."""
         return self._state["scale"]
 
     @property
     def inverse(self) -> Tensor:
-        """Return one over the scale, exactly; float32 0-d on the device."""
+        """Return one over the scale, exact, float32 0-d on the device."""
         # The exponent field of 2^e is 127 + e; no division, which a GPU's compiler may approximate.
         return float_of((254 << 23) - bits_of(self._state["scale"]))
 
     @torch.no_grad()
     def update_(self, overflowed: Tensor) -> None:
-        """Count a step, and move the scale for the next.
+        """Count a step, and set the scale for the next.
 
         Args:
-            overflowed: one element of any dtype, not 0 where the step overflowed and was skipped.
+            overflowed: one element of any dtype, not 0 if the step overflowed and was skipped.
         """
         state = self._on(overflowed.device)
         scale = state["scale"]
@@ -152,7 +152,7 @@ class LossScaler:
         lives = torch.where(overflowed, (state["lives"] - 1).clamp(min=0), self.hysteresis)
         good_steps = torch.where(overflowed, 0, state["good_steps"] + 1)
         lowers = overflowed & (lives == 0)
-        # Not ==: a state may have been saved under a longer interval.
+        # Do not use ==: a state may have been saved under a longer interval.
         grows = good_steps >= self.growth_interval
         lowered = (scale * self.backoff_factor).clamp(min=self.floor)
         raised = (scale * self.growth_factor).clamp(max=self.ceiling)
@@ -180,7 +180,7 @@ class LossScaler:
         return int(self._state["num_overflows"])
 
     def report(self) -> str | None:
-        """Return a line where steps overflow at the floor of the scale, else ``None``; waits for the device."""
+        """Return a line if steps overflow at the floor of the scale, else ``None``. Wait for the device."""
         count = int(self._state["num_held"])
         if not count or not self.at_floor:
             return None
@@ -197,10 +197,10 @@ class LossScaler:
         return {name: value.item() for name, value in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; a state that is refused changes nothing.
+        """Restore a result of :meth:`state_dict`. A refused state changes nothing.
 
         Raises:
-            RecipeError: an entry is missing, or this scaler may not take the saved scale.
+            RecipeError: an entry is missing, or this scaler does not allow the saved scale.
         """
         missing = [name for name in self._state if name not in state_dict]
         if missing:

@@ -1,15 +1,15 @@
-"""Widening: matmuls and attention of narrow operands in float32, for a processor that does not multiply their format.
+"""Widening: compute matmuls and attention of 8- and 16-bit operands in float32, for processors without their format.
 
-bfloat16, float16 and int8 numbers are float32 numbers, and the product of two bfloat16 or int8 numbers is exact in float32.
-Widened, multiplied and added in float32 and rounded once, they give the values of a narrow matmul; only the order of the sum
-differs. Sums of integers are exact: those of 1,024 products of two int8 codes fit float32's 24 bits, and such partial sums are
-added exactly. Only tiles of the operands are widened at a time, in memory that is reused for the next ones.
+bfloat16, float16 and int8 numbers are float32 numbers. The product of two bfloat16 or int8 numbers is exact in float32.
+Operands are widened, multiplied and added in float32, and the result is rounded once. It equals a matmul in their format,
+except for the order of the sum. Sums of integers are exact: 1,024 products of two int8 codes fit float32's 24 bits. Such
+partial sums are added exactly. Only tiles of the operands are widened at a time, in reused memory.
 
-:func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions where the processor multiplies the operands'
-format. Elsewhere, and where a weight is narrower than what it is multiplied with (bfloat16 weights in a float32 compute), one
-operator serves all three matmuls; it keeps the operands for backward as they came.
+:func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor multiplies the operands'
+format. Otherwise, and for bfloat16 weights in a float32 compute, one operator does all three matmuls. It saves the original
+operands for backward.
 
-Models call PyTorch's fused attention themselves; :func:`float32_attention` widens it within a context.
+Models call PyTorch's fused attention themselves. :func:`float32_attention` widens it within a context.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_names import cpu_kernel_wrapped
 
 EXACT_TERMS = 1 << 10
-"""The number of products of 128 × 128 whose sum fits float32's 24 bits."""
+"""Number of products of 128 × 128 whose sum fits float32's 24 bits."""
 INT32_TERMS = 1 << 16
-"""The number of them whose sum fits int32."""
-# Elements of a widened operand, and of a product: 32 MiB. Fewer make thin matmuls, and widen the other operand more often.
+"""Number of such products whose sum fits int32."""
+# Elements of a widened operand, and of a product: 32 MiB. Fewer make thin matmuls and widen the other operand more often.
 _TILE_ELEMENTS = 1 << 23
 _LEAST_SIDE = 256
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -42,14 +42,14 @@ Tile = tuple[slice, slice]
 
 
 def is_widened(dtype: torch.dtype, device_type: str) -> bool:
-    """Return whether products of two operands of this dtype are computed as float32 on this type of device."""
+    """Return whether products of two operands of this dtype are computed in float32 on this device type."""
     return device_type == "cpu" and not multiplies(dtype_name(dtype))
 
 
 def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
-    """The product of two matrices by tiles: rows and columns of the result, and its float32 values there.
+    """Yield the product of two matrices by tiles: rows and columns of the result, and their float32 values.
 
-    The operands may have any layout. The memory of a tile's values is overwritten by the next tile.
+    The operands may have any layout. The next tile overwrites the memory of a tile's values.
     """
     side = min(max(_TILE_ELEMENTS // max(a.shape[1], 1), _LEAST_SIDE), math.isqrt(_TILE_ELEMENTS))
     for top in range(0, a.shape[0], side):
@@ -62,13 +62,13 @@ def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """Return the exact product of int8 matrices, rounded to float32, in memory that the next call overwrites."""
+    """Return the exact product of int8 matrices, rounded to float32. The next call overwrites its memory."""
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
         torch.mm(_widened("left", a), _widened("right", b), out=values)
-        # A sum of one term keeps the sign of 0 times a negative number, which integers do not have.
+        # A sum of one term keeps the sign of 0 times a negative number. Integers have no such sign.
         return values.add_(0.0) if a.shape[1] == 1 else values
-    # PyTorch adds tensors of two dtypes one value at a time, 30 times slower: convert the sums first.
+    # Convert the sums first: PyTorch adds tensors of two dtypes one value at a time, 30 times slower.
     wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
     total = SCRATCH.take("total", wide, *values.shape).zero_()
     part = SCRATCH.take("part", wide, *values.shape)
@@ -87,7 +87,7 @@ def _widened(name: str, x: Tensor) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """Reused memory of intermediate results: page faults of fresh memory would cost as much as the arithmetic."""
+    """Reuse memory of intermediate results. Page faults of fresh memory would cost as much as the arithmetic."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -95,11 +95,11 @@ class _Scratch(threading.local):
     def take(self, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
         probe = torch.empty(0, dtype=dtype)
         if type(probe) is not Tensor or not probe.is_cpu:
-            # FakeTensorMode, or another default device: such a buffer must not outlive it.
+            # Under FakeTensorMode or another default device: such a buffer must not outlive it.
             return torch.empty(rows, columns, dtype=dtype)
         buffer = self.buffers.get((name, dtype))
         if buffer is None or buffer.numel() < rows * columns:
-            # A tensor that is made in inference mode cannot be written outside of it.
+            # A tensor made in inference mode cannot be written outside it.
             with torch.inference_mode(False):
                 buffer = self.buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype)
         return buffer[: rows * columns].view(rows, columns)
@@ -126,7 +126,7 @@ def float32_attention() -> Iterator[None]:
 
 
 def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Return a kernel on widened operands, its results rounded to their format; log-sums and the like stay float32."""
+    """Run a kernel on widened operands and round its results to their format. Log-sums and the like stay float32."""
     dtype = next(each.dtype for each in args if isinstance(each, Tensor))
     if dtype not in _NARROW:
         return kernel(*args, **options)
@@ -143,12 +143,12 @@ def _as_float32(value: Any) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, on any processor.
+    """Return ``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, on any processor.
 
-    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once. A wider
-    weight is rounded to that dtype first. Gradients come in each operand's own dtype.
+    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once. A
+    weight of more bits is rounded to that dtype first. Gradients have each operand's own dtype.
 
-    Cost: PyTorch's, or that of a float32 matmul and of widening tiles of both operands.
+    Cost: PyTorch's, or a float32 matmul plus widening tiles of both operands.
     Example:
         >>> linear(torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16))
         tensor([[3., 3., 3., 3.],
@@ -163,7 +163,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a [rows, contraction] · b [contraction, columns]`` in their own dtype, on any processor."""
+    """Return ``a [rows, contraction] · b [contraction, columns]`` in their own dtype, on any processor."""
     if not is_widened(a.dtype, a.device.type):
         return a @ b
     product: Tensor = multiply_plain(a, b, None, a.dtype)
@@ -171,7 +171,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
+    """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
         return torch.addmm(x, a, b, beta=beta, alpha=alpha)
     return torch.addmm(x.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(x.dtype)
@@ -179,7 +179,7 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float
 
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())
 def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to ``dtype``."""
+    """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to ``dtype``."""
     if a.device.type != "cpu":
         product = torch.mm(a.float(), b.float())
         return (product if bias is None else product + bias.float()).to(dtype)
@@ -197,7 +197,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def bias_gradient(grad: Tensor) -> Tensor:
     """Return the gradient ``[out]`` of a bias: the sum of the output's gradient ``[rows, out]``."""
-    # Opaque to a compiler, which would sum values that it has not rounded yet, and in another order.
+    # Opaque to a compiler. It would sum unrounded values, in another order.
     total: Tensor = _sum_of_rows(grad) if torch.compiler.is_compiling() else grad.sum(0)
     return total
 
@@ -221,7 +221,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
     a, b = ctx.saved_tensors
     by_a = multiply_plain(grad, b.t(), None, a.dtype) if ctx.needs_input_grad[0] else None
-    # Lying as the weight does, of which b is the transpose.
+    # In the weight's memory order: b is the weight's transpose.
     by_b = multiply_plain(grad.t(), a, None, b.dtype).t() if ctx.needs_input_grad[1] else None
     by_bias = bias_gradient(grad).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
     return by_a, by_b, by_bias, None
