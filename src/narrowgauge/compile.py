@@ -1,20 +1,20 @@
-"""Compile functions of tensors into one loop, and check the result against the function before it is used.
+"""Compile functions of tensors into one loop, and check the result against the function before use.
 
-A function is traced with symbolic sizes and compiled by PyTorch's Inductor, without Dynamo in front: a call then costs 10 µs
-where ``torch.compile`` takes 30, and the loop is the same. Inductor caches what it compiles on disk. At the first use of each
-pattern of arguments, compiled code runs on ordinary and on edge values. Unless it gives the same bits as the function, the
-function runs uncompiled, with one warning.
+A function is traced with symbolic sizes and compiled by PyTorch's Inductor, without Dynamo. A call then costs 10 µs, with
+``torch.compile`` 30, and the loop is the same. Inductor caches compiled code on disk. At the first use of each pattern of
+arguments, compiled code runs on ordinary and on edge values. If its bits differ from the function's, the function runs
+uncompiled, with one warning.
 
-Private names of PyTorch, why, and what to use instead:
+Private names of PyTorch, why, and alternatives:
 
 ``torch._inductor.compile``, ``torch.fx.experimental.proxy_tensor.make_fx``
     Compile a graph that Dynamo did not capture. Instead: ``torch.compile(function, dynamic=True)``, 20 µs more a call.
 ``torch._subclasses.FakeTensorMode``, ``ShapeEnv.produce_guards_expression``
-    Give each size a symbol of its own, and say for which sizes the graph holds. Instead: as above.
+    Give each size its own symbol, and find the sizes that the graph supports. Instead: as above.
 ``torch.compiler._is_compiling_flag``
     Lets functions see that they are traced, as ``torch.export`` does. Instead: slower square roots.
 Options of ``torch._inductor.config``
-    One loop for each function; the roundings of eager mode. Options that a release lacks are left out.
+    One loop for each function; the roundings of eager mode. Options that a release lacks are omitted.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from narrowgauge.inductor import few_instructions, quiet
 from narrowgauge.machine import compiler_missing, compiler_name, gpu_compiler_missing, switched_off
 
 COMPILE_ELEMENTS = 1 << 18
-"""Compile for at least this many elements; fewer do not win back the seconds of compiling."""
+"""Compile for at least this many elements. Fewer do not win back the seconds of compiling."""
 MOST_VERSIONS = 8
-"""Compiled versions of one function for one pattern of arguments, whose traces hold for different sizes."""
+"""Compiled versions of one function for one pattern of arguments. Their traces hold for different sizes."""
 SMALL_SIDE = 256
-"""Longer sides are cut to about this for the comparison of compiled code with its function."""
+"""Shorten longer sides to about this to compare compiled code with its function."""
 
 announce: list[Callable[[], None]] = []
-"""Callbacks, called before anything is compiled, which takes seconds."""
+"""Callbacks, called before each compilation, which takes seconds."""
 
 # Each threshold makes Inductor write an intermediate to memory. A fresh buffer of a large tensor's size costs more in page
 # faults than the whole step (measured: 4 to 10 times).
@@ -62,7 +62,7 @@ _AS_EAGER: dict[str, Any] = {
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-# Make no constant on the device. Do not time variants: they would step the weights that they are given.
+# Make no constant on the device. Do not time variants: they would step the weights.
 _ON_GPU: dict[str, Any] = {
     **_AS_EAGER,
     "joint_graph_constant_folding": False,
@@ -76,7 +76,7 @@ _VECTOR_BITS = {"DEFAULT": 1, "AVX2": 256, "AVX512": 512}
 
 
 class Compiled:
-    """A compiled function and the sizes that its trace holds for."""
+    """Hold a compiled function and the sizes that its trace supports."""
 
     def __init__(self, call: Callable[..., Any], guards: str | None) -> None:
         self._call, self._guards = call, None if guards is None else compile(guards, "<sizes>", "eval")
@@ -86,7 +86,7 @@ class Compiled:
         return self._call(*arguments)
 
     def accepts(self, arguments: Sequence[Tensor]) -> bool:
-        """Return whether the trace holds for arguments of these sizes."""
+        """Return whether the trace supports arguments of these sizes."""
         sizes = tuple([argument.shape for argument in arguments])
         if sizes in self._accepted:
             return True
@@ -104,9 +104,9 @@ _COMPILED: dict[tuple[Any, ...], list[Compiled | None]] = {}
 
 
 def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) -> Any:
-    """Call a function: compiled where it works on so many (``size``) elements that this pays.
+    """Call a function, compiled if ``size`` elements are enough to pay for it.
 
-    Each function is compiled once for a pattern, so the same lines and constants must be the same function object.
+    Each function is compiled once for a pattern. So pass the same function object for the same lines and constants.
     """
     if size < COMPILE_ELEMENTS or torch.compiler.is_compiling() or not can_compile(_place(arguments)):
         return function(*arguments)
@@ -129,17 +129,16 @@ def compiled(
     exact: bool = True,
     one_loop: bool = False,
 ) -> Compiled | None:
-    """Return a function of tensors compiled for arguments like these; ``None`` where that does not work.
+    """Return a function of tensors compiled for arguments like these, or ``None`` if that fails.
 
     Args:
-        function: pure but for writing into its arguments, without Python branches on values.
-        arguments: the first call's; a compiled function takes those that are not ``None``.
-        cases: makes arguments to compare both on: first ones that occur, then edge values. Drawn by dtype otherwise.
-        exact: compare floats that the function returns bit for bit; ``False`` allows rounding of the first case's sums. What
-            it writes into its arguments is always compared bit for bit.
-        one_loop: write no intermediate to memory. The compiler goes over an expression once for each path through it, so deep
-            ones with many reused values take it hours.
-
+        function: pure except for writing into its arguments, without Python branches on values.
+        arguments: arguments of the first call. A compiled function takes those that are not ``None``.
+        cases: makes arguments to compare both on: usual ones first, then edge values. By default they are drawn by dtype.
+        exact: compare returned floats bit for bit. ``False`` allows rounding of the first case's sums. Values written into
+            arguments are always compared bit for bit.
+        one_loop: write no intermediate to memory. The compiler repeats an expression for each path through it. Deep expressions
+            with many reused values take hours.
     Cost: 5 to 15 s the first time on a machine, under a second from Inductor's cache.
     """
     tensors = [argument for argument in arguments if argument is not None]
@@ -156,7 +155,7 @@ def compiled(
 
 
 def can_compile(place: Literal["cpu", "gpu"]) -> bool:
-    """Return whether functions can be compiled here; warn once where not."""
+    """Return whether functions can be compiled here. Warn once if not."""
     missing = switched_off() or (compiler_missing() if place == "cpu" else gpu_compiler_missing())
     if missing:
         _warn_once(missing)
@@ -208,14 +207,14 @@ def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], on
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    sizes = ShapeEnv(duck_shape=False)  # sides that are equal by accident are different symbols
+    sizes = ShapeEnv(duck_shape=False)  # sides of equal length are different symbols
     mode = FakeTensorMode(shape_env=sizes)
     fakes: list[Any] = [mode.from_tensor(argument.detach()) for argument in arguments]
     with _seen_as_compiling():
         graph = make_fx(function, tracing_mode="symbolic")(*fakes)
     with few_instructions():
         call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop))
-        call(*(argument.detach().clone() for argument in arguments))  # what is compiled lazily is compiled now
+        call(*(argument.detach().clone() for argument in arguments))  # compile lazy code now
     return Compiled(call, sizes.produce_guards_expression(fakes, ignore_static=False))
 
 
@@ -241,10 +240,10 @@ def options(device: torch.device, *, one_loop: bool = False) -> dict[str, Any]:
 
 @lru_cache
 def _machine_flags(bits: int | None) -> str:
-    """Return what follows ``-march=``, with the flags for g++ 12 and later that loops of many constants need.
+    """Return the value of ``-march=``, with flags for g++ 12 and later that loops of many constants need.
 
     Copy a vector by one move: g++ may copy two halves, and a load of the whole waits for both (4 times the time of a step).
-    Keep constants in memory: g++ builds them anew in each iteration. Schedule: independent chains stand one after the other.
+    Keep constants in memory, since g++ rebuilds them in each iteration. Schedule, since independent chains follow one another.
     """
     if not bits or bits < 256:
         return ""
@@ -268,9 +267,9 @@ def _machine_flags(bits: int | None) -> str:
 def matches(
     run: Callable[..., Any], function: Callable[..., Any], case: Sequence[Tensor], *, exact: bool, results: bool
 ) -> bool:
-    """Return whether compiled code writes the same bits and, where ``results`` are compared, returns the same as its function.
+    """Return whether compiled code writes the same bits as its function. With ``results``, compare the results too.
 
-    Which NaN a float holds may differ. The arguments of the case are left as they were.
+    NaN bits of a float may differ. The arguments of the case do not change.
     """
     ours, theirs = ([argument.clone() for argument in case] for _ in range(2))
     expected, actual = (_tensors(f(*copies)) for f, copies in ((function, ours), (run, theirs)))
@@ -280,7 +279,7 @@ def matches(
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    """Return the tensors of a result; a function that only writes into its arguments returns ``None``."""
+    """Return the tensors of a result. A function that only writes into its arguments returns ``None``."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if leaf is not None]
 
 
@@ -292,7 +291,7 @@ def _same(actual: Tensor, expected: Tensor, *, exact: bool) -> bool:
 
 
 def _cases(run: Compiled, arguments: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Draw ordinary and edge values of the arguments' dtypes; sides are cut where the trace holds for that."""
+    """Draw ordinary and edge values of the arguments' dtypes. Shorten sides if the trace supports it."""
     for edges in (False, True):
         case = [_drawn_like(x, [_cut(side) for side in x.shape], edges, seed) for seed, x in enumerate(arguments)]
         if not run.accepts(case):
@@ -305,7 +304,7 @@ def _cut(side: int) -> int:
 
 
 def _drawn_like(like: Tensor, shape: Sequence[int], edges: bool, seed: int) -> Tensor:
-    """Draw a tensor with the order in memory of another; few values, such as scales and seeds, stay as they are."""
+    """Draw a tensor with another's memory order. Keep tensors with few values, such as scales and seeds."""
     if like.numel() <= 16:
         return like.clone()
     order = sorted(range(like.ndim), key=like.stride, reverse=True)
@@ -343,7 +342,7 @@ def _seen_as_compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """Hide the user's default dtype, which the compiler gives to some constants."""
+    """Hide the user's default dtype, since the compiler gives it to some constants."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -1,8 +1,8 @@
-"""Values on which two computations of one function differ first, if they differ at all: compiled code is checked on them.
+"""Values on which two computations of one function differ first, if they differ. Compiled code is checked on them.
 
-On most values, a compiler that flushes subnormals, drops a rounding, fuses a multiplication with an addition, divides
-approximately or reorders a comparison changes at most the last bit. It is caught at zeros of both signs, subnormals, ties
-between two values of a format, the ends of its range, infinities and NaN, and on values of every magnitude.
+A compiler may flush subnormals, drop a rounding, fuse a multiplication with an addition, divide approximately or reorder a
+comparison. On most values this changes at most the last bit. These values expose it: zeros of both signs, subnormals, ties
+between two values of a format, the ends of its range, infinities, NaN, and values of every magnitude.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Between two values of a narrower format, or the largest of one.
+# Ties between two values of a lower-precision format, or its largest value.
 _TIES = (
     1.0,
     1.5,
@@ -26,7 +26,7 @@ _TIES = (
 
 
 def draw(dtype: torch.dtype, shape: Sequence[int], *, edges: bool, seed: int = 0) -> Tensor:
-    """Draw normal or, with ``edges``, finite edge values of a float dtype; of another one, random bits."""
+    """Draw normal values of a float dtype, or with ``edges`` finite edge values. Draw random bits for other dtypes."""
     if dtype.is_floating_point and edges:
         return edge_values(dtype, shape, seed=seed, finite=True)
     if dtype.is_floating_point:
@@ -47,9 +47,9 @@ def normal_values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Te
 def edge_values(
     dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, device: torch.device | str = "cpu", finite: bool = False
 ) -> Tensor:
-    """Draw a third edge values of both signs, a third values of every magnitude, a third normal ones; no NaN.
+    """Draw one third edge values of both signs, one third values of every magnitude, one third normal ones. No NaN.
 
-    ``seed`` chooses among them; ``finite`` leaves infinities out.
+    ``seed`` chooses among them. ``finite`` omits infinities.
     """
     generator, info = torch.Generator().manual_seed(seed), torch.finfo(dtype)
     tiny, eps = info.tiny, info.eps
@@ -67,9 +67,9 @@ def edge_values(
 
 
 def with_nan(values: Tensor, seed: int = 0) -> Tensor:
-    """Return a copy of 16- or 32-bit floats in which every seventeenth, counted from ``seed``, is a NaN.
+    """Copy 16- or 32-bit floats and make every seventeenth, counted from ``seed``, a NaN.
 
-    They are of both signs and of several payloads: the quiet one, the least, which signals, and all ones.
+    NaNs have both signs and several payloads: the quiet one, the smallest (signaling), and all ones.
     """
     kind, width = _BITS[values.dtype.itemsize], 8 * values.dtype.itemsize
     infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
@@ -82,7 +82,7 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same bits, where any NaN of a float tensor equals any other."""
+    """Return whether two tensors have the same bits. Any NaN of a float tensor equals any other."""
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False
     bits = [x.view(_BITS[x.dtype.itemsize]) for x in (one, other)]

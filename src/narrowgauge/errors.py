@@ -38,7 +38,7 @@ class FormatError(NarrowgaugeError):
 
 
 class RecipeError(NarrowgaugeError, ValueError):
-    """A recipe contradicts itself, the model or the optimizer it is given to; a ``ValueError``, as ``torch.optim`` raises."""
+    """A recipe contradicts itself, the model or the optimizer. It is a ``ValueError``, as ``torch.optim`` raises."""
 
 
 class ChipError(NarrowgaugeError):
@@ -62,7 +62,7 @@ class MissingPackageError(NarrowgaugeError, ImportError):
 
 
 class ReportedError(NarrowgaugeError):
-    """Another process has printed why the command ends; this one exits with ``status`` and prints nothing."""
+    """Another process has printed why the command ends. This one exits with ``status`` and prints nothing."""
 
     def __init__(self, status: int = 2) -> None:
         super().__init__("another process has reported the error.")
@@ -70,9 +70,9 @@ class ReportedError(NarrowgaugeError):
 
 
 class CorruptionError(NarrowgaugeError):
-    """Memory or arithmetic of a rank is damaged; ``rank`` and ``tensor`` say whose and where, as far as they are known.
+    """Memory or arithmetic of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
 
-    ``check`` is the check that found it: ``replicas``, ``rest`` or ``recomputation`` of ``narrowgauge.runs.events.RAISED_BY``.
+    ``check`` names the check: ``replicas``, ``rest`` or ``recomputation`` of ``narrowgauge.runs.events.RAISED_BY``.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class CorruptionError(NarrowgaugeError):
 
 
 class Terminated(KeyboardInterrupt):
-    """A run stopped on SIGTERM, as on Ctrl-C; the command line exits with status 143."""
+    """A run stopped on SIGTERM, as on Ctrl-C. The command line exits with status 143."""
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """Return the text with the middle of overlong words removed, and of the whole text if it is ten times as long.
+    """Remove the middle of overlong words. Do the same to the whole text if it is ten times as long.
 
     >>> shortened("no recipe is named '" + 1000 * "a" + "'.", 12)
     "no recipe is named 'aaaaa…aaaa'."
@@ -107,7 +107,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
+    """Return ``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
 
     >>> suggestion("compat", ["compact", "word"])
     "Did you mean 'compact'?"
@@ -120,7 +120,7 @@ _EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report"}
 
 
 def require_package(name: str) -> None:
-    """Refuse in one line what needs a package of an extra that is not installed."""
+    """Raise a one-line error if a package of an extra is not installed."""
     try:
         is_there = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # ValueError: a stand-in without a spec

@@ -1,14 +1,14 @@
-"""Change what PyTorch's compiler writes for a CPU, and ask it what it does. Names that PyTorch does not promise to keep:
+"""Change the CPU code of PyTorch's compiler, and ask it for its state. Names that PyTorch does not promise to keep:
 
 ``torch._inductor.codegen.cpp.CppVecOverrides``, ``CppVecKernel._get_vec_load_line``, ``torch._inductor.virtualized.V``
-    What Inductor writes for an operation on vectors. Instead: what it writes by itself, a third slower.
+    Inductor's code for an operation on vectors. Instead: its default code, a third slower.
 ``torch._dynamo.callback.callback_handler``
-    Tells when a graph is compiled. Instead: a silent first step.
+    Reports when a graph is compiled. Instead: a silent first step.
 ``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
-    By default code that was compiled before a hook was attached ignores the hook, and is compiled eight times at most. Instead:
-    attach before compiling; ``torch.compiler.reset`` between models.
+    By default, code compiled before a hook was attached ignores the hook. It is compiled eight times at most. Instead: attach
+    before compiling, and call ``torch.compiler.reset`` between models.
 ``torch._inductor.exc.InductorError`` (``inner_exception``: ``CppCompileError.output``, ``InvalidCxxCompiler``)
-    What the C++ compiler said, out of PyTorch's report of 150 lines. Instead: the whole report.
+    The C++ compiler's message, out of PyTorch's report of 150 lines. Instead: the whole report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 PREFETCHED = 128
-"""Elements ahead of a load that are prefetched: the hardware's own prefetch leaves a loop of many streams waiting."""
+"""Distance of the prefetch, in elements. The hardware's own prefetch leaves a loop of many streams waiting."""
 
 
 @contextlib.contextmanager
@@ -31,12 +31,12 @@ def few_instructions() -> Iterator[None]:
     """Make Inductor write some operations on whole vectors of 32-bit values in fewer instructions, with the same bits.
 
     ========================  =====================================================================================
-    a cast of bits            by itself, through an array on the stack
-    a shift by a constant     by itself, by a vector of counts that is built in each iteration
-    (x >> n) & mask           one shift of another kind where the mask only removes copies of the sign
-    where(x != x, a, b)       by itself, a mask is widened to a vector and converted first: 4 instructions, now 2
-    x · 2^k ± y               one instruction where the product is exact: x is a masked code that cannot overflow
-    a load                    prefetches what will be loaded later: without, memory's latency comes on top
+    a cast of bits            by default through an array on the stack
+    a shift by a constant     by default by a vector of counts that is built in each iteration
+    (x >> n) & mask           one shift of another kind if the mask only removes copies of the sign
+    where(x != x, a, b)       by default a mask is widened to a vector and converted first: 4 instructions, now 2
+    x · 2^k ± y               one instruction if the product is exact: x is a masked code that cannot overflow
+    a load                    prefetches later loads; otherwise memory's latency is added
     ========================  =====================================================================================
     """
     try:
@@ -140,7 +140,7 @@ def _subtract(a: Any, b: Any) -> str:
 
 
 def _exact_product(node: Any, value: Any) -> str:
-    """Return the factors of a masked code times a power of two, which neither rounds nor overflows; otherwise nothing."""
+    """Return the factors of a masked code times a power of two, which neither rounds nor overflows. Else return nothing."""
     if value.dtype is not torch.float32 or not _intrinsic("") or getattr(node, "target", "") != "mul":
         return ""
     x, factor = node.args[1], _constant(node.args[2])
@@ -160,7 +160,7 @@ def _shift(name: str, x: Any, count: int | None) -> str:
 
 
 def _intrinsic(name: str) -> str:
-    """Return an instruction on whole vectors of 32-bit values; empty where the present loop has none."""
+    """Return an instruction on whole vectors of 32-bit values. It is empty if the current loop has none."""
     from torch._inductor.virtualized import V
 
     prefix = {256: "_mm256_", 512: "_mm512_"}.get(V.kernel.vec_isa.bit_width(), "")
@@ -169,7 +169,7 @@ def _intrinsic(name: str) -> str:
 
 
 def _operands() -> tuple[Any, Any]:
-    """Return the two operands of the operation that is being written, as nodes of the loop's graph."""
+    """Return the two operands of the current operation, as nodes of the loop's graph."""
     from torch._inductor.virtualized import V
 
     return tuple(V.interpreter.current_node.args[1:3])
@@ -186,10 +186,10 @@ def _value(node: Any) -> Any:
 
 
 def why_compiling_failed(error: BaseException) -> str:
-    """Return the line of a C++ compiler or the operating system in an error of ``torch.compile``, or an empty string.
+    """Return the message of a C++ compiler or the operating system in an error of ``torch.compile``, or an empty string.
 
-    PyTorch reports it with the whole command and its own stack, on 150 lines. An error of another kind is a fault of the code
-    that was compiled, or of PyTorch, and needs all of them.
+    PyTorch reports it on 150 lines, with the whole command and its own stack. Other errors are faults of the compiled code or
+    of PyTorch, and need all lines.
     """
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, OSError):
@@ -203,13 +203,13 @@ def why_compiling_failed(error: BaseException) -> str:
 
 
 MANY_VERSIONS = 64
-"""How often one piece of code may be recompiled, where several rows or several models share it."""
+"""Recompilation limit of one piece of code, which several rows or models may share."""
 
 
 def heed_hooks() -> None:
-    """Let code that is compiled from now on be recompiled where a module's hooks have changed.
+    """Recompile code after a module's hooks have changed. This affects code compiled from now on.
 
-    A watched model has two versions of each, and a process may train several models of one class.
+    A watched model has two versions of each piece of code. A process may train several models of one class.
     """
     config = torch._dynamo.config
     config.skip_nnmodule_hook_guards = False
@@ -218,7 +218,7 @@ def heed_hooks() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the compiler's own deprecation warnings and banners, which do not concern users of an optimizer."""
+    """Suppress the compiler's own deprecation warnings and banners. They do not concern users of an optimizer."""
     level = logging.getLogger("torch").level
     logging.getLogger("torch").setLevel(logging.ERROR)
     try:

@@ -1,8 +1,8 @@
 """The machine: the number formats that its processor multiplies, its compilers, devices, folders, and installed packages.
 
-AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16; VNNI, AMX and I8MM multiply int8; all processors multiply float32.
-PyTorch multiplies other formats in loops that are 8 to 180 times slower than float32's (``RESULTS.md``), so callers multiply
-those as float32. PyTorch calls oneDNN for these matmuls, which does not use instruction sets above ``ONEDNN_MAX_CPU_ISA``.
+AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16. VNNI, AMX and I8MM multiply int8. All processors multiply
+float32. PyTorch multiplies other formats in loops that are 8 to 180 times slower than float32's (``RESULTS.md``). So callers
+multiply them as float32. PyTorch calls oneDNN for these matmuls. It does not use instruction sets above ``ONEDNN_MAX_CPU_ISA``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any
 from narrowgauge.errors import ChipError
 
 TESTED_TORCH = ("2.11", "2.13", "2.15")
-"""The releases of PyTorch that were tested: the oldest that can be installed with this package, the one that ``./dev`` installs,
-and the newest."""
+"""The tested releases of PyTorch: the oldest that this package allows, the one that ``./dev`` installs, and the newest."""
 OVERRIDE = "NARROWGAUGE_CPU"
 """Environment variable with instruction sets to assume instead of the processor's, such as ``avx2,fma``."""
 
@@ -57,12 +56,12 @@ def multiplies(format: str) -> bool:
 
 
 def care_for(format: str) -> None:
-    """Record that a model's matmuls in a format are emulated by float32 products where they are not native."""
+    """Record that matmuls of a model in a format are emulated in float32 if they are not native."""
     _emulated.add(format)
 
 
 def is_left_slow(format: str) -> bool:
-    """Return whether matmuls in a format are slow here and no model's are emulated (see :func:`care_for`)."""
+    """Return whether matmuls in a format are slow here and no model emulates them (see :func:`care_for`)."""
     return not multiplies(format) and format not in _emulated
 
 
@@ -91,7 +90,7 @@ def usable_sets() -> frozenset[str]:
 
 
 def forbidden_by(level: str) -> frozenset[str]:
-    """Return the sets above a value of ``ONEDNN_MAX_CPU_ISA``; none for an unknown value."""
+    """Return the sets above a value of ``ONEDNN_MAX_CPU_ISA``, none for an unknown value."""
     names = [name for name, _ in _LEVELS]
     above = _LEVELS[names.index(level.upper()) + 1 :] if level.upper() in names else ()
     return frozenset(name for _, added in above for name in added)
@@ -99,7 +98,7 @@ def forbidden_by(level: str) -> frozenset[str]:
 
 @lru_cache(None)
 def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return all instruction sets of this processor, as Linux names them; none elsewhere. Environment variables do not enter."""
+    """Return this processor's instruction sets by Linux's names, none elsewhere. Ignore environment variables."""
     return frozenset((_cpuinfo("flags", cpuinfo) or _cpuinfo("features", cpuinfo)).split())
 
 
@@ -118,10 +117,10 @@ def _cpuinfo(key: str, file: Path) -> str:
 
 
 def require_float64(tensors: Iterable[Any]) -> None:
-    """Refuse tensors on a device without float64, in which norms, audits and delayed scales are exact: the GPU of a Mac.
+    """Refuse tensors on a device without float64, such as a Mac's GPU. Norms, audits and delayed scales need it.
 
     Raises:
-        ChipError: one of them is on the device ``mps``.
+        ChipError: a tensor is on the device ``mps``.
     """
     if any(tensor is not None and tensor.device.type == "mps" for tensor in tensors):
         raise ChipError(
@@ -150,7 +149,7 @@ def untested_torch(version: str) -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package, without importing it; ``None`` where it is not installed."""
+    """Return the version of a package without importing it, or ``None`` if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -161,12 +160,12 @@ def installed_version(package: str) -> str | None:
 
 # ── folders and compilers ───────────────────────────────────────────────────────────────────────────────────────────────
 #
-# PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler or the headers of Python it fails in the first training
-# step, in 150 lines of error. Compiling three lines first takes a quarter of a second.
+# PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler or the headers of Python it fails in the first
+# training step, with 150 lines of error. Compiling three lines first takes a quarter of a second.
 
 
 def cache_folder() -> Path:
-    """Return the folder that runs share: ``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the cache folder of the platform."""
+    """Return the shared folder of runs: ``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the platform's cache folder."""
     if chosen := os.environ.get("NARROWGAUGE_CACHE"):
         return Path(chosen)
     if sys.platform == "win32":
@@ -185,7 +184,7 @@ def compiler_name() -> str:
 
 
 def switched_off() -> str:
-    """Return which environment variable switches ``torch.compile`` off, as a sentence, or an empty string."""
+    """Return a sentence with the environment variable that disables ``torch.compile``, or an empty string."""
     names = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
     return next((f"{name}=1 switches PyTorch's compiler off" for name in names if os.environ.get(name) == "1"), "")
 
@@ -203,9 +202,9 @@ def compiler_missing() -> str:
 
 
 def gpu_compiler_missing() -> str:
-    """Return why no kernel for a GPU can be compiled here, or an empty string; no CUDA toolkit is needed.
+    """Return why no kernel for a GPU can be compiled here, or an empty string. No CUDA toolkit is needed.
 
-    Source: triton.runtime.build (the C compiler that builds what launches a kernel).
+    Source: triton.runtime.build (the C compiler that builds a kernel's launcher).
     """
     if find_spec("triton") is None:
         return "Triton is not installed, which PyTorch's wheels for CUDA bring (pip install triton)"
@@ -219,7 +218,7 @@ def gpu_compiler_missing() -> str:
 @lru_cache
 def _failure(compiler: str) -> str:
     """Return the first error of compiling a library that uses Python and OpenMP, or an empty string."""
-    # Apple's compiler needs a library for OpenMP, whose place PyTorch knows.
+    # Apple's compiler needs a library for OpenMP. PyTorch knows its path.
     on_mac = sys.platform == "darwin"
     flags, includes = (["-undefined", "dynamic_lookup"], "") if on_mac else (["-fopenmp"], "#include <omp.h>\n")
     source = f'#include <Python.h>\n{includes}extern "C" int narrowgauge() {{ return 0; }}\n'

@@ -1,4 +1,4 @@
-"""Passes of a model that leave no trace in it: a failed step again, or one that is compared with float32."""
+"""Run a model without leaving a trace in it: repeat a failed step, or compare a step with float32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """Start without gradients, and put back gradients, buffers, modes and random generators at the end, bit for bit.
+    """Start without gradients. Restore gradients, buffers, modes and random generators at the end, bit for bit.
 
     Example:
         >>> model = nn.Linear(2, 1)

@@ -1,11 +1,12 @@
-"""Hooks on modules and optimizers of other people, which copy and pickle what they hang on.
+"""Hooks on modules and optimizers of other libraries, which copy and pickle their hooks.
 
-One pair of hooks on an optimizer's step is shared by all followers, since PyTorch's own break a loop in two ways:
+All followers share one pair of hooks on an optimizer's step, since PyTorch's own hooks break a loop in two ways:
 
-* PyTorch hooks ``step`` of each class. A subclass that calls ``super().step()`` runs its hooks twice for one step, the inner pair
+* PyTorch hooks ``step`` of each class. A subclass that calls ``super().step()`` runs its hooks twice for one step, the inner
+pair
   within the outer one. Only the outer pair counts here.
-* PyTorch iterates over its hooks while it calls them, so a hook that removes another ends in ``RuntimeError: OrderedDict mutated
-  during iteration``. Here followers come and go in a list of our own, at any time.
+* PyTorch iterates over its hooks while it calls them. A hook that removes another raises ``RuntimeError: OrderedDict mutated
+  during iteration``. Here followers come and go in our own list, at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from narrowgauge.torch_names import calls_of_step
 
 
 class OwnHook:
-    """A hook that copies and pickles of its module or optimizer do not have.
+    """Hook a module or optimizer without entering its copies and pickles.
 
     Example:
         >>> import copy
@@ -49,7 +50,7 @@ Listener = Callable[[torch.optim.Optimizer], object]
 
 
 class Follower:
-    """A pair of functions called around each step of an optimizer, until :meth:`remove`, which may be called within a step."""
+    """Call two functions around each step of an optimizer, until :meth:`remove`. It may be called within a step."""
 
     def __init__(self, hooks: _StepHooks, before: Listener, after: Listener) -> None:
         self._hooks, self.before, self.after = hooks, before, after
@@ -61,11 +62,11 @@ class Follower:
 
 
 def follow_steps(optimizer: torch.optim.Optimizer, before: Listener, after: Listener) -> Follower:
-    """Call a function before and one after each step of an optimizer, in the order in which they were added.
+    """Call a function before and one after each step of an optimizer, in the order of adding.
 
     Args:
         optimizer: without wrappers.
-        before: called when the gradients of the step are there: in a step with a closure, after the closure's first call.
+        before: called once the step has its gradients. In a step with a closure, called after the closure's first call.
         after: called when the step is done.
 
     Example:
@@ -94,7 +95,7 @@ class _StepHooks:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.followers: list[Follower] = []
         self._depth, self._has_begun, self.is_attached = 0, False, True
-        # A compiler that traces the step passes the hooks over.
+        # A compiler that traces the step skips the hooks.
         self._handles = [
             optimizer.register_step_pre_hook(OwnHook(torch.compiler.disable(self._enter))),
             optimizer.register_step_post_hook(OwnHook(torch.compiler.disable(self._leave))),
@@ -103,14 +104,14 @@ class _StepHooks:
     def remove(self, follower: Follower) -> None:
         if follower in self.followers:
             self.followers.remove(follower)
-        # Within a step PyTorch iterates over the hooks: they stay, and do nothing.
+        # Within a step PyTorch iterates over the hooks. They stay, and do nothing.
         if not self.followers and not self._depth:
             for handle in self._handles:
                 handle.remove()
             self.is_attached = False
 
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        # A step that raised has left the depth above 0; the stack says whether this one is within another.
+        # A step that raised has left the depth above 0. The stack says whether this step is within another.
         self._depth = max(1, calls_of_step(optimizer)) if self._depth else 1
         if self._depth > 1:
             return None

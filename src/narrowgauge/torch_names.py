@@ -1,43 +1,42 @@
-"""Every name of PyTorch that we use and that it does not promise to keep, with the reason and the alternative. (The compiler's
-are in ``compile.py``.)
+"""List the private names of PyTorch that we use, with the reason and the alternative. (``compile.py`` lists the compiler's.)
 
 ``torch._higher_order_ops.effects._register_effectful_op``
-    Gauges mark tensors from inside compiled code; the operator returns nothing and must not be removed as dead code.
+    Gauges mark tensors inside compiled code. The operator returns nothing, but must not be removed as dead code.
     Alternative: ``torch.library.Library.register_effect`` once it is public, or marking in eager mode only.
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
-    Which module a backward operation belongs to, in the search for the first bad value. Alternative: naming only the node.
+    Find the module of a backward operation, in the search for the first bad value. Alternative: naming only the node.
 ``Node._input_metadata``
-    In which formats a model's outputs were computed. Alternative: a record without them.
+    The formats of a model's computed outputs. Alternative: a record without them.
 ``DTensor._local_tensor``
-    FSDP2 looks there for ``fsdp_pre_all_gather``, and ``to_local`` of a parameter returns another object. Alternative: gathering
+    FSDP2 looks there for ``fsdp_pre_all_gather``. ``to_local`` of a parameter returns another object. Alternative: gathering
     weights in their own format.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``, ``Library._destroy``
-    Fused attention of 16-bit operands runs as float32 on a CPU that does not multiply them, within a context. Alternative:
+    Run fused attention of 16-bit operands as float32 within a context, on a CPU that does not multiply them. Alternative:
     PyTorch's slow kernel.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
 ``reduce_grads``, ``all_reduce_grads``, ``reduce_scatter_unused_params``), ``FSDPParam._unsharded_param``
-    Which parameters travel together, in which order and dtypes, between which ranks, and what is not sent now. An all-reduce over
-    replicas that has nothing left to sum goes to a group of one rank. Alternative: the mesh as an argument.
+    Find which parameters travel together, their order, dtypes and ranks, and what is not sent now. An all-reduce over replicas
+    with nothing left to sum goes to a group of one rank. Alternative: the mesh as an argument.
 ``FSDPParam`` (``sharded_param``, ``_module_info``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``,
 ``_init_extensions``), ``FSDPParamGroup._init_mp_dtypes``
-    A recipe changes the format of parameters that are sharded already; FSDP2 looks for such changes only in its first forward
+    A recipe changes the format of parameters that are already sharded. FSDP2 looks for such changes only in its first forward
     pass. Alternative: refusing models that the caller has sharded.
 ``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has replaced (PyTorch 2.11 leaves no such mark)
-    An optimizer made before it steps such parameters, which never get a gradient. Alternative: torch's silence.
+    An optimizer made earlier steps such parameters, which never get a gradient. Alternative: torch's silence.
 ``torch.nn.utils.clip_grad._get_total_norm``
-    ``clip_grad_norm_`` calls it; its sum over shards depends on the order of the ranks. Alternative: only ``max_grad_norm=``.
+    ``clip_grad_norm_`` calls it. Its sum over shards depends on the order of the ranks. Alternative: only ``max_grad_norm=``.
 ``DistributedDataParallel._ddp_params_and_buffers_to_ignore`` (read in PyTorch 2.13 only from the model that it wraps)
-    It sends the first rank's buffers to all before each forward pass; a narrow layer's say which sequences of the batch are on
+    It sends rank 0's buffers to all before each forward pass. A narrow layer's buffers say which sequences of the batch are on
     this rank. Alternative: ``broadcast_buffers=False``, which a user must pass.
 ``_orig_mod`` and ``_checkpoint_wrapped_module`` in names of modules
     Parameters are named without these prefixes. Alternative: longer names.
 Frames of ``Optimizer.profile_hook_step``
-    Whether a step is called within another one of the same optimizer, as by ``super().step()``. Alternative: it counts twice.
+    Detect a step within a step of the same optimizer, as by ``super().step()``. Alternative: it counts twice.
 ``torch.utils._python_dispatch._disable_current_modes``
-    Whether a kernel works is tried with real tensors while the compiler traces with fake ones. Alternative: trying all kernels
-    when a model is prepared.
+    Try a kernel with real tensors while the compiler traces with fake ones. Alternative: trying all kernels when a model is
+    prepared.
 ``torch.utils._pytree.tree_map_only``
-    Tensors in the inputs and outputs of modules, named tuples and outputs of transformers included. Alternative: 15 lines.
+    Find tensors in module inputs and outputs, also in named tuples and transformers' outputs. Alternative: 15 lines.
 
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
@@ -61,7 +60,7 @@ from narrowgauge.machine import untested_torch
 
 
 def _warn_of_release() -> None:
-    """Warn once a run: on rank 0, and not in processes started to load data or compile."""
+    """Warn once a run: on rank 0, and not in processes that load data or compile."""
     message = untested_torch(torch.__version__)
     if message and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         warnings.warn(message, stacklevel=2)
@@ -73,15 +72,15 @@ _warn_of_release()
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to a device without waiting; the copy joins the device's queue."""
-    # A copy from memory that is not pinned would have to end before its memory is used again.
+    """Copy a tensor of the host to a device without waiting. The copy joins the device's queue."""
+    # A copy from unpinned memory would have to end before its memory is reused.
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
-    """The value that a 0-d tensor has now, for the host to read later.
+    """Copy the current value of a 0-d tensor, for the host to read later.
 
-    Reading the tensor itself would wait for all work that the device has received in the meantime.
+    Reading the tensor itself would wait for all work that the device has received since.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -94,7 +93,7 @@ class HostCopy:
             self._done.record(torch.accelerator.current_stream(value.device))
 
     def item(self) -> float:
-        """Return the value; waits for its copy alone."""
+        """Return the value. Wait only for its copy."""
         if self._done is not None:
             self._done.synchronize()
         return float(self._value)
@@ -111,7 +110,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def autograd_node() -> Any:
-    """Return the node of the backward pass whose operations run now; ``None`` outside of one."""
+    """Return the current node of the backward pass, or ``None`` outside one."""
     return torch._C._current_autograd_node()
 
 
@@ -121,7 +120,7 @@ def runs_backward() -> bool:
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """Return this rank's shard of a DTensor: the object that FSDP2 shards, gathers and asks for its extensions."""
+    """Return this rank's shard of a DTensor, the object that FSDP2 shards, gathers and asks for its extensions."""
     shard: Tensor = parameter._local_tensor
     return shard
 
@@ -136,7 +135,7 @@ def sequence_number(node: Any) -> int:
 
 
 def keep_effect(operator: Any) -> None:
-    """Declare that a custom operator has side effects, so that the compiler removes no call of it."""
+    """Declare that a custom operator has side effects, so that the compiler keeps all its calls."""
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
@@ -151,7 +150,7 @@ def no_modes() -> AbstractContextManager[Any]:
 
 @contextmanager
 def cpu_kernel_wrapped(name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Replace an operator's CPU kernel within a context: ``wrapper`` is called with the old kernel, then the arguments."""
+    """Replace an operator's CPU kernel within a context. ``wrapper`` gets the old kernel, then the arguments."""
     kernel = torch.library.get_kernel(name, "CPU")
     library = torch.library.Library("aten", "IMPL")
 
@@ -180,7 +179,7 @@ def plain_name(name: str) -> str:
 
 
 def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
-    """Let DistributedDataParallel neither send nor sum the tensors of these names in the model."""
+    """Make DistributedDataParallel neither send nor sum the tensors of these names in the model."""
     model._ddp_params_and_buffers_to_ignore = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names}
 
 
@@ -188,7 +187,7 @@ def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
 
 
 def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
-    """Return the parameter groups of FSDP2 in a model, each with a module that it belongs to, and itself."""
+    """Return FSDP2's parameter groups in a model as pairs: a module that the group belongs to, and the group."""
     from torch.distributed.fsdp import FSDPModule
 
     by_id: dict[int, tuple[Any, Any]] = {}
@@ -203,7 +202,7 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
 
 
 def fsdp_policy(group: Any, parameter: Tensor) -> Any:
-    """Return the mixed-precision policy of a parameter in a group: the group's, from PyTorch 2.15 on the parameter's."""
+    """Return the mixed-precision policy of a parameter in a group. From PyTorch 2.15 on each parameter has its own."""
     policy = getattr(group, "mp_policy", None)
     return policy or next(p.mp_policy for p in group.fsdp_params if p.sharded_param is parameter)
 
@@ -223,14 +222,14 @@ def fsdp_places(group: Any) -> list[tuple[Tensor, list[tuple[Any, str]]]]:
 
 
 def fsdp_gathered(group: Any) -> list[Tensor]:
-    """Return the parameters that replace a group's sharded ones in the modules while these are gathered."""
+    """Return the parameters that replace a group's sharded ones in the modules while gathered."""
     return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
 def renew_fsdp_group(group: Any) -> None:
-    """Let a parameter group of FSDP2, none of whose parameters is gathered, take the ones that its modules hold now.
+    """Make a parameter group of FSDP2 use its modules' current parameters. None may be gathered.
 
-    FSDP2 does so only in its first forward pass; later ones gather into buffers of the dtype of that time, which are made again.
+    FSDP2 does so only in its first forward pass. Later passes gather into buffers of the old dtype, so these are remade.
     """
     for parameter in group.fsdp_params:
         parameter.reset_sharded_param()
@@ -242,18 +241,18 @@ def renew_fsdp_group(group: Any) -> None:
 
 
 def was_taken_by_fsdp(parameter: Tensor) -> bool:
-    """Return whether FSDP2 has replaced this whole parameter by another one, and never gives it a gradient.
+    """Return whether FSDP2 has replaced this whole parameter, so that it never gets a gradient.
 
-    It does so in ``fully_shard``, where some versions of PyTorch leave no mark, and to gathered ones after a forward pass.
+    ``fully_shard`` replaces parameters, in some versions of PyTorch without a mark. A forward pass replaces gathered ones.
     """
     is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
     return hasattr(parameter, "_fsdp_orig_uid") or (is_plain and not parameter.untyped_storage().size())
 
 
 def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype | None:
-    """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else the one they are computed in.
+    """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else their computed dtype.
 
-    ``None`` where it rounds them to another dtype before they would be summed, if only one rank holds the group.
+    Return ``None`` if only one rank holds the group and FSDP2 rounds them to another dtype before the sum.
     """
     policy, stored = fsdp_policy(group, parameter), parameter.dtype
     computed = policy.param_dtype or stored
@@ -268,18 +267,18 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def fsdp_keeps_gradients(group: Any) -> bool:
-    """Return whether FSDP2 is set not to send, or not to all-reduce, the gradients of a group now."""
+    """Return whether FSDP2 is set not to send, or not to all-reduce, a group's gradients now."""
     return not (group.reduce_grads and group.all_reduce_grads)
 
 
 def fsdp_lacks_zeros(group: Any) -> bool:
-    """Return whether FSDP2 is set to send zeros for unused parameters of a group, but sends none as none was ever gathered."""
+    """Return whether FSDP2 should send zeros for a group's unused parameters, but sends none as none was ever gathered."""
     is_asked = getattr(group, "reduce_scatter_unused_params", False)  # PyTorch 2.13
     return is_asked and any(not hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
 
 def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``, for good."""
+    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``, permanently."""
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
@@ -289,19 +288,19 @@ def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Ten
 
 
 def fsdp_columns(group: Any) -> list[tuple[Any, int]]:
-    """Return the contents of one shard's row of a group's flat gradient: sharded parameters, each with its number of elements."""
+    """Return one shard's row of a group's flat gradient: sharded parameters, each with its number of elements."""
     return [(parameter.sharded_param, parameter.padded_sharded_param_size.numel()) for parameter in group.fsdp_params]
 
 
 def swap_reduce_scatter(group: Any, comm: Any) -> Any:
-    """Give a parameter group of FSDP2 another object that sums its gradients; returns the old one."""
+    """Set another object that sums an FSDP2 group's gradients; return the old one."""
     old, group._reduce_scatter_comm = group._reduce_scatter_comm, comm
     return old
 
 
 @dataclass(frozen=True)
 class FsdpMesh:
-    """The ranks of a parameter group of FSDP2: a mesh, and its dims for shards and for replicas."""
+    """Describe the ranks of an FSDP2 parameter group: a mesh, and its dims for shards and replicas."""
 
     mesh: Any
     shard_dim: int | None
@@ -314,11 +313,11 @@ def fsdp_mesh(group: Any) -> FsdpMesh:
 
 
 def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[], None]:
-    """Let ``comm`` sum the gradients of a parameter group of FSDP2: reduce-scatter, all-reduce and division.
+    """Use ``comm`` to sum the gradients of an FSDP2 parameter group: reduce-scatter, all-reduce and division.
 
     Args:
         comm: an object with the methods of FSDP2's ``ReduceScatter``.
-        alone: a process group of this rank alone, for the all-reduce over replicas that is left to do.
+        alone: a process group of this rank alone, for the remaining all-reduce over replicas.
     Returns:
         A function that undoes it.
     """
@@ -340,9 +339,9 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
 
 
 def graph_dtypes(roots: Iterable[Tensor], most: int = 100_000) -> tuple[set[torch.dtype], bool]:
-    """Return the floating-point dtypes of all results of PyTorch's operations that some tensors were computed from.
+    """Return the floating-point dtypes of all operations that computed some tensors.
 
-    Also return whether there may be more: custom autograd functions do not show what they computed.
+    Also return whether there may be more: custom autograd functions hide their operations.
     """
     dtypes: set[torch.dtype] = set()
     nodes: list[Any] = [root.grad_fn for root in roots]
@@ -377,7 +376,7 @@ def unwrapped_model(model: Any) -> Any:
 
 
 def calls_of_step(optimizer: Any) -> int:
-    """Return how many calls of ``step`` of an optimizer this thread is in: two where a subclass calls ``super().step()``."""
+    """Return the number of nested ``step`` calls of an optimizer in this thread: two if a subclass calls ``super().step()``."""
     count, frame = 0, sys._getframe()
     while frame is not None:
         code = frame.f_code
