@@ -1,1 +1,1 @@
-"""Everything a recipe asks of a model, put together: :func:`narrowgauge.prepare` and what it checks and carries."""
+"""Apply all parts of a recipe to a model: :func:`narrowgauge.prepare`, its checks, and its saved state."""

@@ -1,8 +1,8 @@
-"""Delayed scales on several ranks: those that train together max-reduce their amax histories, so that all use the same scales.
+"""Delayed scales on several ranks: max-reduce the amax histories over ranks that train together, so that scales are equal.
 
-A step's backward passes are over when the optimizer steps, so that is when the histories are reduced. Two frameworks call
-:func:`sync_amax` themselves: Lightning, whose optimizers run the backward passes in a closure, and Hugging Face's Trainer, where
-DDP copies buffers between micro-batches.
+The histories are reduced when the optimizer steps, since the step's backward passes are over then. Two frameworks call
+:func:`sync_amax` themselves. Lightning's optimizers run the backward passes in a closure. In Hugging Face's Trainer, DDP copies
+buffers between micro-batches.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyD
 
 
 def sync_amax(model: nn.Module, linears: NarrowLayers, optimizer: Optimizer | None = None) -> None:
-    """Max-reduce the amax histories of narrow layers over the ranks that train together, if there are several; they all call it.
+    """Max-reduce the amax histories of narrow layers over ranks that train together. All of these ranks call it.
 
-    These are the ranks of the optimizer's reduction, else those that the model is sharded over, else all.
+    These are the ranks of the optimizer's reduction, else of the model's sharding, else all.
     """
     if all_ranks().size > 1:
         linears.join_histories(_largest(model, optimizer))
 
 
 def sync_amax_before_steps(model: nn.Module, optimizer: Optimizer) -> None:
-    """:func:`sync_amax` before each step of a model's optimizer, if the model has narrow layers."""
+    """Call :func:`sync_amax` before each step of a model's optimizer, if the model has narrow layers."""
     if linears_of(model) is not None:
         _hooks[optimizer] = optimizer.register_step_pre_hook(partial(_sync_before_step, model))
 
@@ -45,7 +45,6 @@ def _sync_before_step(model: nn.Module, optimizer: Optimizer, *_: Any) -> None:
 
 
 def _largest(model: nn.Module, optimizer: Optimizer | None) -> Callable[[Tensor], Tensor]:
-    """Return the elementwise maximum over these ranks."""
     reduction: Any = None if optimizer is None else optimizer.reduction
     if reduction is not None:
         largest: Callable[[Tensor], Tensor] = reduction.largest

@@ -1,4 +1,4 @@
-"""Rounding of a model's parameters to the formats that the model computes with; the optimizer gets the float32 values."""
+"""Round a model's parameters to the formats that the model computes with. The optimizer gets the float32 values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
 def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
-    """Round every parameter to its visible format, in place; returns the values of the trainable ones before, at least float32.
+    """Round every parameter to its visible format, in place. Return the earlier values of trainable ones, at least float32.
 
-    A model that the caller has sharded must be settled first (:func:`narrowgauge.distributed.sharding.settle`).
+    Settle a model that the caller has sharded first (:func:`narrowgauge.distributed.sharding.settle`).
 
     Raises:
         RecipeError: parameters that FSDP2 gathers together would get several formats.
@@ -43,14 +43,13 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
 
 
 def visible(weight: Tensor, dtype: str) -> Tensor:
-    """Return a float32 weight, rounded to its visible format; a weight that is narrow already, unchanged."""
+    """Return a float32 weight, rounded to its visible format. Return a weight in 16 bits unchanged."""
     if dtype in WIDE:
         return weight.to(getattr(torch, dtype))
     return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
 
 
 def _require_one_format(model: nn.Module, recipe: Recipe, members: list[Tensor], formats: dict[Tensor, str]) -> None:
-    """Refuse a group of FSDP2 that would hold several formats."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     example = {formats[p]: names[p] for p in reversed(members) if p in formats}
     if len(example) > 1:
@@ -62,7 +61,7 @@ def _require_one_format(model: nn.Module, recipe: Recipe, members: list[Tensor],
 
 
 def _round_shard(parameter: nn.Parameter, dtype: str, recipe: Recipe) -> None:
-    """Round a DTensor; it stays the same object, as ``module.to(dtype)`` leaves it."""
+    """Round a DTensor. It stays the same object, as with ``module.to(dtype)``."""
     if dtype_name(parameter.dtype) == dtype:
         return
     cut = placed_like(parameter, visible(local_of(parameter.detach()), dtype))

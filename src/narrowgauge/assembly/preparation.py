@@ -1,7 +1,7 @@
 """``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
 
 The order of the steps matters. Unit scaling redraws the weights, so it comes first. The optimizer takes its tails from the
-float32 weights *before* they are rounded, and its parameter groups from the parameters *after*. On many ranks the rounded
+float32 weights *before* they are rounded. It takes its parameter groups from the parameters *after*. On many ranks the rounded
 model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated scales, autocast and the casts
 of :mod:`narrowgauge.matmul.scopes` come last.
 """
@@ -46,7 +46,7 @@ _DECAYED_AT = 1e-3
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter has two dims or more: what language models decay."""
+    """Return whether a parameter has two dims or more. Language models decay these."""
     return parameter.ndim >= 2
 
 
@@ -63,7 +63,7 @@ def outer_names(model: nn.Module) -> set[str]:
 
 
 def class_of(rule: str) -> type[Any]:
-    """Return the optimizer class of a rule of ``narrowgauge show rules``; an unknown name is a ``RecipeError``."""
+    """Return the optimizer class of a rule of ``narrowgauge show rules``. An unknown name is a ``RecipeError``."""
     optimizer: type[Any] = getattr(optimizers, get_rule(rule).optimizer)
     return optimizer
 
@@ -94,45 +94,46 @@ def prepare(
 ) -> tuple[nn.Module, OptimizerT]:
     """Prepare a float32 model for training with a recipe, on one process or on the ranks of a mesh.
 
-    The model then computes with each weight in its visible format, and the optimizer holds the remaining bits: before the first
+    The model then computes with each weight in its visible format. The optimizer holds the remaining bits. Before the first
     step, the stored weights are the given float32 weights, rounded once to the storage's code. The optimizer's defaults are
-    those of ``torch.optim``. A :class:`DifferenceNotice` names the exceptions once.
+    ``torch.optim``'s. A :class:`DifferenceNotice` names the exceptions once.
 
-    Language models are mostly trained with ``betas=(0.9, 0.95)``, ``weight_decay=0.1`` of matrices alone and
-    ``max_grad_norm=1.0``, as ``narrowgauge train`` does.
+    Language models usually train with ``betas=(0.9, 0.95)``, ``weight_decay=0.1`` of matrices alone and ``max_grad_norm=1.0``,
+    as ``narrowgauge train`` does.
 
     Args:
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
         rule: or its name in ``narrowgauge show rules``, such as ``"muon"``.
-        lr, betas, eps, weight_decay: of the optimizer; its own defaults if ``None``.
-        decays: whether a parameter is decayed, by its name and itself; by default all are. For matrices alone:
+        lr, betas, eps, weight_decay: the optimizer's options; ``None`` uses its own defaults.
+        decays: returns from name and parameter whether to decay it. By default all decay. For matrices alone:
             ``decays=lambda name, parameter: parameter.ndim >= 2``.
-        options_of: a parameter's own options, by its name: ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` in a matrix rule.
+        options_of: returns a parameter's own options from its name: ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` in a matrix
+            rule.
         max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
-        seed: of stochastic rounding.
+        seed: seed of stochastic rounding.
         audit_every: steps between audits; 0 disables them.
         compile: compile the optimizer's kernels; ``None`` decides by model size.
-        loss_scaler: becomes ``optimizer.loss_scaler``; ``None`` makes one where the compute is float16. Pass the loss through its
+        loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is float16. Pass the loss through its
             ``scale`` before ``backward()``.
-        mesh: a ``DeviceMesh`` that this rank is in. The model is sharded over it, or replicated with ``shard="none"``; two axes
-            are replicas of a sharded model. Every rank starts from the values of the first. ``None`` leaves a model as it is:
-            whole, or sharded by the caller.
+        mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated with ``shard="none"``. Two
+            axes are replicas of a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole, or
+            sharded by the caller.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
-        narrow_gather: gather weights as the codes that their matmuls take, where the compute allows it (``narrowgauge show
-            computes``): half of bfloat16's bytes, the same bits. With a mesh, or a model sharded by the caller.
-        average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up, for losses that are a
-            micro-batch's part of the step's: needed for the same bits on any number of ranks.
+        narrow_gather: gather weights as the codes of their matmuls, if the compute allows it (``narrowgauge show computes``):
+            half of bfloat16's bytes, the same bits. It needs a mesh, or a model sharded by the caller.
+        average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up. Use that if each loss is a
+            micro-batch's part of the step's loss. The same bits on any number of ranks need it.
         options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
     Returns:
-        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks, the sum is
-        ``optimizer.reduction``: its ``micro_batch`` surrounds each backward pass of a step with several micro-batches, and of a
-        model with parameters that are whole on several ranks. The ``state_dict()`` of both suffices to resume with the same
-        bits; the model's is that of the plain model.
+        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks,
+        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each backward pass of a step with several
+        micro-batches, and of a model with parameters that are whole on several ranks. The ``state_dict()`` of both suffices to
+        resume with the same bits. The model's is the plain model's.
     Raises:
-        RecipeError: an unknown recipe, rule or option; a model that the recipe cannot train. The model is unchanged then.
+        RecipeError: an unknown recipe, rule or option, or a model that the recipe cannot train. The model is unchanged then.
 
     Cost: a temporary float32 copy of the weights, on every rank.
 
@@ -185,7 +186,7 @@ def prepare(
         linears.follow(stepper)
     if narrow_gather:
         gather_narrow(inner)
-    # FSDP2 and DDP average without a reduction, and add up nothing.
+    # FSDP2 and DDP average without a reduction. They cannot sum.
     adds_up = not average and (inner is not model or sharding.has_shards(inner))
     if mesh is not None or policy.reduction.name != "native" or adds_up:
         stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
@@ -202,7 +203,7 @@ def _unit_scaled(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float
     """Redraw the weights for unit scaling; return the learning-rate factor of each parameter."""
     if recipe.compute.transform != "unit":
         return {}
-    # Imported here since it imports transformers, which takes seconds.
+    # Import it here, since it imports transformers, which takes seconds.
     from narrowgauge.transforms import unit_scaling
 
     unit_scaling.unit_scale(model, seed)
@@ -210,7 +211,7 @@ def _unit_scaled(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float
 
 
 def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
-    """Apply scale propagation where the compute has it; the linear layers have been swapped by now."""
+    """Apply scale propagation if the compute has it. The linear layers are already swapped."""
     if recipe.compute.transform == "scalify":
         from narrowgauge.transforms import scalify
 
@@ -230,11 +231,11 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
 
 
 def _compute_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
-    """Return the compute that PyTorch's own layer implements, or ``""`` where ours is needed for speed or for the loss scale."""
+    """Return the compute that PyTorch's own layer implements, or ``""`` if speed or the loss scale needs ours."""
     if recipe.keeps(name):
         return "float32"
     is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
-    # PyTorch's own head would receive unscaled gradients of its logits, which underflow in float16.
+    # PyTorch's own head would get unscaled gradients of its logits. They underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
     is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
     return recipe.dtype if is_plain else ""
@@ -248,7 +249,7 @@ def _widen_buffers(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: bool) -> dict[Tensor, Tensor]:
-    """Shard a rounded model; return the float32 values of this rank's shards."""
+    """Shard a rounded model. Return the float32 values of this rank's shards."""
     by_name = {name: values[parameter] for name, parameter in model.named_parameters() if parameter in values}
     sharding.shard(model, mesh, offload=offload)
     return {p: own_part(p, by_name[name]) for name, p in model.named_parameters() if name in by_name}
@@ -258,7 +259,7 @@ def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: b
 
 
 def _checked_class(optimizer: type[Any], rule: str | None, options: Mapping[str, Any]) -> type[Any]:
-    """Return the class of a rule or the given one; refuse options that it lacks."""
+    """Return the class of a rule or the given one. Refuse options that it lacks."""
     if rule is not None:
         if optimizer is not AdamW:
             raise RecipeError(
@@ -301,7 +302,7 @@ def _groups(
     extra_options: Mapping[str, dict[str, Any]],
     factors: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """Return parameters grouped by storage, decay, learning-rate factor and options of their own."""
+    """Return parameters grouped by storage, decay, learning-rate factor and their own options."""
     groups: list[dict[str, Any]] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -321,7 +322,7 @@ def _groups(
 
 
 def _are_equal(key: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Compare keys of groups; a tensor option, which may change, equals itself alone."""
+    """Compare keys of groups. A tensor option may change, so it equals only itself."""
 
     def same(a: Any, b: Any) -> bool:
         return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
@@ -335,7 +336,7 @@ def _are_equal(key: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
 
 
 def _set_rates(optimizer: Optimizer, groups: list[dict[str, Any]], is_unit_scaled: bool) -> None:
-    """Set the decay and the learning rate of each group; refuse options that the optimizer would never read."""
+    """Set the decay and the learning rate of each group. Refuse options that the optimizer would never read."""
     known = {*optimizer.defaults, "rule"}
     for group, described in zip(optimizer.param_groups, groups, strict=True):
         if strange := sorted(map(str, described["extra"].keys() - known)):
@@ -355,7 +356,7 @@ def _set_rates(optimizer: Optimizer, groups: list[dict[str, Any]], is_unit_scale
 
 
 class DifferenceNotice(UserWarning):
-    """Says once how an optimizer differs from ``torch.optim.AdamW`` with the same options."""
+    """Warn once how an optimizer differs from ``torch.optim.AdamW`` with the same options."""
 
 
 _NOTICED: set[str] = set()

@@ -1,9 +1,9 @@
-"""State of a run besides weights and moments, carried in the optimizer's ``state_dict()``.
+"""State of a run, other than weights and moments, in the optimizer's ``state_dict()``.
 
-For the same bits, a resumed run needs the step that keys random bits, the amax histories of delayed scales, the step of a
-reduction that rounds stochastically, and the loss scale. Their seeds are the optimizer's, which its param groups hold. They
-travel in the first param group: ``torch.distributed.checkpoint`` saves only what belongs to parameters and groups. The model's
-``state_dict()`` does not hold them, since others load it with ``strict=True``. The trainer saves them in its checkpoints.
+A resumed run needs four things for the same bits: the step that keys random bits, the amax histories of delayed scales, the
+step of a stochastic reduction, and the loss scale. Their seeds are the optimizer's, in its param groups. This state is in the
+first param group, since ``torch.distributed.checkpoint`` saves only parameters and groups. The model's ``state_dict()`` does
+not hold it, since other code loads that with ``strict=True``. The trainer saves this state in its checkpoints.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.We
 
 
 def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
-    """Let an optimizer's ``state_dict()`` hold, and ``load_state_dict`` restore, this state.
+    """Add this state to an optimizer's ``state_dict()``, and restore it in ``load_state_dict``.
 
-    A ``state_dict`` of ours without it, such as an edited one, loads with a warning.
+    A Narrowgauge ``state_dict`` without it, such as an edited one, loads with a warning.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -39,7 +39,7 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
     loaded: dict[str, Any] = {}
     for hook in _hooks.pop(optimizer, ()):
         hook.remove()
-    # Partials, which a copy of the optimizer has too.
+    # Use partials, which copies of the optimizer keep.
     _hooks[optimizer] = [
         optimizer.register_state_dict_post_hook(partial(_add, model)),
         optimizer.register_load_state_dict_pre_hook(partial(_take, loaded)),
@@ -72,21 +72,21 @@ def _put(model: nn.Module, loaded: dict[str, Any], optimizer: Optimizer) -> None
 
 
 def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return this state as numbers and tensors; empty for a recipe that needs none."""
+    """Return this state as numbers and tensors. It is empty for a recipe that needs none."""
     state: dict[str, Any] = {}
     if optimizer.loss_scaler is not None:
         state["loss_scaler"] = optimizer.loss_scaler.state_dict()
     if optimizer.reduction is not None and optimizer.reduction.row.is_stochastic:
         state["reduction_step"] = optimizer.reduction.step
     linears = linears_of(model)
-    # A step of these layers depends on earlier steps or their number, in any compute that they had.
+    # A step of these layers depends on earlier steps or their number, in every earlier compute.
     if linears is not None and (linears.histories() or any(layer.is_keyed for layer in linears.layers.values())):
         state |= linears.state_dict()
     return state
 
 
 def restore(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Restore what :func:`carried` returned, into an optimizer whose param groups were loaded."""
+    """Restore the result of :func:`carried` into an optimizer whose param groups were loaded."""
     seed = optimizer.param_groups[0]["seed"]
     if optimizer.loss_scaler is not None and "loss_scaler" in state:
         optimizer.loss_scaler.load_state_dict(state["loss_scaler"])

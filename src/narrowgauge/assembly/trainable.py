@@ -1,4 +1,4 @@
-"""Refuse models that a recipe cannot train, before anything is changed; each error names the first offending name."""
+"""Refuse models that a recipe cannot train, before any change. Each error names the first offending name."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _no_match(what: str, kind: str, model: nn.Module, names: list[str]) -> Recip
 
 
 def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
-    """Refuse sparse gradients, a batch norm of mixed dtypes and, for the same bits on any number of ranks, what has a memory."""
+    """Refuse sparse gradients and a batch norm of mixed dtypes. Refuse modules with memory if bits must not depend on ranks."""
     kind = type(module).__name__
     if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters()):
         raise RecipeError(
@@ -130,7 +130,7 @@ def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
 
 
 def depends_on_order(module: nn.Module) -> tuple[str, str] | None:
-    """Return why a module's output for a micro-batch depends on earlier ones, and what to do; ``None`` if it does not."""
+    """Return why a module's output depends on earlier micro-batches, and what to do. Return ``None`` if it does not."""
     if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
         reason = "whose running statistics depend on which micro-batches a rank has seen"
         return reason, "Replace it by a layer norm or group norm"
@@ -158,9 +158,9 @@ def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
 
 
 def _check_mesh(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
-    """Refuse a mesh without this rank, and to shard a parameter that is not contiguous.
+    """Refuse a mesh without this rank. Refuse to shard a parameter that is not contiguous.
 
-    FSDP2 would gather such a parameter in another layout, in which products round differently. Rounding makes parameters
+    FSDP2 would gather such a parameter in another layout. Products in that layout round differently. Rounding makes parameters
     contiguous.
     """
     if mesh.get_coordinate() is None:

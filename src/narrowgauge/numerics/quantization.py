@@ -128,19 +128,20 @@ def quantize_blocks(
     words: tuple[Tensor, Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Quantize in blocks a matrix that is rotated already and cut by :func:`blocked`, as the words are.
+    """Quantize a matrix in blocks. It is already rotated and split by :func:`blocked`, as the words are.
 
-    Given the blocks' sides as the tensor's own, a compiler makes loops of constant length of them. Since scales and their
-    inverses are returned, it computes them once, not again at each value: that is four times faster.
+    With the blocks' sides as tensor dims, a compiler makes loops of constant length. Scales and their inverses are returned, so
+    it
+    computes them once, not at each value: four times faster.
 
     Args:
         blocks: ``[row blocks, rows, column blocks, columns]``.
-        amax: as for :func:`quantize`, or one for each row block, which then has an outer scale of its own.
+        amax: as for :func:`quantize`, or one per row block. Then each row block has its own outer scale.
     Returns:
-        Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, what values were multiplied by, and
-        the outer scale or ``None``.
+        Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, the multiplier of the values, and the
+        outer scale or ``None``.
     Raises:
-        FormatError: a stochastic cast would choose between two scales, or ``eden`` would correct one that is not e4m3.
+        FormatError: a stochastic cast would choose between two scales, or ``eden`` would correct a scale that is not e4m3.
     """
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)

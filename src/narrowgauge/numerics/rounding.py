@@ -180,9 +180,9 @@ def round_to_float16(x: Tensor) -> Tensor:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert float32 values to a float format that holds them, with every NaN as the quiet one.
+    """Convert float32 values to a float format that can hold them. Every NaN becomes the quiet NaN.
 
-    PyTorch's conversion gives a NaN other bits on CUDA than on a CPU, and there others in vector instructions than elsewhere.
+    PyTorch's conversion gives a NaN other bits on CUDA than on a CPU. On a CPU vector instructions differ too.
     """
     if dtype is torch.float32:
         return quiet(x)
@@ -349,7 +349,6 @@ _LARGEST_STEP = 200
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """Return 2^exponent, float64."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 

@@ -110,13 +110,13 @@ SCRATCH = _Scratch()
 
 @contextmanager
 def float32_attention() -> Iterator[None]:
-    """Within it, fused attention of 16-bit operands computes in float32, on a CPU that does not multiply bfloat16.
+    """Compute fused attention of 16-bit operands in float32, within a context, on a CPU that does not multiply bfloat16.
 
-    Enter it around forward and backward: the backward pass of the kernel is 5 to 20 times slower in bfloat16 than in float32
-    there. The kernel gets widened operands, and its results are rounded; what is kept for backward stays bfloat16.
+    Enter it around forward and backward. There the kernel's backward pass is 5 to 20 times slower in bfloat16 than in float32.
+    The kernel gets widened operands, and its results are rounded. Tensors saved for backward stay bfloat16.
 
     Invariant: float32 operands, and all operands on a processor that multiplies bfloat16, give the same bits as before.
-    Cost: float32 copies of one call's operands while it runs.
+    Cost: float32 copies of one call's operands during the call.
     """
     with ExitStack() as stack:
         if not multiplies("bfloat16"):

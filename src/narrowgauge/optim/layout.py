@@ -34,7 +34,6 @@ def word_dtype(bits: int) -> torch.dtype:
 
 
 def _share(bits: int) -> int:
-    """Return the number of values of so many bits in a word."""
     return max(1, 32 // bits)
 
 

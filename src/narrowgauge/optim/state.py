@@ -97,7 +97,6 @@ class ParameterState:
         return saved
 
     def keys(self) -> list[str]:
-        """Return the names in :meth:`saved`."""
         return ["step", *self.words, *(f"{name}_bound" for name in self.bounds), *self.tensors_of_extras()]
 
     __iter__ = None  # torch's load_state_dict would rebuild an iterable as a new object

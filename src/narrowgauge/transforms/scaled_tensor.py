@@ -1,16 +1,15 @@
-"""A tensor that carries a power-of-two scale, and the rules that give the result of an operation its scale.
+"""A tensor that carries a power-of-two scale, and the rules for the scale of an operation's result.
 
-A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor with a mean square near one, ``scale`` one
+A :class:`Scaled` tensor stands for ``data * scale``. ``data`` is a plain tensor with a mean square near one, ``scale`` one
 power of two. Each operation guesses the size of its result from the scales of its operands, as for independent random numbers.
-A product gets the product of the scales, a sum of n numbers the root of n times their scale. This file measures nothing;
-:mod:`narrowgauge.transforms.scalify` measures at few places. A guess decides only where ``data`` lies in its format's
-range. The value stays: a power of two rounds nothing until a number leaves the range.
+A product gets the product of the scales, a sum of n numbers the root of n times their scale. This file measures nothing.
+:mod:`narrowgauge.transforms.scalify` measures at few places. A guess only decides where ``data`` is in its format's range. The
+value stays: a power of two rounds nothing until a number leaves the range.
 
 The rules apply below autograd. A backward pass uses the same table, so gradients are scaled tensors too. An operation without a
 rule is an error.
 
-Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify, whose default of rounding scales down is
-used.
+Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify. As its default does, scales round down.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ aten = torch.ops.aten
 
 
 class Scaled(Tensor):
-    """A tensor as ``data * scale``; results of operations are rounded as in the format of ``data``.
+    """Hold a tensor as ``data * scale``. Results of operations are rounded as in the format of ``data``.
 
     Args:
         data: a plain floating-point tensor.
-        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. It is not checked, since that
-            would synchronize with the device.
+        scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. A check would synchronize with
+            the device, so there is none.
     Example:
         >>> x, y = Scaled(torch.tensor([1.0, -1.5]), 2**-10), Scaled(torch.tensor([1.0, 1.0]), 2**-8)
         >>> x * y, x + y
@@ -122,7 +121,7 @@ def unknown(what: str) -> RecipeError:
 
 
 def _has_values(x: Tensor) -> bool:
-    """False while a compiler traces."""
+    """Return False while a compiler traces."""
     return type(x) is Tensor and x.device.type != "meta"
 
 
@@ -146,7 +145,7 @@ def root_below(count: int) -> float:
 
 
 def times(x: Tensor, power: Tensor) -> Tensor:
-    """Return ``x * power`` for a 0-d float32 power of two, rounded once; the power may be out of float16's range.
+    """Return ``x * power`` for a 0-d float32 power of two, rounded once. The power may be out of float16's range.
 
     Example:
         >>> times(torch.tensor([64.0], dtype=torch.float16), torch.tensor(2.0**-28))
@@ -179,7 +178,7 @@ def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
 
 
 def _multiply(func: Any, a: Any, b: Any) -> Scaled:
-    """Multiply scales. A number is split into a mantissa and a power of two; a plain tensor has scale 1."""
+    """Multiply scales. A number is split into a mantissa and a power of two. A plain tensor has scale 1."""
     if not isinstance(a, Scaled):
         a, b = b, a
     if isinstance(b, Scaled):
@@ -191,7 +190,7 @@ def _multiply(func: Any, a: Any, b: Any) -> Scaled:
 
 
 def _divide(func: Any, a: Any, b: Any) -> Scaled:
-    """Divide scales; otherwise as for products."""
+    """Divide scales. The rest is as for products."""
     if not isinstance(b, Scaled):
         if isinstance(b, Tensor):
             return Scaled(a._data / _constant(func, b), a._scale)
@@ -203,7 +202,7 @@ def _divide(func: Any, a: Any, b: Any) -> Scaled:
 
 
 def _split(number: float) -> tuple[float, float]:
-    """Split into a mantissa of magnitude 1 to 2 and a power of two; zero and non-finite numbers have power 1."""
+    """Split into a mantissa of magnitude 1 to 2 and a power of two. Zero and non-finite numbers have power 1."""
     mantissa, exponent = math.frexp(number)
     if not math.isfinite(number) or number == 0:
         return number, 1.0
@@ -211,7 +210,7 @@ def _split(number: float) -> tuple[float, float]:
 
 
 def _constant(func: Any, x: Any) -> Any:
-    """Refuse a plain operand that requires a gradient, which would be a scaled tensor."""
+    """Refuse a plain operand that requires a gradient, since its gradient would be a scaled tensor."""
     if isinstance(x, Tensor) and not isinstance(x, Scaled) and x.requires_grad and torch.is_grad_enabled():
         raise unknown(f"{func} of a scaled tensor with a plain one that requires a gradient")
     return x
@@ -254,7 +253,7 @@ def _pair(x: Any, operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 
 def _sum(func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Scaled:
-    """Sum; the scale grows by the root of the number of terms, rounded down to a power of two."""
+    """Sum. The scale grows by the root of the number of terms, rounded down to a power of two."""
     count = 1
     for dim in dims or range(x.ndim):
         count = count * x.shape[dim]

@@ -1,26 +1,27 @@
 """Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
 
-Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
-of each matmul before the cast. Scalify propagates scales: a tensor is ``data * scale``, and a rule for each operation gives its
-result a scale, forward and backward (docs/scaled-models.md). Most sizes are guessed. Results of activations,
+Low-precision formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each
+operand of each matmul before the cast. Scalify propagates scales. A tensor is ``data * scale``, and a rule for each operation
+gives its result a scale, forward and backward (docs/scaled-models.md). Most sizes are guessed. Outputs of activations,
 gradients behind a norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then needs no
 scale and no amax: it casts ``data`` directly.
 
-The model keeps its parameters, their names and its class. Only the modules that own parameters, and the activations, compute by
-a rule; everything between them is the model's own code, run on scaled tensors. Tensors are scaled from the embedding to the last
-norm; logits and the parameters' gradients are plain tensors.
+The model keeps its parameters, their names and its class. Only modules with parameters, and activations, compute by a rule. The
+rest is the model's own code, run on scaled tensors. Tensors are scaled from the embedding to the last norm. Logits and the
+parameters' gradients are plain tensors.
 
 **Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the
-function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule fixes the backward pass:
-if ``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own
-backward of the plain function. A gradient's data pass unchanged through the plain backward, with a size near one. Its scale is
-passed around it from ``leave`` to ``enter``, as the gradient of a *token* that has no other use. So values are right whatever
-units, scales and sizes a rule chooses; these only decide where data lie in the format's range. A *size* is the root mean square
-of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it. Guesses assume independent operands.
-Training makes them less independent; e4m3 tolerates a factor of about ten upwards, e5m2, the format of gradients, ten thousand.
+function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule fixes the backward pass.
+Let ``dy`` be the gradient of ``y``. Then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own
+backward of the plain function. A gradient's data pass unchanged through the plain backward, with a size near one. Its scale
+bypasses it from ``leave`` to ``enter``, as the gradient of a *token* without other use. So values are right for all units,
+scales and sizes of a rule. These only decide where data are in the format's range. A *size* is the root mean square of ``raw``
+or of a ``vjp``. Data are divided by it and the scale is multiplied by it. Guesses assume independent operands. Training makes
+them less independent. E4m3 tolerates a factor of about ten upwards. E5m2, the format of gradients, tolerates ten thousand.
 
-Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify. Measuring the output of activations is an addition: the
-source's model has no gated MLP. In a Llama the product of gate and up then reaches a root mean square of 140 within 40 steps.
+Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify. Measuring the output of activations is an addition,
+since the source's model has no gated MLP. In a Llama the product of gate and up reaches a root mean square of 140 within 40
+steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, rescaled, ro
 
 
 class Held(NamedTuple):
-    """The unit of an operand that enters unchanged, for a function that divides by it itself."""
+    """Hold the unit of an operand that enters unchanged. The function divides by the unit itself."""
 
     power: Tensor
 
@@ -65,7 +66,7 @@ class _Enter(torch.autograd.Function):
         ctx.sizes = sizes
         ctx.scaled = [x.dtype if isinstance(x, Scaled) else None for x in operands]
         entered = [_in_unit(x, unit) for x, unit in zip(operands, units, strict=True)]
-        # An operand that needs no gradient costs no matmul in the backward pass.
+        # An operand without a gradient costs no matmul in the backward pass.
         needs_grad = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(x for x, needs in zip(entered, needs_grad, strict=True) if not needs))
         return _one(operands[0]), *entered
@@ -155,7 +156,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _in_graph(function: _Function) -> _Function:
-    """Let a compiler keep the call in the graph and trace it only below autograd."""
+    """Make a compiler keep the call in the graph and trace it only below autograd."""
     return cast(_Function, torch.compiler.allow_in_graph(function))
 
 
@@ -164,8 +165,8 @@ def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -
     """Return the token, and each operand as a plain tensor in its unit.
 
     Args:
-        units: of each operand; a plain one has scale 1.
-        sizes: of each operand's ``vjp``; ignored for a plain operand, whose gradient is a plain value.
+        units: unit of each operand. A plain one has scale 1.
+        sizes: size of each operand's ``vjp``. Ignored for a plain operand, whose gradient is a plain value.
     """
     return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
 
@@ -178,13 +179,13 @@ def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
 
 @_in_graph
 def leave_plain(raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
-    """Return ``raw * scale`` as a plain tensor; its gradient is measured."""
+    """Return ``raw * scale`` as a plain tensor. Its gradient is measured."""
     return cast(Tensor, _LeavePlain.apply(raw, token, scale))  # type: ignore[no-untyped-call]
 
 
 @_in_graph
 def value_of(x: Tensor) -> Tensor:
-    """Return a scaled tensor's value as a plain one; its gradient is measured."""
+    """Return a scaled tensor's value as a plain one. Its gradient is measured."""
     return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
 
 
@@ -208,16 +209,16 @@ def linear(
 ) -> Tensor:
     """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near one.
 
-    The output sums over the inputs, ``grad_input`` over the outputs: their sizes are the roots of those numbers, rounded down.
+    The output sums over the inputs, ``grad_input`` over the outputs. Their sizes are the roots of these numbers, rounded down.
     The weight's scale is measured, and its gradient is a plain value. The bias is added at the scale of the product.
 
     Args:
         x: plain or scaled, ``[..., inputs]``.
-        weight, bias: plain; the weight in the layout of ``multiply``.
-        multiply: the linear function of plain tensors, narrow or not.
+        weight, bias: plain. The weight has the layout of ``multiply``.
+        multiply: the linear function of plain tensors, low-precision or not.
         features: numbers of inputs and outputs.
         plain: return a plain tensor.
-        unit_of: measures the weight, where ``multiply`` divides by the result itself; it gets it as a fourth argument.
+        unit_of: measures the weight, if ``multiply`` itself divides by the result. ``multiply`` gets it as a fourth argument.
     """
     inputs, outputs = features
     size = power_of_rms(weight) if unit_of is None else unit_of(weight)
@@ -235,10 +236,10 @@ def linear(
 
 
 def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
-    """Apply a norm to the real value. The result has scale 1, since its size is one; its gradient is measured.
+    """Apply a norm to the real value. The result has scale 1, since its size is one. Its gradient is measured.
 
-    ``function`` gets the real value and the plain vectors (gain, bias). It computes float16 in float32: the gradient of a small
-    input is large.
+    ``function`` gets the real value and the plain vectors (gain, bias). It computes float16 in float32, since the gradient of a
+    small input is large.
     """
     units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
     token, real, *vectors_in = enter(units, (None,) * len(units), x, *vectors)
@@ -248,13 +249,13 @@ def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor
 
 
 def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply an activation to the real value. Its output is measured; its gradient has about the size of the output's."""
+    """Apply an activation to the real value. Its output is measured. Its gradient has about the output gradient's size."""
     token, real = enter((REAL,), (1.0,), x)
     return leave(function(real), token, torch.ones_like(token), None)
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Look up rows of a weight at its measured scale, in its dtype or in ``dtype``; its gradient is a plain value."""
+    """Look up rows of a weight at its measured scale, in its dtype or in ``dtype``. Its gradient is a plain value."""
     size = power_of_rms(weight)
     token, table = enter((REAL,), (None,), weight)
     rows = F.embedding(tokens, table, padding) / size
@@ -267,8 +268,8 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Apply scaled dot product attention: scores from real queries and keys, the mean from the data of the values.
 
-    The source has no rule for batched matmuls. A mean of values is at most as large as they are. Queries and keys enter as real
-    values near one; their gradients are small relative to the output's at first, and large later.
+    The source has no rule for batched matmuls. A mean of values is at most as large as the values. Queries and keys enter as
+    real values near one. Their gradients are small relative to the output's at first, and large later.
     """
     token, q, k, v = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
     raw = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -282,18 +283,18 @@ FUNCTIONS[F.scaled_dot_product_attention] = attention
 
 
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Let a model compute with scaled tensors from its inputs to its outputs.
+    """Make a model compute with scaled tensors from its inputs to its outputs.
 
-    Logits and gradients have the values of the plain model: the same bits in most operations, since scales are powers of two.
+    Logits and gradients have the plain model's values. Most operations give the same bits, since scales are powers of two.
     Every operand of a linear layer's three matmuls has a root mean square of the order of one. Parameters, ``state_dict`` and
-    gradients are plain tensors under the same names; copies, pickles, activation checkpointing and ``torch.compile`` work.
+    gradients are plain tensors under the same names. Copies, pickles, activation checkpointing and ``torch.compile`` work.
 
     A linear layer with a method ``multiply(x, weight, bias)``, such as a narrow layer, multiplies its plain data with it.
 
     Args:
-        model: changed in place: each module that owns parameters, and each activation, gets a class of its own. Narrow
-            layers must be swapped before. A second call changes nothing.
-        dtype: of the scaled tensors, if not the parameters' own.
+        model: changed in place. Each module with parameters, and each activation, gets its own class. Swap narrow layers
+            before. A second call changes nothing.
+        dtype: dtype of the scaled tensors, if not the parameters' own.
     Raises:
         RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
     Example:
@@ -306,7 +307,7 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         True
     """
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    # A plain head has plain inputs and outputs: a rule would only measure it.
+    # A plain head has plain inputs and outputs. A rule would only measure it.
     modules = [(name, m) for name, m in model.named_modules() if not (m is head and type(m) is nn.Linear)]
     classes = {module: _class_for(name, module) for name, module in modules}
     for module, ruled in classes.items():
@@ -326,16 +327,16 @@ def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
 
 
 class _Ruled:
-    """Mixed into the class of a module that computes by a rule.
+    """Mix into the class of a module that computes by a rule.
 
-    The class changes, not the object's forward: such a module can be copied and pickled, and a compiler reuses one graph for
+    The class changes, not the object's forward. So the module can be copied and pickled, and a compiler reuses one graph for
     all layers of the class.
     """
 
     origin: ClassVar[type[nn.Module]]
     leaves_plain = False
-    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters itself: after a separate
-    # cast their gradients would leave scaled arithmetic in the smaller of the two ranges.
+    # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters itself. After a separate cast
+    # their gradients would leave scaled arithmetic in the smaller range of the two.
     computes_in: torch.dtype | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -349,7 +350,7 @@ def _revived(origin: Any) -> nn.Module:
 
 class _Linear(_Ruled):
     def forward(self: Any, x: Tensor) -> Tensor:
-        # A narrow layer measures its weight and divides by the result itself, in a cast that can be cached.
+        # A narrow layer measures its weight and divides by the result itself, in a cacheable cast.
         unit_of = self.unit_of if hasattr(self, "unit_of") and not self.compute.is_wide else None
         multiply = getattr(self, "multiply", F.linear)
         features = self.in_features, self.out_features
@@ -427,7 +428,7 @@ _BY_CLASS: dict[str, type[_Ruled]] = {
 
 @cache
 def _ruled_class(origin: Any) -> Any:
-    """Return a subclass with the rule's forward, or ``origin`` itself where there is no rule."""
+    """Return a subclass with the rule's forward, or ``origin`` itself if there is no rule."""
     for kind in origin.__mro__:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
         # A subclass may compute anything, unless its `multiply` shows that only its product differs.

@@ -1,21 +1,20 @@
 """Unit scaling with u-muP: a Llama whose weights, activations and gradients all have variance one at initialization.
 
-Narrow formats need scales because tensors differ in size: activations near 1, weights near 0.02, gradients near 1e-6. Unit
-scaling changes the sizes. Weights are drawn with variance one. Each operation is multiplied by constants known from its shape,
-which give its output, its input's gradient and its weight's gradient variance one. A cast to float8 then needs no scale. With
-u-muP's learning rates the best rate of a narrow model is also that of a wide one.
+Low-precision formats need scales because tensors differ in size: activations near 1, weights near 0.02, gradients near 1e-6.
+Unit scaling changes the sizes. Weights are drawn with variance one. Each operation is multiplied by constants known from its
+shape. These give its output, its input's gradient and its weight's gradient variance one. A cast to float8 then needs no scale.
+With u-muP the best learning rate of a narrow model is also the best rate of a wide one.
 
-A product of independent matrices of variance one has variance ``fan_in``. Its backward sums over ``fan_out`` and, for the weight,
-over tokens. So forward and backward need different constants. A constant may differ from the true derivative's in two places:
-where the gradient ends (Adam ignores a weight's scale), or where a later constant compensates it. All others are equal, so each
-parameter's gradient is a multiple of the true one.
+A product of independent matrices of variance one has variance ``fan_in``. Its backward sums over ``fan_out`` and, for the
+weight, over tokens. So forward and backward need different constants. A constant may differ from the true derivative's in two
+places: where the gradient ends (Adam ignores a weight's scale), or where a later constant compensates it. All others are equal.
+So each parameter's gradient is a multiple of the true one.
 
-The loss is outside the model: ``F.cross_entropy`` of the logits, summed and divided by the number of tokens. The head undoes that
-division in its input's gradient. A tied embedding stays tied: the factor between computed and true gradient is the same for both
-uses.
+The loss is outside the model: ``F.cross_entropy`` of the logits, summed and divided by the number of tokens. The head undoes
+that division in its input's gradient. A tied embedding stays tied: both uses have the same factor to the true gradient.
 
-Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465 (residual weights: appendix G). All
-multipliers that u-muP leaves to tuning are 1 here.
+Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465 (residual weights: appendix G).
+Multipliers that u-muP leaves to tuning are 1 here.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ SILU_GLU = 2.0**0.5 * math.sqrt(2.0) ** 0.5
 
 @dataclass
 class Batch:
-    """The batch sizes in the constants, shared by all modules of a model; ``None`` takes them from each call."""
+    """Hold the batch sizes in the constants, shared by all modules of a model. ``None`` takes them from each call."""
 
     sequence_length: int | None = None
     tokens: int | None = None
 
     def tokens_of(self, x: Tensor) -> int:
-        """Return how many tokens the gradient of a weight sums over, where ``x [..., width]`` is its input."""
+        """Return the number of tokens that the gradient of a weight sums over. ``x [..., width]`` is its input."""
         return self.tokens or x.numel() // x.shape[-1]
 
 
@@ -72,7 +71,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def scaled(x: Tensor, *, forward: float | Tensor | None = None, backward: float | Tensor | None = None) -> Tensor:
-    """Return ``x * forward``, whose gradient is multiplied by ``backward`` instead; ``None`` is 1, without a copy.
+    """Return ``x * forward``, but multiply its gradient by ``backward``. ``None`` is 1, without a copy.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -85,7 +84,7 @@ def scaled(x: Tensor, *, forward: float | Tensor | None = None, backward: float 
 
 
 def linear(module: Any, x: Tensor, batch: Batch, grad_input: float | None = None) -> Tensor:
-    """Call a linear layer of any class with its constants; ``grad_input=None``: the caller has scaled ``x``'s gradient."""
+    """Call a linear layer of any class with its constants. ``grad_input=None``: the caller has scaled ``x``'s gradient."""
     tokens = batch.tokens_of(x)
     if grad_input is not None:
         x = scaled(x, backward=grad_input)
@@ -94,10 +93,10 @@ def linear(module: Any, x: Tensor, batch: Batch, grad_input: float | None = None
 
 
 def attention_output(sequence_length: int, head_dim: int) -> float:
-    """Return the factor of causal attention's output, where logits are divided by ``head_dim``.
+    """Return the factor of causal attention's output, with logits divided by ``head_dim``.
 
-    Token ``t`` averages about ``t`` values, so the mean square over a sequence is ``log(s) / s``. The published form has a
-    pole at length 1, where nothing is averaged; from 3 on this one is the same.
+    Token ``t`` averages about ``t`` values, so the mean square over a sequence is ``log(s) / s``. The published form has a pole
+    at length 1, where nothing is averaged. From length 3 on both forms are equal.
     """
     length = sequence_length
     mixed = torch.sym_max(1.0, math.log2(length) * math.log(2.0)) / length
@@ -105,9 +104,9 @@ def attention_output(sequence_length: int, head_dim: int) -> float:
 
 
 def residual_weights(branch: int, num_layers: int) -> tuple[float, float]:
-    """Return the factors of the skip and of a branch; embedding, attentions and MLPs then contribute equally to the output.
+    """Return the factors of the skip and of a branch. With them embedding, attentions and MLPs contribute equally.
 
-    ``branch`` is the index among all branches; attention and MLP are one each.
+    ``branch`` is the index among all branches. Attention and MLP are one branch each.
 
     Example:
         >>> [round(w * w, 4) for w in residual_weights(0, 2)]
@@ -119,12 +118,12 @@ def residual_weights(branch: int, num_layers: int) -> tuple[float, float]:
 
 # ── modules ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Each is Hugging Face's own class with another `forward`. Setting a module's class keeps its parameters, names, hooks and place.
-# Values that differ between layers are tensors, not Python numbers, so that compiled layers share one graph.
+# Each is Hugging Face's own class with another `forward`. Setting a module's class keeps its parameters, names, hooks and
+# place. Values that differ between layers are tensors, not Python numbers, so that compiled layers share one graph.
 
 
 class UnitEmbedding(nn.Embedding):
-    """Rows of unit variance; each is used ``tokens / rows`` times on average."""
+    """Embed with rows of unit variance. Each is used ``tokens / rows`` times on average."""
 
     unit: Batch
 
@@ -135,7 +134,7 @@ class UnitEmbedding(nn.Embedding):
 
 
 class UnitRMSNorm(LlamaRMSNorm):
-    """Llama's norm, float32 inside; its gain's gradient sums over tokens."""
+    """Compute Llama's norm in float32. Its gain's gradient sums over tokens."""
 
     unit: Batch
 
@@ -146,11 +145,11 @@ class UnitRMSNorm(LlamaRMSNorm):
 
 
 class UnitReadout(nn.Linear):
-    """The head: logits are divided by ``fan_in`` itself, so that they do not grow with the width.
+    """Compute the head. Divide logits by ``fan_in`` itself, so that they do not grow with the width.
 
-    The loss's gradient is ``(softmax - onehot) / tokens``. Only the head stays wide, so it takes that unchanged; the gradients of
-    its weight and of the layers below have unit variance. All constants multiply its operands: the logits, the largest tensor
-    of a step, are not read again.
+    The loss's gradient is ``(softmax - onehot) / tokens``. Only the head is never in a narrow format, so it takes that
+    unchanged. The gradients of its weight and of the layers below have unit variance. All constants multiply its operands. So
+    the logits, the largest tensor of a step, are not read again.
     """
 
     unit: Batch
@@ -165,7 +164,7 @@ class UnitReadout(nn.Linear):
 
 
 class UnitAttention(LlamaAttention):
-    """The model's own attention function; logits are divided by the head's width, outputs have unit variance."""
+    """Run the model's own attention function. Divide logits by the head's width; outputs have unit variance."""
 
     unit: Batch
 
@@ -197,7 +196,7 @@ class UnitAttention(LlamaAttention):
 
 
 class UnitMLP(LlamaMLP):
-    """Gate and up divide gradients by the root of their number of outputs, down by that of its own: the product is exact."""
+    """Divide gradients by the root of the number of outputs: gate's and up's, or down's. The product is exact."""
 
     unit: Batch
 
@@ -208,7 +207,7 @@ class UnitMLP(LlamaMLP):
 
 
 class UnitLayer(LlamaDecoderLayer):
-    """Two branches, each with a weight in the residual stream; gradients inside a branch do not have that factor."""
+    """Weight two branches in the residual stream. Gradients inside a branch do not have that factor."""
 
     unit_residual: Tensor
 
@@ -235,12 +234,13 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 def unit_scale(model: nn.Module, seed: int = 0) -> None:
     """Turn a Llama into its unit-scaled u-muP form, in place, with newly initialized weights.
 
-    Names and shapes stay; tied weights stay tied. Matrices are normal with variance one, a function of ``seed`` and the shapes
-    alone; biases are zero, gains one. Linear layers inside decoder layers may be of any class, and may be swapped later; the head
-    must stay a plain ``nn.Linear``.
+    Names, shapes and ties of weights stay. Matrices are normal with variance one, and depend only on ``seed`` and the shapes.
+    Biases are zero, gains one. Linear layers inside decoder layers may be of any class, and may be swapped later. The head must
+    stay a plain ``nn.Linear``.
 
     Raises:
-        RecipeError: another architecture or activation, dropout, a head of another class, a model sharded or unit-scaled already.
+        RecipeError: another architecture or activation, dropout, a head of another class, a model sharded or unit-scaled
+        already.
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
@@ -319,19 +319,19 @@ def _draw(model: nn.Module, seed: int) -> None:
 def fix_batch(model: nn.Module, *, sequence_length: int | None = None, tokens: int | None = None) -> None:
     """Fix the sequence length and the tokens of a step (over all micro-batches) in a unit-scaled model's constants.
 
-    With ``tokens``, gradients of micro-batches add up to the gradient of the batch, however it is split. With
-    ``sequence_length``, a token's logits do not depend on the number of tokens after it.
+    With ``tokens``, gradients of micro-batches add up to the gradient of the batch, for any split. With ``sequence_length``, a
+    token's logits do not depend on the number of tokens after it.
     """
     batch = _readout(model).unit
     batch.sequence_length, batch.tokens = sequence_length, tokens
 
 
 def learning_rate_factors(model: nn.Module) -> dict[str, float]:
-    """Return the factor of Adam's learning rate for each parameter of a unit-scaled model, a tied one by its first name.
+    """Return the factor of Adam's learning rate for each parameter of a unit-scaled model. Tied ones have their first name.
 
     A matrix has ``fan_in ** -0.5``, an embedding ``width ** -0.5``, gains, biases and the head 1. Parameters of decoder layers
     have ``num_layers ** -0.5`` in addition. A tied embedding has two rules and gets their geometric mean, ``width ** -0.25``
-    (ours; mean loss of five short runs 2.24; by the embedding's rule 2.29, by the head's 2.23).
+    (ours). The mean loss of five short runs is 2.24, with the embedding's rule 2.29, with the head's 2.23.
     """
     head, layers = _readout(model).weight, _layers(model)
     inside = {p: len(layers) ** -0.5 for layer in layers for p in layer.parameters()}
@@ -350,11 +350,11 @@ def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> di
     """Return float32 weights with which the plain class computes the unit-scaled model's function, up to rounding.
 
     All constants of the forward pass are linear, so they are multiplied into the weights. The residual stream's factors cancel
-    because every norm divides by them: the plain stream is the unit one times a number that grows with depth.
+    because every norm divides by them. The plain stream is the unit one times a number that grows with depth.
 
     Args:
         model: from :func:`unit_scale`.
-        sequence_length: attention gets the constant of this length; ``None`` uses that of ``fix_batch``.
+        sequence_length: sequence length for attention's constant; ``None`` uses the length of ``fix_batch``.
     Raises:
         RecipeError: the model is not unit-scaled, or no length is known.
     """
@@ -377,7 +377,7 @@ def _factors(model: Any, length: int) -> Iterator[tuple[nn.Parameter, float]]:
     for layer in _layers(model):
         attention, mlp = cast(Any, layer.self_attn), cast(Any, layer.mlp)
         skip, branch, skip_mlp, branch_mlp = cast(Tensor, layer.unit_residual).tolist()
-        # The last matrix of a branch takes the factors of its input and of the branch.
+        # The last matrix of a branch gets the factors of its input and of the branch.
         last = {
             attention.o_proj: (attention_output(length, attention.head_dim), stream * branch / skip),
             mlp.down_proj: (SILU_GLU, stream / skip * branch_mlp / skip_mlp),
