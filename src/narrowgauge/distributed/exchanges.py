@@ -187,10 +187,12 @@ def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
 
 # ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank sends every other the piece
-# that the other keeps (*all-to-all*), the same bytes as a ring's reduce-scatter, and adds what it has received in exact sums.
-# These depend neither on the order nor on how many ranks there are or which computed what. With replicas each keeps a piece
-# of a shard, and the rounded pieces are gathered once a step:
+# A ring adds while it passes on, in its own order and in the gradient's format. Here each rank sends every other rank that
+# rank's
+# piece (*all-to-all*), with the same bytes as a ring's reduce-scatter. It adds what it receives in exact sums. These do not
+# depend
+# on the order, on the number of ranks, or on which rank computed what. With replicas each rank keeps a piece of a shard. The
+# rounded pieces are gathered once a step:
 #
 #     ranks 0 1 2 3 as 2 replicas of 2 shards       0 │ s0 r0   1 │ s1 r0
 #     (s: shard, r: the replica's piece of it)      2 │ s0 r1   3 │ s1 r1
@@ -261,18 +263,19 @@ class ExactExchange(Exchange):
 
 # ── sums of compressed gradients ───────────────────────────────────────────────────────────────────────────────────────
 #
-# A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
-# *owner* its piece of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`), and the owner adds what all
-# ranks sent in float32, in the order of the ranks. It has its own piece without any rounding.
+# A ring adds what it receives and sends the sum on. If that were compressed, each hop would round again. Here every rank sends
+# each *owner* its piece of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`). The owner adds the
+# pieces
+# of all ranks in float32, in the order of the ranks. Its own piece is not rounded.
 #
-# Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
-# gathered in records too, and the owner decodes its own piece as all others do: all ranks hold equal bits.
+# If several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then gathered
+# in records too. The owner also decodes its own piece from records, so all ranks hold equal bits.
 #
 #     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  every rank's b
 #     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  every rank's a
 #
-# Not built: 1-bit methods and PowerSGD. They are biased, so each feeds the error of every step into the next: a residual of the
-# whole model on every rank, which FSDP2 just saved.
+# Not built: 1-bit methods and PowerSGD. They are biased, so each feeds the error of every step into the next. That takes a
+# residual of the whole model on every rank, which FSDP2 just saved.
 #
 # Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
 # reduce_scatter_with_fp32_accumulation; stochastic rounding without feedback: QSGD (1610.02132).

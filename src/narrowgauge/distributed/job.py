@@ -32,9 +32,7 @@ def world_size() -> int:
 
 
 def launch(num_ranks: int, words: Sequence[str]) -> NoReturn:
-    """Replace this process by ``torchrun``, which runs ``narrowgauge WORDS`` on local ranks and exits with the command's
-    status.
-    """
+    """Replace this process by ``torchrun``: ``narrowgauge WORDS`` runs on local ranks and gives the exit status."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

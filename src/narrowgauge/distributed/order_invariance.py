@@ -169,9 +169,11 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 # ── which parameters had gradients ─────────────────────────────────────────────────────────────────────────────────────
 #
-# FSDP2 sends the gradients of a group as one flat vector of those parameters that have one. Two experts of equal size, one used
-# by one micro-batch and one by another, thus lie at the same place of vectors of the same length. A sum over micro-batches would
-# add the gradients of both, so it is refused. FSDP2 itself refuses the same between ranks.
+# FSDP2 sends the gradients of a group as one flat vector, without parameters that have no gradient. Two experts of equal size
+# in
+# different micro-batches may thus have the same place in vectors of equal length. A sum over micro-batches would add the
+# gradients
+# of both, so it is refused. FSDP2 itself refuses the same between ranks.
 
 
 _NOBODY, _MIXED = -(1 << 40), 1 << 40
@@ -256,9 +258,9 @@ class GradientUsage:
 
 # ── the norm by which gradients are clipped ────────────────────────────────────────────────────────────────────────────
 #
-# PyTorch adds up each rank's part of the norm of shards in the order of the ranks, in the gradient's format: the last bits of
-# the norm, and of every gradient that is clipped by it, depend on the number of ranks. So the norm of exactly summed gradients
-# is an exact sum too (:mod:`narrowgauge.numerics.exact_sums`); all other norms are PyTorch's.
+# PyTorch adds the ranks' parts of a norm in rank order, in the gradient's format. So the last bits of the norm, and of every
+# clipped gradient, depend on the number of ranks. The norm of exactly summed gradients is therefore an exact sum too
+# (:mod:`narrowgauge.numerics.exact_sums`). All other norms are PyTorch's.
 
 
 _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
