@@ -75,13 +75,11 @@ class BlockCode:
         """Pack a floating-point vector into uint8 ``[records, record_bytes]``.
 
         Invariant: the result depends on the values, the key and each record's number alone. Compiled and eager bits are equal.
-        Each
-        decoded value is within one step. A step is the block's amax, divided by 127 (8 bits) or 7 (4 bits) and rounded up by at
-        most an eighth; it is at least 2^-17 of the record's power. The mean over keys is the value, to 2^-16 of a step.
+        Each decoded value is within one step. A step is the block's amax, divided by 127 (8 bits) or 7 (4 bits) and rounded up
+        by at most an eighth; it is at least 2^-17 of the record's power. The mean over keys is the value, to 2^-16 of a step.
 
         ``key`` holds 32 well mixed bits, see :func:`narrowgauge.numerics.hashing.step_seed`. Use another key for each rank,
-        step
-        and vector, or equal gradients are rounded in the same direction.
+        step and vector, or equal gradients are rounded in the same direction.
 
         Example:
             >>> records = BLOCK_CODES["compressed8"].encode(torch.ones(256), key=1)

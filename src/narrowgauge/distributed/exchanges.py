@@ -188,11 +188,9 @@ def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
 # ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # A ring adds while it passes on, in its own order and in the gradient's format. Here each rank sends every other rank that
-# rank's
-# piece (*all-to-all*), with the same bytes as a ring's reduce-scatter. It adds what it receives in exact sums. These do not
-# depend
-# on the order, on the number of ranks, or on which rank computed what. With replicas each rank keeps a piece of a shard. The
-# rounded pieces are gathered once a step:
+# rank's piece (*all-to-all*), with the same bytes as a ring's reduce-scatter. It adds what it receives in exact sums. These do
+# not depend on the order, on the number of ranks, or on which rank computed what. With replicas each rank keeps a piece of a
+# shard. The rounded pieces are gathered once a step:
 #
 #     ranks 0 1 2 3 as 2 replicas of 2 shards       0 │ s0 r0   1 │ s1 r0
 #     (s: shard, r: the replica's piece of it)      2 │ s0 r1   3 │ s1 r1
@@ -265,8 +263,7 @@ class ExactExchange(Exchange):
 #
 # A ring adds what it receives and sends the sum on. If that were compressed, each hop would round again. Here every rank sends
 # each *owner* its piece of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`). The owner adds the
-# pieces
-# of all ranks in float32, in the order of the ranks. Its own piece is not rounded.
+# pieces of all ranks in float32, in the order of the ranks. Its own piece is not rounded.
 #
 # If several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then gathered
 # in records too. The owner also decodes its own piece from records, so all ranks hold equal bits.
@@ -291,8 +288,7 @@ class CompressedSum(Exchange):
     Random bits depend on the seed, step, exchange, micro-batch, rank and place.
 
     Cost: sends 0.2588 (8 bits) or 0.1416 (4 bits) of float32's bytes: once for FSDP2, twice where several ranks keep the sum.
-    The
-    records of one gradient are temporary memory.
+    The records of one gradient are temporary memory.
     """
 
     def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:

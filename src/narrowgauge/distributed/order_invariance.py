@@ -170,10 +170,8 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 # ── which parameters had gradients ─────────────────────────────────────────────────────────────────────────────────────
 #
 # FSDP2 sends the gradients of a group as one flat vector, without parameters that have no gradient. Two experts of equal size
-# in
-# different micro-batches may thus have the same place in vectors of equal length. A sum over micro-batches would add the
-# gradients
-# of both, so it is refused. FSDP2 itself refuses the same between ranks.
+# in different micro-batches may thus have the same place in vectors of equal length. A sum over micro-batches would add the
+# gradients of both, so it is refused. FSDP2 itself refuses the same between ranks.
 
 
 _NOBODY, _MIXED = -(1 << 40), 1 << 40

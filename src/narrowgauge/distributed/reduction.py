@@ -192,8 +192,7 @@ class GradientReduction:
         """Surround the backward pass of one micro-batch. All ranks have the same number of micro-batches in a step.
 
         After the last one, ``p.grad`` holds the sum over all micro-batches of all ranks. With ``average`` the sum is divided
-        once
-        by the number of ranks. An error inside discards the step.
+        once by the number of ranks. An error inside discards the step.
 
         Args:
             is_last: this is the step's last micro-batch.

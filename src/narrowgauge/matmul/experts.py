@@ -175,8 +175,7 @@ class GroupedLinear(NarrowLayer):
 #
 # Transformers stores a layer's experts as a module with two 3-D parameters: the projections into and out of the experts' hidden
 # width. A name in the module's config selects the function that multiplies them. Swapping registers our own function and sets
-# its
-# name in the module's own config. So parameters, names, ``state_dict``, the model's config and the router stay.
+# its name in the module's own config. So parameters, names, ``state_dict``, the model's config and the router stay.
 
 
 IMPLEMENTATION = "narrowgauge"

@@ -1,8 +1,7 @@
 """The three matmuls of a linear layer: the casts of their six operands, the products, and their gradients.
 
 :mod:`narrowgauge.spec.computes` defines which tensor fills which slot. This module casts the tensors and multiplies them.
-Linear
-layers, experts, inference and the profiler call these functions.
+Linear layers, experts, inference and the profiler call these functions.
 
 ``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the model's graph, and fuse with
 their neighbours. Three operators are opaque: casts of weights that are cached or gathered as codes (looked up while the graph

@@ -147,8 +147,7 @@ class Linear(NarrowLayer, nn.Linear):
         """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
 
         With a ``unit`` (0-d, a power of two; not in wide computes), multiply by ``weight / unit``. The weight's gradient is
-        then
-        the quotient's gradient. The cast is cached under the weight itself.
+        then the quotient's gradient. The cast is cached under the weight itself.
 
         Raises:
             RecipeError: autocast requests a dtype that is not the compute's.

@@ -2,8 +2,7 @@
 
 A function lays the operands out for its kernel, pads their sides, calls the kernel, and crops the result. Codes, scales and
 rounding equal those of the emulation in bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the
-sum
-differ. ``nvfp4`` also multiplies the sum by the product of the two tensors' scales, not by one after the other.
+sum differ. ``nvfp4`` also multiplies the sum by the product of the two tensors' scales, not by one after the other.
 
 *Tried before used.* This build of PyTorch or its libraries may lack a kernel of the chip. So before its first use, each kernel
 multiplies two small matrices whose product is exact in any order. If it raises or is off by one bit, its products are emulated.

@@ -3,8 +3,7 @@
 :mod:`narrowgauge.numerics.quantization` does the arithmetic. In eager mode it is compiled once per cast and dimension. Under
 ``torch.compile`` its operations are part of the model's graph. The result is int8, float8 or four-bit *codes* if a kernel takes
 codes or backward needs them. Otherwise it is bfloat16 *values*: code times its block's scale, which is exact. The scale of a
-row
-or a tensor is returned separately and multiplies the product. Block scales beside codes also multiply it.
+row or a tensor is returned separately and multiplies the product. Block scales beside codes also multiply it.
 """
 
 from __future__ import annotations
@@ -184,8 +183,7 @@ def _cast_nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operan
 #
 # A pure function of seed, step, layer, operand and logical position. Equal gradients must not round equally. So the bits come
 # from counters, and not from the values as the optimizer's do. The row counter counts tokens of the whole batch on all ranks.
-# The
-# clock holds the index of the micro-batch's first sequence.
+# The clock holds the index of the micro-batch's first sequence.
 
 STEP_SEED, STEP, FIRST_SEQUENCE = range(3)
 """Places in the words of a clock."""

@@ -19,21 +19,21 @@ class Chip:
 
     Attributes:
         name, vendor, architecture, host_link: as in the vendor's data sheet.
-        source, notes: where the values are from, and what to know about them.
-        memory_gb: memory as sold; the vendors' gigabytes are 2^30 bytes.
-        reachable_mib: memory that the driver reports, where it is more than 3 % below ``memory_gb``.
+        source, notes: origin of the values, and remarks.
+        memory_gb: memory as sold. The vendors' gigabytes are 2^30 bytes.
+        reachable_mib: memory that the driver reports, if it is more than 3 % below ``memory_gb``.
         bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
-        peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand format; formats without native
+        peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand format. Formats without native
             matmul or published value are missing.
-        measured_tflops: the best published large matmul, by format: usually 50 to 85 % of the peak.
+        measured_tflops: the best published large matmul, by format. Usually 50 to 85 % of the peak.
         link, link_gb_per_second: the link between chips, and its rate in one direction to all peers together; None if not
             published, 0 without a link.
-        peer_gb_per_second: to a single peer; None where one peer can get the whole rate.
+        peer_gb_per_second: to a single peer; None if one peer can get the whole rate.
         peers: chips that the link joins; None for all of a node. Other pairs communicate through the host.
-        network_gbit_per_second: per chip and direction, of the networks that are usually put between nodes of such chips; by
-            default a network card on a PCIe slot, of which 8 chips share one port of 200.
-        chips_per_node: of the nodes that such chips usually come in.
-        official: whether all values are the vendor's.
+        network_gbit_per_second: usual network between nodes, per chip and direction. The default is a network card on a PCIe
+            slot: 8 chips share one port of 200.
+        chips_per_node: in usual nodes of this chip.
+        official: all values are the vendor's.
     """
 
     name: str
@@ -113,7 +113,7 @@ def get_chip(name: str) -> Chip:
             f"chip {name!r} was requested, and {len(matches)} names begin with it: {', '.join(matches)}.",
             "Name one of them.",
         )
-    # A100-40GB leaves out a part of A100-SXM4-40GB, which letters alone would not match.
+    # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.
     whole = [chip for chip in CHIPS if key and {*key.split("-")} <= {*chip.lower().split("-")}]
     near = suggestion(name.strip(), whole) or suggestion(name.strip().upper(), CHIPS)
     raise ChipError(f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip())

@@ -1,10 +1,9 @@
 """Number formats: bit fields, range, precision, and the value of every code.
 
-A floating-point format has a sign, ``exponent_bits`` that select a power of two and ``mantissa_bits`` that divide the interval
-up to the next one into equal steps. ``bias`` sets the range of the powers; below the smallest the steps no longer shrink
-(subnormals). A convention defines which codes are infinity or NaN. Everything else (largest and smallest value, epsilon, the
-value of a code, the code of a value) is computed from these by exact integer arithmetic. An integer format has equal steps
-everywhere.
+A floating-point format has a sign, ``exponent_bits`` that select a power of two, and ``mantissa_bits`` that divide the interval
+up to the next power into equal steps. ``bias`` sets the range of the powers. Below the smallest power the steps no longer
+shrink (subnormals). A convention defines which codes are infinity or NaN. Exact integer arithmetic computes everything else:
+largest and smallest value, epsilon, the value of a code, the code of a value. An integer format has equal steps everywhere.
 
     sign  exponent  mantissa     value = ± 2^(exponent − bias) × 1.mantissa     exponent > 0
      0      0111      100              ± 2^(1 − bias)          × 0.mantissa     exponent = 0
@@ -166,9 +165,9 @@ class Format:
     def encode(self, value: float, *, saturate: bool = False) -> int:
         """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
-        Values out of range become infinity, or NaN without infinities, or the end of the range without either; with
-        ``saturate`` they become the end of the range, infinities included. NaN becomes NaN, or zero in a format without NaN.
-        For a scale, values at or below zero are out of range; positive values below the smallest power become it.
+        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
+        ``saturate`` they, and infinities, become the end of the range. NaN becomes NaN, or zero in a format without NaN. For a
+        scale, values at or below zero are out of range. Positive values below the smallest power become it.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))

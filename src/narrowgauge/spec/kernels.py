@@ -1,9 +1,9 @@
 """Kernels: which GPUs multiply which casts' own codes.
 
-A row is a matmul kernel that PyTorch has: the formats, groups and scales of its two operands, and the chips that run it. A matmul
-whose casts fit no row of its chip is emulated with the same values. The matmuls (:mod:`narrowgauge.matmul.native` has the
-function that calls each kernel), the planner and the documentation read the same table. The 16- and 32-bit formats and int8,
-which every GPU multiplies, need no row.
+A row is one of PyTorch's matmul kernels: the formats, groups and scales of its two operands, and the chips that run it. A
+matmul whose casts fit no row of its chip is emulated with the same values. The matmuls, the planner and the documentation read
+the same table. :mod:`narrowgauge.matmul.native` has the function that calls each kernel. Every GPU multiplies int8 and the 16-
+and 32-bit formats, so these need no row.
 
 Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` and ``ScaledBlasUtils.cpp`` of PyTorch, which refuse all other operands;
 cuBLAS, "Narrow Precision Data Types Usage".
@@ -86,7 +86,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
-    """Return the kernel that multiplies a product's operands on a chip; ``None`` where they are emulated, or need no row here.
+    """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are emulated or need no row.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES

@@ -98,11 +98,11 @@ _BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "tr
 
 
 def weights_file(folder: Path) -> Path | None:
-    """Return the file of weights in a Hugging Face model folder; ``None`` where it holds only a configuration.
+    """Return the file of weights in a Hugging Face model folder; ``None`` if it holds only a configuration.
 
     Raises:
-        DataError: it holds weights of another kind, or a link to a file of weights that does not exist: a model that began from
-            random weights instead would train without an error.
+        DataError: it holds weights of another kind, or a broken link to weights. A model would otherwise start from random
+            weights without an error.
     Example:
         >>> weights_file(Path("no/such/folder")) is None
         True

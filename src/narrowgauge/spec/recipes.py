@@ -151,11 +151,11 @@ class Recipe:
 
     @property
     def dtype(self) -> str:
-        """The dtype of plain linear layers, norms and everything else outside the casts; independent of the weights' format."""
+        """Return the dtype of plain linear layers, norms and everything else outside the casts. It ignores the weights' format."""
         return self.compute.dtype
 
     def storage_of(self, name: str, num_dims: int) -> Storage:
-        """The storage of a parameter: float32 for modules of ``keep``, else that of the last matching override, else ``storage``.
+        """Return a parameter's storage: float32 in ``keep``, or the last matching override's, or ``storage``.
 
         A parameter of at most one dimension is a vector.
         """

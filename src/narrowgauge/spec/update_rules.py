@@ -1,10 +1,10 @@
-"""The update rules by name: which optimizer has each, the trainer's settings that it takes, and its own options.
+"""The update rules by name: each rule's optimizer, the trainer's settings that it takes, and its own options.
 
-``--rule`` of ``narrowgauge train`` and ``compare``, ``prepare(…, rule=…)``, ``TrainingArguments(optim=…)``, the checks of options
-and ``narrowgauge show rules`` read this table: a new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
+``--rule`` of ``narrowgauge train`` and ``compare``, ``prepare(…, rule=…)``, ``TrainingArguments(optim=…)``, the checks of
+options and ``narrowgauge show rules`` read this table. A new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
 
-A rule is written as a name and a text of options, ``momentum=0.9,nesterov=false``, whose order does not count. What a run does
-not say is filled in from here, so that its record is complete.
+Write a rule as a name and a text of options in any order: ``momentum=0.9,nesterov=false``. This table fills in missing options,
+so that a run's record is complete.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ Laws = dict[str, Range | Choice]
 
 @dataclass(frozen=True)
 class Option:
-    """An option of one rule's own: its class's default, what it may be, and the trainer's default where that is another."""
+    """An option of one rule: its class's default, its allowed values, and the trainer's default if it differs."""
 
     name: str
     default: Any
@@ -141,13 +141,13 @@ class UpdateRule:
     Args:
         optimizer: its class in ``narrowgauge.optim.optimizers``.
         purpose: one line.
-        settings: of the trainer's ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` those that it takes, with their defaults.
+        settings: those of the trainer's ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, with their defaults.
         options: its own.
-        rate: the trainer's usual peak learning rates, which are AdamW's, times this; ``None`` where they mean nothing.
+        rate: factor on the trainer's usual peak learning rates, which are AdamW's; ``None`` if they mean nothing.
         rate_because: why, or the source of the factor.
-        is_matrix: whether it steps whole matrices, and AdamW vectors, embeddings and output heads.
-        moments: the states that it keeps of each element of a matrix, with the storage's code for each, where that is all that a
-            plan needs; ``None`` where it depends on options. (Adafactor's values by row and column are beside them.)
+        is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
+        moments: its states for each element of a matrix, with the storage's code for each, if a plan needs no more; ``None``
+            if this depends on options. (Adafactor's values by row and column are extra.)
         source: the paper.
     """
 
