@@ -151,7 +151,7 @@ class Recipe:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of plain linear layers, norms and everything else outside the casts. It ignores the weights' format."""
+        """Return the dtype of plain linear layers, norms and everything else outside the casts, whatever the weights' format."""
         return self.compute.dtype
 
     def storage_of(self, name: str, num_dims: int) -> Storage:

@@ -297,7 +297,7 @@ class Storage:
     def keeps_updates(self) -> bool:
         """Return whether small updates survive. They do not if few-bit weights or second moments round to nearest.
 
-        A remainder (tail, master copy or low part) also keeps them.
+        A remainder (tail, master copy or low part) prevents this.
 
         Example:
             >>> [name for name in ("master", "word", "naive", "no-master", "kahan") if STORAGES[name].keeps_updates]
