@@ -154,7 +154,7 @@ def _as_fnuz(operand: Operand) -> Operand:
 
 
 def _float8_blocks(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128. Every 128 terms are added to the sum in float32."""
+    """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128. Add every 128 terms to the sum in float32."""
     a, b = _filled(left.data), _filled(right.data)
     (first, of_first), (second, of_second) = _scales_of_128(left), _scales_of_128(right)
     return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))

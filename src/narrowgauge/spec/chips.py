@@ -1,7 +1,7 @@
 """Chips: memory, bandwidth, links, and matmul throughput by format.
 
-Vendors publish throughput for dense or "structured sparse" products, per chip or per board of two, and link rates in one
-direction or both. In ``data/chips.toml`` every peak is dense and per chip, and every link rate is in one direction.
+Vendors publish throughput for dense or "structured sparse" products, per chip or per board of two. They publish link rates in
+one direction or both. In ``data/chips.toml`` every peak is dense and per chip. Every link rate is in one direction.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Chip:
 
     @property
     def target(self) -> str:
-        """Return the name by which compilers and :mod:`narrowgauge.spec.kernels` know it, such as ``sm90``."""
+        """Return its name in compilers and :mod:`narrowgauge.spec.kernels`, such as ``sm90``."""
         return self.architecture.rpartition(" ")[2]
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory in bytes; drivers report up to 3 % less.
+        """Return the memory in bytes. Drivers report up to 3 % less.
 
         Example:
             >>> get_chip("RTX-4090").memory_bytes // 2**30
@@ -75,7 +75,7 @@ class Chip:
         return self.bandwidth_gb_per_second * 1e9
 
     def rate_format(self, format: str) -> str:
-        """Return the format at whose printed rate the chip multiplies a format.
+        """Return the format whose printed rate applies when the chip multiplies ``format``.
 
         Example:
             >>> [get_chip(chip).rate_format("float8_e4m3fn") for chip in ("H100-SXM", "MI300X")]

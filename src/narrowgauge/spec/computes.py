@@ -85,7 +85,7 @@ class Cast:
     needs_bits: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Set once: each cast of a layer asks for them.
+        # Set once, since each cast of a layer asks for them.
         object.__setattr__(self, "element", get_format(self.format))
         object.__setattr__(self, "block", BLOCKS.get(self.granularity))
         object.__setattr__(self, "is_wide", self.granularity == "none")
@@ -457,10 +457,10 @@ class Slot:
 
     Args:
         matmul: ``output``, ``grad_input`` or ``grad_weight``.
-        tensor: what is cast, one of :data:`TENSORS`.
-        dim: the dimension of the tensor that the matmul contracts; the operand is transposed where a left one contracts 0.
+        tensor: the tensor to cast, one of :data:`TENSORS`.
+        dim: the tensor's dimension that the matmul contracts. A left operand that contracts 0 is transposed.
         random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it: never renumber.
-        reuses: the slot whose codes of the same tensor this one takes where they serve it.
+        reuses: the slot whose codes of the same tensor this slot takes if they serve it.
     """
 
     matmul: str
@@ -535,7 +535,7 @@ def gathered_slots(compute: Compute) -> tuple[str, str]:
 
 
 def why_gathered_wide(compute: Compute) -> str:
-    """Return why the weights of layers in a compute are not gathered as codes; empty where they can be.
+    """Return why a compute's weights are not gathered as codes; empty if they can be.
 
     Example:
         >>> why_gathered_wide(COMPUTES["mxfp8"]), why_gathered_wide(COMPUTES["int8-row"])
@@ -719,7 +719,7 @@ def named(name: str) -> Compute:
 
 
 def _with_threshold(compute: Compute, text: str) -> Compute:
-    """Return the compute with another threshold of outliers, under the shortest name; itself with its own threshold."""
+    """Return the compute with another outlier threshold, under the shortest name, or itself if it has it."""
     left, name = compute.output.left, compute.name
     requested = f"'{name}{_THRESHOLD}{text}' was requested"
     if not left.outliers:
@@ -742,7 +742,7 @@ def _with_threshold(compute: Compute, text: str) -> Compute:
 
 
 def fallback_of(name: str) -> str:
-    """Return what an alarm recommends instead of a compute or a variant: ``bfloat16`` for an unknown name.
+    """Return the compute that an alarm recommends instead of another one: ``bfloat16`` for an unknown name.
 
     Example:
         >>> fallback_of("float8-delayed+smooth"), fallback_of("float8-row")
@@ -753,7 +753,7 @@ def fallback_of(name: str) -> str:
 
 
 def at_layer(compute: Compute, layer: str) -> Compute:
-    """Return the compute of the linear layer of that dotted name: a smooth compute smooths only the layers of ``SMOOTHED``.
+    """Return the compute of the linear layer of that dotted name. Only the layers of ``SMOOTHED`` are smoothed.
 
     Example:
         >>> compute = find("float8-tensor+smooth")
@@ -767,7 +767,7 @@ def at_layer(compute: Compute, layer: str) -> Compute:
 
 
 def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
-    """Refuse a smooth compute for a model none of whose linear ``layers`` is one of ``SMOOTHED``."""
+    """Refuse a smooth compute for a model if none of its linear ``layers`` is in ``SMOOTHED``."""
     names = list(layers)
     if compute.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
         raise RecipeError(

@@ -142,7 +142,7 @@ so that its upper bits are the format's."""
 
 
 def low_parts(name: str, code: Code) -> tuple[str, ...]:
-    """Return the names of the low parts of ``name``; none for a code of one part."""
+    """Return the names of the low parts of ``name``; empty for a code of one part."""
     return tuple(f"{name}_low{'' if part == 1 else part}" for part in range(1, code.parts))
 
 
@@ -242,7 +242,7 @@ class Storage:
 
     @property
     def owner(self) -> str:
-        """Return the name of the compute that it belongs to; empty for none."""
+        """Return the name of the compute that owns it; empty for none."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -265,7 +265,7 @@ class Storage:
 
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
-        """Return all fields besides the visible weight: ``(name, bits)``."""
+        """Return all fields except the visible weight: ``(name, bits)``."""
         width = self.weight.bits if self.master else self.tail_bits or self.weight.bits
         result = [(name, width) for name in self.beside]
         for state, role in self.states:
@@ -279,7 +279,7 @@ class Storage:
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """Return what is stored relative to a power of two per row: ``weight``, or names of states."""
+        """Return the names stored relative to a power of two per row: ``weight``, or states."""
         weight = ("weight",) if self.weight.scaled else ()
         return (*weight, *(state for state, role in self.states if self.code(role).scaled))
 

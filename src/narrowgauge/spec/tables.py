@@ -1,6 +1,6 @@
 """Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
 
-A wide terminal gets a rich table; a pipe, or a terminal that is too narrow, aligned text.
+A wide terminal gets a rich table. A pipe or a narrow terminal gets aligned text.
 """
 
 from __future__ import annotations
