@@ -35,14 +35,14 @@ _ONLY_ADAM = "Only states of Adam and AdamW can be loaded."
 def load_states(optimizer: Optimizer, checkpoint: str | Path | Mapping[str, Any]) -> str:
     """Load weights and moments from the ``state_dict()`` of another library's Adam or AdamW.
 
-    Load the model's weights first. Where the state knows more of a weight than the model does (a float32 master, error bits),
-    the optimizer takes that. Moments and weights are rounded once, as the storage rounds. Parameters are matched by
-    ``param_names`` if the state has them, else by the order of the groups.
+    Load the model's weights first. If the state knows a weight more precisely (a float32 master, error bits), the optimizer
+    takes that weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if
+    the state has them, otherwise by the order of the groups.
 
     Args:
         optimizer: ours, with the parameters in the same order.
         checkpoint: ``optimizer.state_dict()``, or a file that ``torch.save`` wrote with it alone or under ``"optimizer"``. No
-            code in a file is run, and the library need not be installed.
+            code in a file is run. The library need not be installed.
     Returns:
         The name of the library.
     Raises:
@@ -116,7 +116,7 @@ _KEYS = {
 def _decode(
     library: str, entry: Entry, group: Entry, weight: Tensor, name: str
 ) -> tuple[Tensor, dict[str, Tensor | int]]:
-    """Return the weight, in float32 where the state knows more of it, and the step and float32 moments."""
+    """Return the weight (float32 if the state is more precise), and the step and float32 moments."""
     if odd := sorted(set(entry) - _KEYS[library]):
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ONLY_ADAM)
     step = entry.get("step", group.get("step"))  # FusedAdam and optimi count the steps of a group
@@ -216,7 +216,7 @@ def _corrected(weight: Tensor, errors: Tensor, is_wide: bool) -> Tensor:
     """Add FlashOptim's error bits, a fraction of half an ulp (flashoptim 0.1.4, ``_apply_error_correction``)."""
     mantissa, least = (7, -126) if weight.dtype is torch.bfloat16 else (10, -14)
     errors = errors.view(torch.int16) if is_wide and errors.is_floating_point() else errors
-    # frexp's exponent is one above the unbiased one; zero and subnormals have that of the smallest normal number.
+    # frexp's exponent is one above the unbiased one. Zero and subnormals use the smallest normal number's exponent.
     exponent = (torch.frexp(weight.float()).exponent - 1).clamp(min=least)
     exponent = torch.where(weight == 0, torch.full_like(exponent, least), exponent)
     power = (exponent - mantissa - 1).float()

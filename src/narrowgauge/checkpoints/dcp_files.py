@@ -1,9 +1,9 @@
 """Write and read the tensors of a checkpoint with PyTorch's distributed checkpoints (DCP), as safetensors files.
 
-DCP plans who writes what: every rank its own shard, one rank what all hold. It carries an error on one rank to all, and plans
-which parts of which files a rank needs when there are more ranks, or fewer. Its safetensors writer pickles nothing.
+DCP plans the writes: every rank writes its own shard, and one rank writes replicated tensors. An error on one rank is raised on
+all. If the number of ranks changes, DCP plans what each rank reads. Its safetensors writer pickles nothing.
 
-Importing this takes a second, so functions import it.
+Importing this module takes a second, so functions import it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from narrowgauge.numerics.dtensor import copied_to_cpu
 
 
 class TakenCopy(DefaultSavePlanner):
-    """A copy of this rank's shards on the CPU, taken now, and the plan to save it.
+    """Copy this rank's shards to the CPU now, and plan to save them.
 
     Args:
         tensors: DTensors, and plain tensors that are the same on every rank.
     Raises:
-        RecordError: a shard does not tile its whole, such as scales of rows whose matrix is cut along its columns.
+        RecordError: a shard does not tile its whole, such as row scales of a matrix sharded along its columns.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
@@ -76,7 +76,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def write(copy: TakenCopy, folder: Path, publish: Callable[[], None], ranks: Ranks) -> None:
-    """Write a copy into a folder together with all ``ranks``, whose group nothing else uses meanwhile.
+    """Write a copy into a folder together with all ``ranks``. Nothing else may use their group meanwhile.
 
     Raises:
         torch.distributed.checkpoint.CheckpointException: a rank failed; on all ranks.
@@ -93,13 +93,13 @@ def write(copy: TakenCopy, folder: Path, publish: Callable[[], None], ranks: Ran
 
 
 def described(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return what a checkpoint holds: by name, the dtype (``properties.dtype``) and shape (``size``) of each tensor."""
+    """Return the dtype (``properties.dtype``) and shape (``size``) of each tensor of a checkpoint, by name."""
     metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {name: tensor for name, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
 def fill(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint: each rank its own shards, whichever ranks wrote it; ranks do not communicate."""
+    """Fill tensors from a checkpoint. Each rank reads its own shards, whichever ranks wrote it. Ranks do not communicate."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

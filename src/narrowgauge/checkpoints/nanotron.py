@@ -1,7 +1,7 @@
 """Read the weights of a nanotron checkpoint, joined over tensor-parallel ranks.
 
-``model/…/model_weight.safetensors`` holds a whole parameter. ``…_pp-rank-0-of-1_tp-rank-1-of-2.safetensors`` holds a shard, whose
-metadata say which slices of the whole it has. Source: nanotron at 2411b02, ``serialize/weights.py``.
+``model/…/model_weight.safetensors`` holds a whole parameter. ``…_pp-rank-0-of-1_tp-rank-1-of-2.safetensors`` holds a shard. Its
+metadata list its slices of the whole. Source: nanotron at 2411b02, ``serialize/weights.py``.
 """
 
 from __future__ import annotations

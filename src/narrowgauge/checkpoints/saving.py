@@ -3,13 +3,13 @@
 ::
 
     checkpoints/step-00000040/
-        shard-00001-model-00001-of-00001.safetensors   what the first rank held, and so on
+        shard-00001-model-00001-of-00001.safetensors   tensors of the first rank, and so on
         state.json                                     everything else: step, seeds, schedule, counters
         manifest.json                                  size and BLAKE2b-256 of the others
 
-A checkpoint is written to a temporary folder, synced to the disk and then renamed; older ones are removed only after that. A
-killed process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint whose bytes do not match its
-manifest is reported and skipped. Nothing is pickled.
+A checkpoint is written to a temporary folder, synced to the disk and then renamed. Only then are older ones removed. A killed
+process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint that does not match its manifest is
+reported and skipped. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def latest_checkpoint(
     Args:
         folder: the run folder.
         on_damaged: called with each newer checkpoint that does not match, and the reason.
-        ranks: share the reading; all call this.
-        at_most: the last step that is wanted; ``None`` for any.
+        ranks: divide the reading. All ranks call this.
+        at_most: the last step to consider; ``None`` for any.
     """
     for checkpoint in ranks.of_first(lambda: _listed(Path(folder) / _FOLDER)):
         if at_most is not None and checkpoint.step > at_most:
@@ -94,7 +94,7 @@ def latest_checkpoint(
 
 
 def damage(path: Path, ranks: Ranks = ALONE) -> str:
-    """Return why a checkpoint is damaged, or an empty string; the ``ranks`` share the reading."""
+    """Return why a checkpoint is damaged, or an empty string. The ``ranks`` divide the reading."""
     reason, files = ranks.of_first(lambda: _read_manifest(path))
     if reason:
         return reason
@@ -104,7 +104,7 @@ def damage(path: Path, ranks: Ranks = ALONE) -> str:
 
 
 def _read_manifest(path: Path) -> tuple[str, dict[str, tuple[int, str]]]:
-    """Return why a manifest cannot be used, and the size and checksum of each file that it lists."""
+    """Return why a manifest cannot be used, and the size and checksum of each file in it."""
     if not path.is_dir():
         return "there is no such folder", {}
     if not (path / _MANIFEST).is_file():
@@ -144,10 +144,10 @@ def _listed(place: Path) -> list[Checkpoint]:
 
 
 def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
-    """Remove the checkpoints of interruptions since the last regular one, and return its step; ``None`` without a good one.
+    """Remove checkpoints of interruptions after the last regular one. Return its step; ``None`` without a good one.
 
-    An interrupted run and an uninterrupted one then roll back to the same step. Regular checkpoints are ``every`` so many
-    steps; if none is left, the newest one stays. All ``ranks`` call this.
+    Interrupted and uninterrupted runs then roll back to the same step. Regular checkpoints are ``every`` so many steps. If none
+    is left, the newest checkpoint stays. All ``ranks`` call this.
     """
 
     def remove_later() -> int | None:
@@ -164,7 +164,7 @@ def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
 
 
 def _remove(path: Path) -> None:
-    """Rename first, so that a kill in between leaves no partial checkpoint under a valid name."""
+    """Remove a checkpoint. Rename it first, so that a kill leaves no partial checkpoint under a valid name."""
     doomed = path.with_name(f"{TEMPORARY}old-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
@@ -175,14 +175,14 @@ def _remove(path: Path) -> None:
 
 
 class Saver:
-    """Write the checkpoints of a run, one at a time, while training goes on.
+    """Write the checkpoints of a run, one at a time, during training.
 
-    ``save`` copies the tensors to the CPU before it returns, so that a checkpoint has the bits of its step. Another thread
-    writes it. The next save, and the end of a run, wait for it; if it failed, all ranks raise its error there.
+    ``save`` copies the tensors to the CPU before it returns, so a checkpoint has the bits of its step. Another thread writes
+    it. The next save and the end of a run wait for it. If it failed, all ranks raise its error there.
 
     Args:
-        folder: the run folder, which no other job writes.
-        ranks: a process group of their own.
+        folder: the run folder. No other job may write to it.
+        ranks: a separate process group.
     """
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
@@ -218,13 +218,13 @@ class Saver:
                 if self.ranks.is_first:
                     shutil.rmtree(temporary, ignore_errors=True)
 
-        # A daemon: a rank that is told to leave must not wait for others that are gone.
+        # A daemon thread: a rank that must exit cannot wait for ranks that are gone.
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
         return final
 
     def _clean(self) -> None:
-        """Remove what a killed process left."""
+        """Remove the remains of a killed process."""
         with disk_errors(self._place):
             self._place.mkdir(parents=True, exist_ok=True)
             for left in self._place.glob(f"{TEMPORARY}*"):
@@ -233,7 +233,7 @@ class Saver:
     def leave(self, patience_seconds: float = 10.0) -> None:
         """Wait a while for the checkpoint in flight, before this process ends with an error: best effort.
 
-        ``patience_seconds`` limits ranks, since those that write it with this one may be gone.
+        ``patience_seconds`` limits the wait for other ranks, which may be gone.
         """
         if self._thread is not None:
             self._thread.join(patience_seconds if self.ranks.size > 1 else None)
@@ -266,7 +266,7 @@ def _publish(temporary: Path, final: Path, step: int, state: str, keep: int) -> 
     for file in temporary.iterdir():
         sync_file(file)
     sync_folder(temporary)
-    if final.exists():  # damaged, or of the same bits: the run has come to this step again from an earlier one
+    if final.exists():  # damaged, or equal: the run has returned to this step from an earlier one
         _remove(final)
     os.rename(temporary, final)
     sync_folder(final.parent)
@@ -275,7 +275,7 @@ def _publish(temporary: Path, final: Path, step: int, state: str, keep: int) -> 
 
 
 def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeError:
-    """Return the error of a failed save, in one line: that of the first rank that failed."""
+    """Return the error of a failed save, in one line: the error of the first failed rank."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
     if isinstance(cause, Exception) and not isinstance(cause, OSError) and "os error" in str(cause):

@@ -1,4 +1,4 @@
-"""The tensors of a training state under the names that they have in a checkpoint, taken from an optimizer and given back.
+"""Name the tensors of a training state in a checkpoint, take them from an optimizer, and set them again.
 
 ::
 
@@ -7,7 +7,7 @@
     audit.NAME              the sums of its audits
     matmul.LAYER            the histories of delayed scales
 
-A state is placed like its parameter, so each rank saves and loads its own shard; more or fewer ranks may load than saved.
+A state is placed like its parameter, so each rank saves and loads its own shard. The number of ranks may change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from narrowgauge.optim.optimizer import Optimizer
 
 
 def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return weights, states and audits, by name, not copied; DTensors where parameters are."""
+    """Return weights, states and audits by name, without copying. Sharded parameters give DTensors."""
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_parameters}
     names = optimizer.parameter_names()
     for parameter, entry in optimizer.states().items():
@@ -39,7 +39,7 @@ def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Opt
 def load_tensors(
     path: Path, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, model: str = "the model"
 ) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint whose checksums were verified; of sharded parameters, each rank's own shards.
+    """Read all tensors of a checkpoint with verified checksums. For sharded parameters, each rank reads its own shards.
 
     Raises:
         RecordError: the checkpoint lacks a weight, or has it in another shape. ``model`` names the model in the message.
@@ -70,7 +70,7 @@ def load_tensors(
 
 
 def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) -> Tensor:
-    """Return a tensor to be filled: placed like its parameter if it has its shape or one value for each of its rows."""
+    """Return a tensor to be filled. It is placed like its parameter if it has its shape or one value per row."""
     is_by_rows = name.endswith("_bound")
     if (
         owner is None
@@ -86,7 +86,7 @@ def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) ->
 def restore_tensors(
     tensors: Mapping[str, Tensor], named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
 ) -> None:
-    """Set weights, states and audits to those of :func:`load_tensors`."""
+    """Set weights, states and audits to the result of :func:`load_tensors`."""
     with torch.no_grad():
         for name, parameter in named_parameters:
             local_of(parameter).copy_(local_of(tensors[f"model.{name}"]))

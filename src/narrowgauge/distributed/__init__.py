@@ -1,1 +1,1 @@
-"""Many ranks: how parameters are shared out over them, and how their gradients are summed."""
+"""Shard parameters over ranks, and sum gradients across ranks."""

@@ -1,17 +1,16 @@
-"""Gradients in 8 or 4 bits: a vector becomes records of bytes that ranks exchange, and back.
+"""Gradients in 8 or 4 bits: pack a vector into records of bytes that ranks exchange, and unpack it.
 
-A *record* holds 256 consecutive values: their integer codes, an e4m3 scale per block, and one power of two for all of them. The
-power gives every record its own range; the scale follows the largest magnitude of its block within an eighth. A code times its
-scale times its power is exact in float32.
+A *record* holds 256 consecutive values: integer codes, an e4m3 scale per block, and one power of two. Each record thus has its
+own range. The scale follows the block's amax within an eighth. Code times scale times power is exact in float32.
 
     256 int8 codes                 8 scales   1 exponent     265 bytes   0.2588 of float32's
     256 int4 codes, two a byte    16 scales   1 exponent     145 bytes   0.1416
 
-Codes are rounded stochastically, so a sum over ranks and steps is right on average and no rounding error is kept between steps.
-Scales are rounded up, so that nothing saturates. The arithmetic is :func:`narrowgauge.numerics.quantization.quantize_blocks`.
+Codes are rounded stochastically. So a sum over ranks and steps is unbiased, and no rounding error is kept between steps. Scales
+are rounded up, so nothing saturates. :func:`narrowgauge.numerics.quantization.quantize_blocks` does the arithmetic.
 
-Special values: a NaN or a magnitude of 2^127 or more makes all 256 values of its record NaN. Magnitudes below
-2^-100 count as 2^-100 when a power is chosen.
+Special values: a NaN or a magnitude of 2^127 or more makes all 256 values of its record NaN. An amax below 2^-100 counts as
+2^-100 when the power is chosen.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ _MANTISSA_BITS, _EXPONENT_MASK = 23, 0xFF
 
 @dataclass(frozen=True)
 class BlockCode:
-    """Packs values into records by a stochastic cast to int8 or int4 in blocks with e4m3 scales."""
+    """Pack values into records by a stochastic cast to int8 or int4, in blocks with e4m3 scales."""
 
     cast: Cast
 
     @property
     def block(self) -> int:
-        """Return how many values share a scale."""
+        """Return the number of values that share a scale."""
         assert self.cast.block is not None
         return self.cast.block[1]
 
     @property
     def num_scales(self) -> int:
-        """Return how many scales a record has, a byte each."""
+        """Return the number of scales in a record, one byte each."""
         return RECORD_VALUES // self.block
 
     @property
@@ -61,26 +60,26 @@ class BlockCode:
 
     @property
     def largest_scaled(self) -> float:
-        """Return the multiple of a record's power of two that its largest magnitude may reach.
+        """Return the largest multiple of its power of two that a record's amax may reach.
 
-        It is above 2, so that all of the record lies below it, and gives a scale that is a power of two.
+        It is above 2, so the whole record lies below it. It gives a scale that is a power of two.
         """
         largest = get_format("float8_e4m3fn").max * self.cast.element.max
         return float(largest / power_below(torch.tensor(largest / 2, dtype=torch.float32)))
 
     def num_records(self, count: int) -> int:
-        """Return how many records hold ``count`` values; the last one is padded with zeros."""
+        """Return the number of records for ``count`` values. The last record is padded with zeros."""
         return -(-count // RECORD_VALUES)
 
     def encode(self, x: Tensor, key: int) -> Tensor:
         """Pack a floating-point vector into uint8 ``[records, record_bytes]``.
 
-        Invariant: a function of the values, the key and each record's number; the same bits compiled and not. Decoded, each value
-        is within one step: its block's largest magnitude, divided by 127 (8 bits) or 7 (4 bits) and rounded up by at most an
-        eighth, or 2^-17 of the record's power if that is more. Its expectation over keys is the value, to 2^-16 of a step.
+        Invariant: the result depends on the values, the key and each record's number alone. Compiled and eager bits are equal.
+        Each decoded value is within one step. A step is the block's amax, divided by 127 (8 bits) or 7 (4 bits) and rounded up
+        by at most an eighth; it is at least 2^-17 of the record's power. The mean over keys is the value, to 2^-16 of a step.
 
-        ``key`` holds 32 well mixed bits, as :func:`narrowgauge.numerics.hashing.step_seed` makes them, other ones for each
-        rank, step and vector: else equal gradients would be rounded in the same direction.
+        ``key`` holds 32 well mixed bits, see :func:`narrowgauge.numerics.hashing.step_seed`. Use another key for each rank,
+        step and vector, or equal gradients are rounded in the same direction.
 
         Example:
             >>> records = BLOCK_CODES["compressed8"].encode(torch.ones(256), key=1)
@@ -102,9 +101,9 @@ class BlockCode:
         return records
 
     def add_decoded(self, total: Tensor, records: Tensor) -> Tensor:
-        """Return a new ``total``, float32 ``[values]``, with the values of records added and each element rounded once.
+        """Return a new ``total``, float32 ``[values]``, plus the values of records. Each element is rounded once.
 
-        ``total`` has the length of all records, or lacks the padding of the last.
+        ``total`` has the length of all records, with or without the padding of the last.
         """
         shape = (len(records), 1, self.num_scales, self.block)
         codes = self._unpacked(records[:, : self.code_bytes].contiguous().view(torch.int8)).view(shape)
@@ -132,21 +131,21 @@ class BlockCode:
 
 
 def _power_of_outer(code: BlockCode) -> float:
-    """Return the inverse of the scale of a record of power 1: a power of two."""
+    """Return the inverse scale of a record of power 1, which is a power of two."""
     return get_format("float8_e4m3fn").max * code.cast.element.max / code.largest_scaled
 
 
 def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random words of each record and of each place in a record."""
+    """Return random words for each record and for each place in a record."""
     counters = [torch.arange(count, dtype=torch.int32, device=device) for count in (num_records, RECORD_VALUES)]
-    # Not torch.tensor, which on CUDA waits for the copy.
+    # Not torch.tensor: on CUDA it waits for the copy.
     seed, first = (torch.full((), value, dtype=torch.int32, device=device) for value in (key, 0))
     return words_of(counters[0], counters[1], seed, first)
 
 
 @lru_cache(None)
 def _encoding(code: BlockCode) -> Any:
-    """Return the definition of a record's codes, scales and power; with views inside it, the loops would not be vectorized."""
+    """Return the function that computes a record's codes, scales and power. Views inside it would prevent vectorized loops."""
     cast, largest_scaled = code.cast, code.largest_scaled
 
     def encode_blocks(blocks: Tensor, by_record: Tensor, by_place: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

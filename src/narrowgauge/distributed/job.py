@@ -1,7 +1,7 @@
 """The ranks of a job, as ``torchrun`` starts them.
 
-``torchrun`` starts a command on every rank and sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and where the ranks meet.
-``--nproc N`` of a command calls it. Several hosts and restarts are flags of ``torchrun``.
+``torchrun`` starts a command on every rank. It sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and the rendezvous address. The
+option ``--nproc N`` of a command calls it. For several hosts or restarts, use the flags of ``torchrun``.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def world_size() -> int:
 
 
 def launch(num_ranks: int, words: Sequence[str]) -> NoReturn:
-    """Become ``torchrun``, which runs ``narrowgauge WORDS`` on ranks of this machine; its exit status is the command's."""
+    """Replace this process by ``torchrun``: ``narrowgauge WORDS`` runs on local ranks and gives the exit status."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     sys.stdout.flush()
-    # Behind "--", torchrun does not take our --nproc for an abbreviation of its own option.
+    # After "--", torchrun does not read our --nproc as an abbreviation of its own option.
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "--", "narrowgauge", *words])
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[None]:
-    """Join the other ranks for a block; without others there is no process group. Only rank 0 shows warnings."""
+    """Join the other ranks for a block. A single process gets no process group. Only rank 0 shows warnings."""
     if world_size() == 1:
         yield
         return
@@ -62,15 +62,15 @@ def joined() -> Iterator[None]:
             yield
         dist.barrier()  # another rank may still be sending
     finally:
-        gc.collect()  # a group that is referenced keeps its threads, and they may abort the process at its exit
+        gc.collect()  # a referenced group keeps its threads, which may abort the process at its exit
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def threads_of(number: int | None, is_order_invariant: bool) -> Iterator[None]:
-    """Set the CPU threads for a block; ``None`` leaves PyTorch's choice.
+    """Set the number of CPU threads for a block. ``None`` leaves PyTorch's choice.
 
-    An order-invariant run takes one: the sums inside a matmul depend on the number of threads.
+    An order-invariant run uses one thread, since the sums inside a matmul depend on the number of threads.
     """
     import torch
 
@@ -84,7 +84,7 @@ def threads_of(number: int | None, is_order_invariant: bool) -> Iterator[None]:
 
 
 def require_same(settings: Mapping[str, Any]) -> None:
-    """Refuse ranks with other settings or software: they would train another model without an error."""
+    """Refuse ranks with different settings or software. They would train different models without an error."""
     import torch
 
     from narrowgauge import __version__

@@ -1,10 +1,9 @@
-"""What keeps an exact sum of gradients independent of order: of ranks, of micro-batches, and of who computed what.
+"""Keep an exact sum of gradients independent of the order of ranks and micro-batches, and of how they are distributed.
 
-The sum of a step is a function of its *leaves*, the gradients of its micro-batches, if each leaf is a function of its sequences
-alone and enters the sum separately. So no forward pass may draw from a generator whose state tells what this rank has computed
-before, and no gradients may be added up on a rank before they are sent. All micro-batches must have gradients for the same
-parameters (:class:`GradientUsage`), and the norm by which these are clipped must not depend on an order either
-(:func:`take_norms`).
+A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each leaf depends on its sequences
+alone and is added separately. So no forward pass may draw from a generator that earlier work on this rank has advanced. No rank
+may add up gradients before it sends them. All micro-batches must have gradients for the same parameters
+(:class:`GradientUsage`). The clipping norm must not depend on order either (:func:`take_norms`).
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ IN_MICRO_BATCHES = (
 
 
 def require_first(before: Iterable[Tensor]) -> None:
-    """Refuse to add a backward pass's gradients to those that were there before it; zeros are as good as ``None``.
+    """Refuse to add a backward pass's gradients to earlier ones. Zeros count as ``None``.
 
-    Cost: nothing if there are none; else one read, for which the host waits.
+    Cost: nothing without earlier gradients; otherwise one read, for which the host waits.
     """
     if any(map(is_filled, before)):
         refuse_second()
@@ -67,25 +66,25 @@ def refuse_unsent(how: str) -> None:
 
 
 def generator_state(device: torch.device) -> tuple[bytes, ...]:
-    """Return the state of the default generators that a forward pass draws from: the host's, and the device's.
+    """Return the state of the host's and the device's default generators, from which a forward pass draws.
 
-    Empty while CUDA captures a graph, when the state cannot be read. Cost: 5 µs.
+    The result is empty while CUDA captures a graph, since the state cannot be read then. Cost: 5 µs.
     """
     states = [torch.default_generator.get_state()]
     if device.type not in ("cpu", "meta"):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return ()
         states.append(torch.get_device_module(device.type).get_rng_state(*([] if device.type == "mps" else [device])))
-    # Not as tensors: a forward pass may run in a mode that takes no real ones.
+    # Not as tensors: a forward pass may run in a mode that refuses real tensors.
     return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
 
 class ForwardPasses:
-    """Watches the forward passes of a model in training.
+    """Watch the forward passes of a model in training.
 
     Args:
-        device: on which it computes, asked anew each time.
-        check: called as a pass begins; raises where its gradients could not be summed.
+        device: returns the current device.
+        check: called when a pass begins; raises if its gradients could not be summed.
     """
 
     def __init__(self, device: Callable[[], torch.device], check: Callable[[], None]) -> None:
@@ -94,9 +93,9 @@ class ForwardPasses:
         self._before: tuple[bytes, ...] = ()
 
     def install(self, model: nn.Module) -> list[Callable[[], None]]:
-        """Watch a model and the modules in it that loops call directly; returns what undoes it.
+        """Watch a model and the modules in it that loops call directly. Return functions that undo this.
 
-        Modules inside a graph of ``torch.compile`` are not watched: surround the call of the graph with :meth:`watched`.
+        Modules inside a ``torch.compile`` graph are not watched: surround the call of the graph with :meth:`watched`.
         """
         undo: list[Callable[[], None]] = []
         for module in dict.fromkeys([model, *_called(model), *fsdp_modules(model)]):
@@ -106,7 +105,7 @@ class ForwardPasses:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch what is computed within: a forward pass that calls no watched module."""
+        """Watch a forward pass that calls no watched module."""
         self.begin(self)
         try:
             yield
@@ -116,14 +115,14 @@ class ForwardPasses:
         self.end(self)
 
     def begin(self, part: object) -> None:
-        """Note the state of the generators, unless a forward pass has begun already."""
+        """Record the generators' state, unless a forward pass has begun already."""
         if self._outermost is None:
             is_trained = part.training if isinstance(part, nn.Module) else True
             self._outermost, self._before = part, generator_state(self._device()) if is_trained else ()
             self._check()
 
     def end(self, part: object) -> None:
-        """Compare the state of the generators, if ``part`` began the forward pass; refuse one that has changed."""
+        """If ``part`` began the forward pass, refuse a changed state of the generators."""
         if self._outermost is not part:
             return
         self._outermost = None
@@ -140,7 +139,7 @@ class ForwardPasses:
         self._outermost = None
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        """Begin, unless the forward pass belongs to no leaf: nothing is differentiated, or a checkpoint repeats it."""
+        """Begin, unless the forward pass belongs to no leaf: gradients are off, or a checkpoint recomputes it."""
         if torch.is_grad_enabled() and not torch_names.runs_backward():
             self.begin(module)
 
@@ -152,7 +151,7 @@ class ForwardPasses:
 
 
 class _Hook(OwnHook):
-    """A module's hook that a compiler passes over."""
+    """A module hook that compilers skip."""
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -160,7 +159,7 @@ class _Hook(OwnHook):
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """A module's children; in place of containers that cannot be called, their members."""
+    """Yield a module's children. Replace containers that cannot be called by their members."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)
@@ -170,9 +169,9 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 # ── which parameters had gradients ─────────────────────────────────────────────────────────────────────────────────────
 #
-# FSDP2 sends the gradients of a group as one flat vector of those parameters that have one. Two experts of equal size, one used
-# by one micro-batch and one by another, thus lie at the same place of vectors of the same length. A sum over micro-batches would
-# add the gradients of both, so it is refused. FSDP2 itself refuses the same between ranks.
+# FSDP2 sends the gradients of a group as one flat vector, without parameters that have no gradient. Two experts of equal size
+# in different micro-batches may thus have the same place in vectors of equal length. A sum over micro-batches would add the
+# gradients of both, so it is refused. FSDP2 itself refuses the same between ranks.
 
 
 _NOBODY, _MIXED = -(1 << 40), 1 << 40
@@ -180,13 +179,13 @@ _NOBODY, _MIXED = -(1 << 40), 1 << 40
 
 
 class GradientUsage:
-    """The parameters whose gradients have arrived since the last :meth:`end_micro_batch`.
+    """Record which parameters received gradients since the last :meth:`end_micro_batch`.
 
     Args:
-        sharded: those whose gradients a group sums as one vector, in the same order on all ranks.
-        group: of the ranks that sum them; ``None`` for one rank.
+        sharded: parameters whose gradients a group sums as one vector, in the same order on all ranks.
+        group: the ranks that sum them; ``None`` for one rank.
     Attributes:
-        summed: parameters whose sum of this step is complete: no gradient may be added.
+        summed: parameters whose sum for this step is complete. No gradient may be added.
     """
 
     def __init__(self, sharded: Sequence[Any], group: Any) -> None:
@@ -197,7 +196,7 @@ class GradientUsage:
         self._is_mixed = False
 
     def install(self, parameters: Iterable[Tensor]) -> list[Callable[[], None]]:
-        """Attach to parameters; returns what detaches."""
+        """Attach to parameters. Return functions that detach."""
         return [p.register_post_accumulate_grad_hook(self._note).remove for p in parameters]
 
     def __iter__(self) -> Any:
@@ -208,7 +207,7 @@ class GradientUsage:
         self.summed.clear()
 
     def end_micro_batch(self, *, is_absent: bool) -> None:
-        """Note which parameters were used, unless the micro-batch is absent; refuse a gradient that arrived twice."""
+        """Record the used parameters, unless the micro-batch is absent. Refuse a gradient that arrived twice."""
         used = bytes(min(self._counts[p], 2) for p in self._sharded)
         self._counts.clear()
         if 2 in used:
@@ -224,8 +223,8 @@ class GradientUsage:
         """Compare the micro-batches of all ranks.
 
         Raises:
-            RecipeError: on all ranks, where different parameters had gradients in one than in another.
-        Cost: one message of 16 bytes, where anything is sharded.
+            RecipeError: on all ranks, if micro-batches had gradients for different parameters.
+        Cost: one message of 16 bytes, if any parameter is sharded.
         """
         used, is_mixed = self._used, self._is_mixed
         self.discard()
@@ -257,9 +256,9 @@ class GradientUsage:
 
 # ── the norm by which gradients are clipped ────────────────────────────────────────────────────────────────────────────
 #
-# PyTorch adds up each rank's part of the norm of shards in the order of the ranks, in the gradient's format: the last bits of
-# the norm, and of every gradient that is clipped by it, depend on the number of ranks. So the norm of exactly summed gradients
-# is an exact sum too (:mod:`narrowgauge.numerics.exact_sums`); all other norms are PyTorch's.
+# PyTorch adds the ranks' parts of a norm in rank order, in the gradient's format. So the last bits of the norm, and of every
+# clipped gradient, depend on the number of ranks. The norm of exactly summed gradients is therefore an exact sum too
+# (:mod:`narrowgauge.numerics.exact_sums`). All other norms are PyTorch's.
 
 
 _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
@@ -267,7 +266,7 @@ _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
-    """From now on ``clip_grad_norm_`` and ``get_total_norm`` compute exact norms of the gradients that ``is_summed`` accepts."""
+    """Make ``clip_grad_norm_`` and ``get_total_norm`` compute exact norms for gradients that ``is_summed`` accepts."""
     torch_names.replace_total_norm(lambda original: functools.partial(_total_norm, original, is_summed))
 
 
@@ -279,11 +278,11 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Return the norm of tensors, as ``torch.nn.utils.get_total_norm`` returns it: a DTensor where they are."""
+    """Return the norm of tensors like ``torch.nn.utils.get_total_norm``: a DTensor if all tensors are DTensors."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     order = float(norm_type)
     is_ours = order != math.inf and is_summed(tensors) and all(t.dtype in _KNOWN for t in tensors)
-    if not is_ours:  # a maximum takes no order anyway
+    if not is_ours:  # a maximum does not depend on order
         return original(tensors, norm_type, error_if_nonfinite, foreach)
     if order != 2.0:
         raise RecipeError(

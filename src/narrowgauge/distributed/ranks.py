@@ -1,8 +1,7 @@
-"""The processes that train together, and how one asks the others.
+"""The processes that train together, and how they exchange small Python objects.
 
-Ranks exchange small Python objects. What the first one finds out, all learn; and what fails on one fails on all, or those without
-the error would wait forever. Without a process group there is one process, of rank 0, and nothing to exchange: callers need not
-check.
+Rank 0 shares its findings with all ranks. An error on one rank is raised on all ranks; otherwise the others would wait forever.
+Without a process group there is one process, rank 0, with nothing to exchange. Callers need not check.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes of a group, as one of them sees them; all of them make each call, in the same order.
+    """The processes of a group, seen from one of them. All processes make each call, in the same order.
 
     Args:
         group: their process group; ``None`` for the default one.
@@ -40,17 +39,17 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the process that writes files and speaks to the console."""
+        """Return whether this process writes files and prints to the console."""
         return self.rank == 0
 
     @property
     def device(self) -> torch.device:
-        """Return where small messages lie: the CPU, unless the group can only communicate GPU tensors."""
+        """Return the device of small messages: the CPU, unless the group can only communicate GPU tensors."""
         on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config(self.group))
         return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of each rank, by rank, on every rank; it is pickled."""
+        """Return the values of all ranks, by rank, on every rank. Values are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -58,7 +57,7 @@ class Ranks:
         return values
 
     def largest(self, number: int) -> int:
-        """Return the largest number of any rank, on every rank."""
+        """Return the largest number over ranks, on every rank."""
         if self.size == 1:
             return number
         largest = torch.tensor(number, dtype=torch.int64, device=self.device)
@@ -66,11 +65,11 @@ class Ranks:
         return int(largest)
 
     def of_first(self, function: Callable[[], T]) -> T:
-        """Return what a function returns on the first rank, on every rank; the others do not call it. The result is pickled.
+        """Call a function on rank 0 only, and return its result on every rank. The result is pickled.
 
         Raises:
-            NarrowgaugeError, OSError: what it raises, on every rank.
-            ReportedError: on the others, where it raises anything else: the first has the traceback.
+            NarrowgaugeError, OSError: from the function, on every rank.
+            ReportedError: on the other ranks, for any other error. Rank 0 has the traceback.
         """
         if self.size == 1:
             return function()
@@ -90,10 +89,10 @@ class Ranks:
         return value
 
     def together(self, function: Callable[[], T]) -> T:
-        """Return what a function returns here, if it fails on no rank.
+        """Call a function on every rank, and return its result if no rank fails.
 
         Raises:
-            Exception: the error of the first rank that has one, on every rank; passed on as in :meth:`of_first`.
+            Exception: the error of the first failed rank, on every rank; passed on as in :meth:`of_first`.
         """
         if self.size == 1:
             return function()
@@ -112,17 +111,17 @@ class Ranks:
         return results[0]
 
     def close(self) -> None:
-        """Destroy the group that :meth:`apart` made; the default one stays."""
+        """Destroy the group that :meth:`apart` made. The default group stays."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
     def apart(self) -> Ranks:
-        """Return the same ranks in a process group of their own, which sends objects from the CPU."""
+        """Return the same ranks in a separate process group, which sends objects from the CPU."""
         return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))
 
 
 def _told(error: BaseException) -> NarrowgaugeError | OSError:
-    """Return what the other ranks raise for an error of one: the same, if its message says what is wrong."""
+    """Return the error for the other ranks: the same one if its message explains the problem."""
     return error if isinstance(error, (NarrowgaugeError, OSError)) else ReportedError(status=1)
 
 
@@ -135,7 +134,7 @@ def has_group() -> bool:
 
 
 def all_ranks() -> Ranks:
-    """Return the ranks of the default process group; without one, a single process.
+    """Return the ranks of the default process group. Without a group, return a single process.
 
     Example:
         >>> all_ranks()
@@ -149,9 +148,9 @@ def all_ranks() -> Ranks:
 
 @functools.cache
 def _pause_at_exit() -> None:
-    """Let the threads of gloo drop the tensors of the last collectives before the interpreter shuts down.
+    """Let gloo's threads drop the tensors of the last collectives before the interpreter shuts down.
 
-    A thread needs the interpreter's lock to drop a tensor. Where the shutdown comes first, PyTorch 2.13 aborts the process:
+    A thread needs the interpreter's lock to drop a tensor. If shutdown comes first, PyTorch 2.13 aborts the process:
     "terminate called without an active exception".
     """
     atexit.register(time.sleep, 0.2)

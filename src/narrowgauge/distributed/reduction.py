@@ -1,12 +1,11 @@
-"""Summing gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
+"""Sum gradients across ranks by a row of ``REDUCTIONS``, for sharded (FSDP2) and replicated models, or both.
 
-A step has micro-batches, of which each rank computes some. :meth:`GradientReduction.micro_batch` surrounds each backward pass;
-after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed during the backward
-pass, by a ``ReduceScatter`` of our own; replicated gradients are summed after it.
+Each rank computes some micro-batches of a step. :meth:`GradientReduction.micro_batch` surrounds each backward pass. After the
+last one, ``p.grad`` holds the sum over all micro-batches of all ranks. Our own ``ReduceScatter`` sums FSDP2's shards during the
+backward pass. Replicated gradients are summed after it.
 
-An order-invariant reduction also enforces what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`). It
-refuses, as they happen, forward passes that draw random numbers and gradients that are added up before they are sent. It makes
-PyTorch's own clipping norm exact.
+An order-invariant reduction also enforces its conditions (:mod:`narrowgauge.distributed.order_invariance`). It refuses forward
+passes that draw random numbers, and gradients that are added up before they are sent. It makes PyTorch's clipping norm exact.
 """
 
 from __future__ import annotations
@@ -62,20 +61,20 @@ def reduce_gradients_with(
     """Sum a model's gradients across ranks by a row of ``REDUCTIONS``, from now on.
 
     Args:
-        model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with equal weights on all ranks.
-            What FSDP2 does not shard must be equal on all ranks. Freeze parameters first.
+        model: sharded by FSDP2, with or without replicas (HSDP); wrapped in DDP; or plain, with equal weights on all ranks.
+            Parameters outside FSDP2 must be equal on all ranks. Freeze parameters first.
         name: a row of ``REDUCTIONS``, or its name.
-        average: divide the sum by the number of ranks, as FSDP2 and DDP do; if not, the loss of each micro-batch is its share of
-            the step's.
-        seed: of random bits, where the reduction draws some; the same on all ranks.
+        average: divide the sum by the number of ranks, as FSDP2 and DDP do. If false, scale each micro-batch's loss to its part
+            of the step's loss.
+        seed: of random bits, for stochastic reductions; the same on all ranks.
         mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has its own.
     Returns:
-        The reduction, whose ``micro_batch`` surrounds backward passes. A pass outside of it is a step of its own, where FSDP2
-        or DDP sums all gradients: an order-invariant reduction refuses a second one before the gradients are zeroed, and
-        parameters that are whole on several ranks without DDP refuse it.
+        The reduction. Surround backward passes with its ``micro_batch``. Outside of it, each pass is a separate step. This
+        works where FSDP2 or DDP sums all gradients, and is refused for whole parameters on several ranks without DDP. An
+        order-invariant reduction refuses a second pass before the gradients are zeroed.
     Raises:
-        RecipeError: no such row, one that cannot do what was asked, a model on several meshes, one whose gradients another
-            reduction sums, or a mixed precision of FSDP2 by which one rank would sum other values than several.
+        RecipeError: an unknown or unsuitable row, a model on several meshes, a model with another reduction, or a mixed
+            precision of FSDP2 with which one rank would sum different values than several ranks.
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -115,7 +114,7 @@ class _GroupExchange(GroupSum):
         self.known = torch_names.fsdp_parameters(group)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is summed; FSDP2 calls it before it adds to ``p.grad``."""
+        """Allocate memory for the sum. FSDP2 calls this before it adds to ``p.grad``."""
         self.reduction.before_group(self.group, self.exchange.grid.shards)
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -129,10 +128,10 @@ class _GroupExchange(GroupSum):
 
 
 class GradientReduction:
-    """Sums the gradients of a model across ranks; made by :func:`reduce_gradients_with`.
+    """Sum the gradients of a model across ranks; made by :func:`reduce_gradients_with`.
 
     Attributes:
-        size: the number of ranks whose gradients are summed.
+        size: the number of ranks that sum gradients.
     """
 
     def __init__(
@@ -190,19 +189,18 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool = True, is_absent: bool = False) -> Iterator[None]:
-        """Surround the backward pass of one micro-batch; all ranks have equally many in a step.
+        """Surround the backward pass of one micro-batch. All ranks have the same number of micro-batches in a step.
 
-        After the last, ``p.grad`` holds the sum over all micro-batches of all ranks, divided once by the number of ranks where
-        ``average``. A failure in it discards the step.
+        After the last one, ``p.grad`` holds the sum over all micro-batches of all ranks. With ``average`` the sum is divided
+        once by the number of ranks. An error inside discards the step.
 
         Args:
-            is_last: whether this is the step's last one.
-            is_absent: this rank has no micro-batch left: it repeats one, so that all ranks take part in every exchange, and
+            is_last: this is the step's last micro-batch.
+            is_absent: this rank has no micro-batch left. It repeats one, so that it takes part in every exchange, and
                 contributes nothing.
         Raises:
-            RecipeError: gradients of an earlier step are still there; of an order-invariant reduction also, on all ranks,
-                micro-batches that use different parameters of what FSDP2 shards, and gradients that FSDP2 was told to keep on
-                their rank.
+            RecipeError: gradients of an earlier step are still there. With an order-invariant reduction, on all ranks:
+                micro-batches use different parameters of FSDP2's shards, or FSDP2 was set to keep gradients on their rank.
         """
         if self.now is not None:
             raise RuntimeError("micro_batch was entered within another")
@@ -222,7 +220,7 @@ class GradientReduction:
             self.now = None
 
     def accumulate_in(self, accumulator: Any) -> None:
-        """Sum the micro-batches of a step in a :class:`narrowgauge.GradientAccumulator` from now on; without, autograd does.
+        """Sum the micro-batches of a step in a :class:`narrowgauge.GradientAccumulator` instead of by autograd.
 
         An order-invariant reduction sums them itself and ignores the accumulator.
         """
@@ -230,12 +228,12 @@ class GradientReduction:
 
     @property
     def step(self) -> int:
-        """Optimizer steps whose gradients were summed."""
+        """Return the number of optimizer steps whose gradients were summed."""
         return max((exchange.step for exchange in self._exchanges), default=self._first_step)
 
     def set_step(self, step: int, seed: int | None = None) -> None:
-        """Set the number of optimizer steps done, and the seed, when a run resumes: the keys of random bits."""
-        self._first_step = step  # of what DDP's buckets make later
+        """Set the optimizer steps done, and the seed, when a run resumes. They key random bits."""
+        self._first_step = step  # for exchanges that DDP's buckets make later
         self._seed = seed if seed is not None else self._seed
         for exchange in self._exchanges:
             exchange.step = step
@@ -243,7 +241,7 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def shown_to(self, look: Callable[[Tensor], None]) -> Iterator[None]:
-        """Call ``look`` with each flat gradient that this rank is about to send into a sum."""
+        """Call ``look`` with each flat gradient before this rank sends it."""
         for exchange in self._exchanges:
             exchange.on_gradient = look
         try:
@@ -253,7 +251,7 @@ class GradientReduction:
                 exchange.on_gradient = None
 
     def discard(self) -> None:
-        """Forget the micro-batches since the last step, and all gradients."""
+        """Forget all gradients, and the micro-batches since the last step."""
         for parameter in self._trainable:
             parameter.grad = None
         self._replicated.discard()
@@ -266,41 +264,41 @@ class GradientReduction:
         self._forwards.discard()
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over the ranks whose gradients are summed; all of them call it."""
+        """Return the elementwise maximum over the ranks that sum gradients. All of them call it."""
         values = values.clone()
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
         return values
 
     def bytes_per_param(self) -> float:
-        """Bytes per parameter kept between micro-batches and steps, counted from live tensors."""
+        """Return the bytes per parameter kept between micro-batches and steps, counted from live tensors."""
         kept = sum(exchange.num_bytes() for exchange in self._exchanges)
         return kept / max(1, sum(local_of(p).numel() for p in self._trainable))
 
     def sums_exactly(self, gradients: Set[int]) -> bool:
-        """Return whether it sums exactly and a tensor with one of these ids is among its gradients."""
+        """Return whether the sums are exact and include a gradient with one of these ids."""
         return self._sums_leaves and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
 
     @property
     def is_installed(self) -> bool:
-        """Return whether it takes part in backward passes: false once closed, and where one process has nothing to sum."""
+        """Return whether it takes part in backward passes. False after ``close``, or if one process has nothing to sum."""
         return bool(self._undo)
 
     def close(self) -> None:
-        """Restore how gradients were summed before; DDP keeps its hook, which then sums each bucket by itself."""
+        """Restore the earlier way of summing gradients. DDP keeps our hook, which then sums each bucket alone."""
         for undo in self._undo:
             undo()
         self._undo.clear()
         self._is_closed = True
 
     def before_group(self, group: Any, shards: int) -> None:
-        """Check a group of FSDP2, cut into ``shards``, whose gradients are about to be summed and added to ``p.grad``."""
+        """Check an FSDP2 group of ``shards`` shards before its gradients are summed and added to ``p.grad``."""
         if self._sums_leaves:
             self._require_sent([group])
         if self._is_inside():
             return
         for parameter in torch_names.fsdp_parameters(group):
-            # FSDP2 differentiates another tensor, on which the hooks of the parameter are not called.
+            # FSDP2 differentiates another tensor, so the hooks of the parameter are not called.
             if shards == 1 and self.size > 1:
                 _refuse_lone(parameter)
             self._usage.summed.discard(parameter)
@@ -309,10 +307,10 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Surround a forward pass that calls no module of the model, such as a compiled loss; modules are watched anyway.
+        """Surround a forward pass that calls no module of the model, such as a compiled loss. Modules are watched anyway.
 
         Raises:
-            RecipeError: it drew random numbers, and the reduction is order-invariant.
+            RecipeError: the pass drew random numbers, and the reduction is order-invariant.
         """
         with self._forwards.watched() if self._sums_leaves else contextlib.nullcontext():
             yield
@@ -321,7 +319,7 @@ class GradientReduction:
         return self.now is not None
 
     def _check_lone(self, parameter: Tensor, _: Tensor) -> None:
-        """Refuse a backward pass that nothing surrounds, of a parameter that is whole on every rank."""
+        """Refuse a backward pass outside of ``micro_batch`` for a parameter that is whole on every rank."""
         if not self._is_inside():
             if self.size > 1:
                 _refuse_lone(parameter)
@@ -332,7 +330,7 @@ class GradientReduction:
         return device
 
     def _require_sent(self, groups: Sequence[Any] = ()) -> None:
-        """Refuse gradients that FSDP2 was told to keep on their rank, of some of its groups or of all."""
+        """Refuse if FSDP2 was set to keep gradients on their rank, in these groups or in all."""
         if any(map(torch_names.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
             refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
 
@@ -352,9 +350,9 @@ class GradientReduction:
                 module.reshard()
 
     def require_known(self) -> None:
-        """Refuse gradients that are not summed, or are summed as another parameter's: replicas would drift apart.
+        """Refuse gradients that are not summed, or are summed as another parameter's: replicas would diverge.
 
-        They are those of a parameter that was frozen or missing when the reduction was installed.
+        This concerns a parameter that was frozen or missing when the reduction was installed.
         """
         known = {id(p) for p in self._trainable}
         groups = [group for _, group in torch_names.fsdp_groups(self._model)]
@@ -371,7 +369,7 @@ class GradientReduction:
             )
 
     def require_stepped(self) -> None:
-        """Refuse a step of an optimizer none of whose parameters has a gradient, though gradients of others were summed."""
+        """Refuse an optimizer step if other parameters have summed gradients, but none of the optimizer's do."""
         leftover = next((p for p in self._trainable if p.grad is not None), None)
         if leftover is not None:
             raise RecipeError(
@@ -381,14 +379,14 @@ class GradientReduction:
             )
 
     def _set_aside(self) -> dict[Tensor, Tensor | None]:
-        """Take what this rank has summed so far out of the way of a backward pass that does not count."""
+        """Detach this rank's sums so far, so that an absent micro-batch does not change them."""
         kept = {p: p.grad for p in self._replicated.parameters}
         for parameter in kept:
             parameter.grad = None
         return kept
 
     def _take_in(self, now: _MicroBatch, kept: dict[Tensor, Tensor | None]) -> None:
-        """Add the gradients of a micro-batch; after the last, write the sums to ``p.grad``."""
+        """Add the gradients of a micro-batch. After the last one, write the sums to ``p.grad``."""
         if self._sums_leaves:
             self._require_sent()
         whole = set(self._replicated.parameters)
@@ -418,7 +416,7 @@ class GradientReduction:
     # ── what is installed ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_over_shards(self, register: Callable[[RankGrid], Exchange]) -> tuple[set[int], RankGrid | None]:
-        """Give FSDP2's parameter groups their exchanges; return the ids of the sharded parameters, and the ranks."""
+        """Give FSDP2's parameter groups their exchanges. Return the ids of the sharded parameters, and the ranks."""
         sharded: set[int] = set()
         ranks: dict[tuple[int, ...], RankGrid] = {}
         for module, group in self._fsdp:
@@ -433,14 +431,14 @@ class GradientReduction:
             comm = _GroupExchange(self, register(grid), group)
             alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
-            if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
+            if grid.shards > 1:  # with one shard FSDP2 sums nothing: treat as replicated
                 sharded |= {id(p) for p in torch_names.fsdp_parameters(group)}
         if len(ranks) > 1:
             raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
         return sharded, next(iter(ranks.values()), None)
 
     def _dtypes_of_sums(self) -> dict[Tensor, torch.dtype]:
-        """Return the dtypes in which FSDP2's mixed precision sums gradients, the same for a group on one rank as on several."""
+        """Return the dtypes in which FSDP2's mixed precision sums gradients: the same on one rank as on several."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for module, group in self._fsdp:
             for parameter in torch_names.fsdp_parameters(group):
@@ -476,7 +474,7 @@ def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
 
 
 def _require_whole(model: nn.Module, others: Sequence[Tensor], grid: RankGrid) -> None:
-    """Refuse a parameter of which the ranks that would add up its gradients hold different elements."""
+    """Refuse a parameter that the ranks of a sum hold different elements of."""
     for groups, members in by_group(others):
         ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
         if len(ranks.intersection(dist.get_process_group_ranks(grid.group)) if grid.group is not None else ()) > 1:

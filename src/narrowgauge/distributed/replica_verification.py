@@ -1,13 +1,13 @@
-"""Silent corruption: bits that flip in memory or in arithmetic, found because several ranks hold or compute the same.
+"""Detect silent corruption (bits that flip in memory or in arithmetic), since several ranks hold or compute the same.
 
-    replicas     what several ranks hold (all of a replicated model; the replicas of a shard; vectors that stay whole) has
-                 equal hashes every so many steps. A difference stays until it is found.
-    gradients    all ranks compute the same micro-batch, whose gradients have equal bits.
+    replicas     tensors that several ranks hold (a replicated model, the replicas of a shard, vectors that stay whole)
+                 must have equal hashes, compared every few steps. A difference stays until it is found.
+    gradients    all ranks compute the same micro-batch. Its gradients must have equal bits.
 
-The majority is right. Between two ranks that disagree, the one whose gradient changes when it is computed again is wrong. Every
-check ends with the same error on all ranks, before the damage is used for an update or saved, and names the rank and the tensor.
+The majority is right. If two ranks disagree, both compute the gradient again; the rank whose gradient changes is wrong. Every
+check raises the same error on all ranks, before damage enters an update or a checkpoint. It names the rank and the tensor.
 
-What this does not see: damage of a shard without a replica, and a wrong gradient in a step that is not verified.
+It cannot detect damage of a shard without a replica, or a wrong gradient in a step that is not verified.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from narrowgauge.numerics.hashing import tensor_hash
 
 
 class Damage(NamedTuple):
-    """What a check of :data:`narrowgauge.runs.events.RAISED_BY` found; ``rank`` is ``None`` where ranks only disagree."""
+    """Result of a check of :data:`narrowgauge.runs.events.RAISED_BY`. ``rank`` is ``None`` if ranks only disagree."""
 
     check: str
     message: str
@@ -38,22 +38,22 @@ class Damage(NamedTuple):
 
 
 class Verifier:
-    """Verifies what the ranks hold and compute.
+    """Verify that ranks hold and compute the same.
 
     Invariant: it changes no value and leaves no gradient behind. All ranks call each method at the same place.
 
     Args:
-        held: the name, tensor and parameter of all that this rank holds between steps; the same names in the same order on all
-            ranks. The parameter, where it is a DTensor, says which other ranks hold the same.
+        held: returns name, tensor and parameter of everything that this rank holds between steps. Names and order must be the
+            same on all ranks. A DTensor parameter determines which other ranks hold the same.
         every: steps between verifications, see :meth:`is_due`; 0 verifies nothing.
-    Cost: a verification reads all that several ranks hold once, and computes one micro-batch. Other steps cost nothing.
+    Cost: a verification reads all replicated tensors once and computes one micro-batch. Other steps cost nothing.
     """
 
     def __init__(self, held: Callable[[], Iterable[tuple[str, Tensor, Tensor]]], every: int) -> None:
         self._held, self.every, self.size = held, every, all_ranks().size
 
     def is_due(self, step: int) -> bool:
-        """Return whether the step of this number, from 1, is verified."""
+        """Return whether to verify the step with this number, from 1."""
         return self.size > 1 and self.every > 0 and step % self.every == 0
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class Verifier:
 
         Raises:
             CorruptionError: on all ranks.
-        Cost: one read of it, and 8 bytes for each tensor and rank.
+        Cost: one read of the replicas, and 8 bytes for each tensor and rank.
         """
         if self.size == 1 or self.every == 0:
             return
@@ -73,13 +73,13 @@ class Verifier:
         _agree([damage for group, hashes in replicas.items() for damage in _compare(group, dict(hashes), step)])
 
     def verify_gradients(self, step: int, model: nn.Module, backward: Callable[[], object]) -> None:
-        """Compare the gradients of one micro-batch, which all ranks compute; where they differ, compute them again.
+        """Compare the gradients of one micro-batch that all ranks compute. If they differ, compute them again.
 
         Args:
             step: optimizer steps done, for the message.
-            model: without gradients yet.
-            backward: computes the loss of the same micro-batch on every rank and differentiates it; the sum over ranks that it
-                makes of gradients which FSDP2 shards is zero. Called twice where gradients differ.
+            model: without gradients.
+            backward: computes and differentiates the loss of the same micro-batch on every rank. It runs twice if gradients
+                differ. FSDP2's sum of sharded gradients over ranks is zero meanwhile.
         Raises:
             CorruptionError: on all ranks.
         """
@@ -91,7 +91,7 @@ class Verifier:
 
 
 def _agree(damages: Sequence[Damage]) -> None:
-    """Raise the first damage of any rank on all of them."""
+    """Raise the first damage of any rank on all ranks."""
     ranks = all_ranks()
     if not ranks.largest(len(damages)):
         return
@@ -109,7 +109,7 @@ def _agree(damages: Sequence[Damage]) -> None:
 
 
 def replica_groups(owner: Any) -> list[Any]:
-    """Return the process groups of ranks that hold the same shard of a parameter as this one; none where it is alone."""
+    """Return the process groups of ranks that hold the same shard of a parameter as this rank. Empty without replicas."""
     if not is_sharded(owner):
         return [dist.group.WORLD]
     mesh = owner.device_mesh
@@ -118,7 +118,7 @@ def replica_groups(owner: Any) -> list[Any]:
 
 
 def memory_hash(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bytes, int64 0-d on its device; nothing waits for the device."""
+    """Return a hash of a tensor's bytes, int64 0-d on its device, without waiting for the device."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(flat) % 8 or flat.storage_offset() % 8 or flat.data_ptr() % 8:
         flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
@@ -143,7 +143,7 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Damage]:
 
 
 def _minority(values: Sequence[Any]) -> list[int]:
-    """Return the indices of the values that a majority of the others outvotes; none where there is no majority."""
+    """Return the indices of values that differ from the majority. Empty without a majority."""
     most = max(values, key=values.count)
     return [k for k, value in enumerate(values) if value != most] if 2 * values.count(most) > len(values) else []
 
@@ -152,7 +152,7 @@ def _minority(values: Sequence[Any]) -> list[int]:
 
 
 class _Witness(GroupSum):
-    """Shows each parameter's gradient on this rank, and sums nothing."""
+    """Show each parameter's gradient on this rank, and sum nothing."""
 
     def __init__(self, columns: Sequence[tuple[str, int]], seen: Callable[[str, Tensor], None]) -> None:
         self.columns, self.seen = columns, seen
@@ -163,14 +163,14 @@ class _Witness(GroupSum):
         if sum(widths) == rows.shape[1]:
             for (name, _), part in zip(self.columns, rows.split(widths, dim=1), strict=True):
                 self.seen(name, part)
-        else:  # some have no gradient: they are not in the message
+        else:  # some have no gradient and are not in the message
             self.seen(self.columns[0][0], rows)
         output.zero_()
 
 
 @contextmanager
 def _witnessed(model: nn.Module, seen: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Let ``seen`` look at this rank's own gradient of every parameter during a backward pass."""
+    """Call ``seen`` with this rank's own gradient of every parameter during a backward pass."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     undo: list[Callable[[], object]] = []
     sharded = set()
@@ -190,7 +190,7 @@ def _witnessed(model: nn.Module, seen: Callable[[str, Tensor], None]) -> Iterato
 
 
 def _gradient_hashes(model: nn.Module, backward: Callable[[], object]) -> list[dict[str, int]]:
-    """Return the hashes of every rank's gradients, by name in the model's order, and leave no gradient behind."""
+    """Return the hashes of every rank's gradients, by name in the model's order. Leave no gradient behind."""
     hashes: dict[str, Tensor] = {}
 
     def see(name: str, gradient: Tensor) -> None:
@@ -204,9 +204,9 @@ def _gradient_hashes(model: nn.Module, backward: Callable[[], object]) -> list[d
 
 
 def _gradient_damage(first: Sequence[dict[str, int]], second: Sequence[dict[str, int]], step: int) -> Damage:
-    """Say which rank's gradients are wrong, of a micro-batch that all ranks computed twice."""
+    """Return which rank's gradients are wrong, for a micro-batch that all ranks computed twice."""
     after = f"from the same micro-batch after step {step}"
-    # Backward begins at the end of the model: what differs last in its order differed first in time.
+    # Backward begins at the end of the model, so the last difference in its order came first in time.
     for rank, (before, again) in enumerate(zip(first, second, strict=True)):
         if changed := [name for name, number in before.items() if again.get(name) != number]:
             text = f"rank {rank} computes another gradient of {changed[-1]} each time, {after}"

@@ -1,7 +1,7 @@
-"""Replicated gradients: those of a replicated model, of parameters that FSDP2 ignores, and of DDP's buckets.
+"""Sum replicated gradients: of a replicated model, of parameters that FSDP2 ignores, and of DDP's buckets.
 
-They are copied into flat buckets of one dtype, and the buckets are summed. The layout of the buckets holds every trainable
-parameter in the model's order, whether it has a gradient or not, so that it is the same on all ranks and in all micro-batches.
+Gradients are copied into flat buckets of one dtype, and the buckets are summed. The buckets cover every trainable parameter in
+the model's order, with or without a gradient. So the layout is the same on all ranks and in all micro-batches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUCKET_BYTES = 32 << 20
 
 
 def in_buckets(parameters: Iterable[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> list[list[Tensor]]:
-    """Parameters in buckets of one dtype of their sums and one device, in order, of at most :data:`BUCKET_BYTES` of parameters.
+    """Group parameters into buckets with one sum dtype and one device, in order, up to :data:`BUCKET_BYTES` of parameters.
 
     A single parameter may be larger.
     """
@@ -43,12 +43,12 @@ def in_buckets(parameters: Iterable[Tensor], dtypes: Mapping[Tensor, torch.dtype
 
 
 class Replicated:
-    """Parameters whose gradients are summed after the backward pass.
+    """Sum the gradients of parameters after the backward pass.
 
     Args:
-        parameters: the replicated ones, in the same order on all ranks.
+        parameters: the replicated parameters, in the same order on all ranks.
         make: makes the exchange of a bucket.
-        dtypes: of gradients that are summed in another dtype than their parameter's.
+        dtypes: the sum dtype of gradients where it is not the parameter's.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Replicated:
 
     @torch.no_grad()
     def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
-        """Add ``p.grad``, unless absent; after the last micro-batch write the sums to it, before that set it to ``None``."""
+        """Add ``p.grad``, unless absent. Set it to ``None``, or after the last micro-batch to the sum."""
         if not self.parameters:
             return
         gradients = [None if is_absent else p.grad for p in self.parameters]
@@ -132,16 +132,16 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 class BucketSums:
-    """Sums each bucket when DDP has filled it.
+    """Sum each bucket when DDP has filled it.
 
-    DDP fills it with all that a gradient holds: what was accumulated in ``no_sync()``, and also what it has summed before.
-    An average of that, averaged again, does not change; a sum would be multiplied by the number of ranks, and so is refused.
+    DDP fills it with the whole gradient: what ``no_sync()`` accumulated, and what was summed before. Averaging an average again
+    changes nothing. A sum would be multiplied by the number of ranks, so it is refused.
 
     Args:
         make: makes the exchange of a bucket.
-        is_inside: whether the gradients of the current pass are summed elsewhere: they are left as they are.
-        average: whether sums are divided by the number of ranks.
-        sums_leaves: whether each pass's gradients must enter the sum separately.
+        is_inside: the current pass's gradients are summed elsewhere; leave them unchanged.
+        average: divide sums by the number of ranks.
+        sums_leaves: each pass's gradients must enter the sum separately.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class BucketSums:
         self._summed: set[Tensor] = set()
 
     def install(self, model: Any) -> list[Callable[[], None]]:
-        """Attach to a DistributedDataParallel without a communication hook, which keeps ours; returns what detaches the rest."""
+        """Attach to a DistributedDataParallel without a communication hook. Return functions that detach all but that hook."""
 
         def sum_bucket(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
             return self._sum(bucket)

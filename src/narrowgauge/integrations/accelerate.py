@@ -1,7 +1,7 @@
-"""Accelerate: its FSDP2 puts shards in the places of parameters, and their states follow.
+"""Accelerate: its FSDP2 replaces parameters by shards, and this module moves their states along.
 
-``accelerator.prepare`` replaces each parameter in the param groups by its shard. Torch's optimizers have no states by then. Ours
-have stored the bits of the weights since :func:`narrowgauge.prepare`.
+``accelerator.prepare`` replaces each parameter in the param groups by its shard. Torch's optimizers have no states by then. Our
+optimizers have stored the bits of the weights since :func:`narrowgauge.prepare`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from narrowgauge.optim.audit import unwrapped
 
 @torch.no_grad()
 def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
-    """Give the states of replaced parameters to those in their places; call it after ``accelerator.prepare``.
+    """Give the states of replaced parameters to their replacements. Call it after ``accelerator.prepare``.
 
     Args:
         optimizer: ours, or Accelerate's around it.
     Raises:
-        RecipeError: a parameter has another shape, format or values than the one that it replaced.
+        RecipeError: a parameter differs from the replaced one in shape, format or values.
     """
     ours = unwrapped(optimizer)
     groups = {p: group for group in ours.param_groups for p in group["params"]}

@@ -1,7 +1,7 @@
 """Hugging Face's Trainer, and TRL's: a callback that records and warns.
 
-The Trainer takes one of our optimizers as it takes any: ``optimizer_cls_and_kwargs=(ng.AdamW, {"lr": 1e-3})`` over a model that
-was loaded in bfloat16.
+The Trainer accepts our optimizers like any: ``optimizer_cls_and_kwargs=(ng.AdamW, {"lr": 1e-3})``, for a model loaded in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from narrowgauge.optim.optimizer import Optimizer
 class NarrowgaugeCallback(TrainerCallback):
     """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings that defeat it.
 
-    The Trainer then logs every step, since callbacks get losses with log entries alone. A new training never overwrites a
-    record: it takes ``folder-2``, ``folder-3`` …; a resumed one continues in the last of them.
+    The Trainer then logs every step, since callbacks get losses only with log entries. A new training never overwrites a
+    record: it takes ``folder-2``, ``folder-3`` …. A resumed training continues in the last of them.
 
     Args:
         folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between those whose update is compared with the optimizer's rule; 0 for none.
+        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for none.
     Example:
         >>> callback = NarrowgaugeCallback(gauges_every=100)
         >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
@@ -41,8 +41,8 @@ class NarrowgaugeCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Open the run folder; a resumed training goes back to its checkpoint's step."""
-        self._close(finished=False)  # of a training that was interrupted
+        """Open the run folder. A resumed training goes back to its checkpoint's step."""
+        self._close(finished=False)  # from an interrupted training
         optimizer, resume = unwrapped(named["optimizer"]), state.global_step > 0
         for warning in _warnings(args, optimizer):
             warnings.warn(warning, stacklevel=2)

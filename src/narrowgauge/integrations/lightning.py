@@ -19,7 +19,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 from narrowgauge.runs.schema import Row, numbers_of
 
-# Its two packages have separate classes; take those of the one that the program has imported.
+# Its two packages have separate classes. Use the package that the program has imported.
 _IS_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 Callback: Any = import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
 
@@ -28,13 +28,13 @@ class NarrowgaugeMonitor(Callback):
     """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's loggers.
 
     Losses and weights have the same bits with and without it. A new fit never overwrites a record: it takes ``folder-2``,
-    ``folder-3`` …; a resumed one continues in the last of them.
+    ``folder-3`` …. A resumed fit continues in the last of them.
 
     Args:
         folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's ``default_root_dir``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between those whose update is compared with the optimizer's rule; 0 for none.
-        loss, val_loss: the names under which the module logs its losses; a loss that ``training_step`` returns is preferred.
+        audit_every: steps between audits, which compare the update with the optimizer's rule; 0 for none.
+        loss, val_loss: the names of the losses that the module logs. A loss that ``training_step`` returns takes precedence.
         tokens: counts a batch's tokens; ``None`` records none.
     Raises:
         RecipeError: no loss is returned or logged, or there are several optimizers.
@@ -62,7 +62,7 @@ class NarrowgaugeMonitor(Callback):
         self._loss: Tensor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the run folder; a resumed fit goes back to its checkpoint's step."""
+        """Open the run folder. A resumed fit goes back to its checkpoint's step."""
         if len(trainer.optimizers) != 1:
             raise RecipeError(
                 f"Cannot record a fit with {len(trainer.optimizers)} optimizers.",

@@ -1,8 +1,8 @@
-"""Adapters over a quantized base: PEFT's LoRA and others, whose frozen linear layers become codes and scales.
+"""Adapters over a quantized base: frozen linear layers under PEFT's LoRA and others become codes and scales.
 
-A layer of 8 bits multiplies as :func:`narrowgauge.quantize_for_inference` does, its input cast too (LLM.int8). One of 4 bits is
+An 8-bit layer multiplies as :func:`narrowgauge.quantize_for_inference` does: its input is cast too (LLM.int8). A 4-bit layer is
 widened to its input's format (QLoRA). Backward multiplies the gradient by the widened weight, so the adapters of earlier layers
-learn. Adapters stay as they are; PEFT's ``BaseTunerLayer.get_base_layer`` (0.21) tells them from the base.
+learn. Adapters stay unchanged. PEFT's ``BaseTunerLayer.get_base_layer`` (0.21) distinguishes them from the base.
 
 Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLoRA (2305.14314).
 """
@@ -71,7 +71,7 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
 
     @property
     def frozen_bias(self) -> Tensor | None:
-        """Return the bias that the product adds; one that trains is added after it."""
+        """Return the bias that the product adds. A trained bias is added after it."""
         return None if self.bias is None or self.bias.requires_grad else self.bias
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class PackedLinear(FrozenLinear):
     """A :class:`FrozenLinear` with two codes in a byte.
 
     Attributes:
-        weight_codes: uint8 ``[out, in / 2]``, padded to whole blocks; the lower half is the even column.
-        tensor_scale: float32 ``[1, 1]``, which multiplies all; one where the format has none.
+        weight_codes: uint8 ``[out, in / 2]``, padded to whole blocks. The lower half is the even column.
+        tensor_scale: float32 ``[1, 1]``, multiplies all values. It is 1 if the format has no tensor scale.
     """
 
     exact = (*inference.EXACT, "tensor_scale")
@@ -120,15 +120,14 @@ def quantize_base(
 
     Args:
         model: a ``PeftModel``, or any model whose frozen weights have ``requires_grad=False``; float32 or 16 bits.
-        compute: whose cast of weights to store: ``int8-outlier-codes`` and what else :func:`narrowgauge.quantize_for_inference`
-            takes, at 1 byte a parameter, or ``nvfp4`` or ``mxfp4`` at 0.56 or 0.53.
-        keep: patterns of names in the base model of layers to leave alone; ``None`` uses the compute's own, which is the
-            language model's head.
-        outlier_columns: of ``int8-outlier``, as for :func:`narrowgauge.quantize_for_inference`, by the names in the base model.
+        compute: its weights' cast is stored. Any compute of :func:`narrowgauge.quantize_for_inference`, such as
+            ``int8-outlier-codes``, takes 1 byte a parameter; ``nvfp4`` takes 0.56 and ``mxfp4`` 0.53.
+        keep: patterns of base model names of layers to leave alone. ``None``: the compute's own (the language model's head).
+        outlier_columns: for ``int8-outlier``, as in :func:`narrowgauge.quantize_for_inference`, by the base model's names.
     Returns:
         The model, which trains and saves its adapters as before.
     Raises:
-        RecipeError: no such compute, or one whose weights cannot be stored; no frozen linear layer.
+        RecipeError: an unknown compute, or one whose weights cannot be stored; no frozen linear layer.
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8))
         >>> model[0].requires_grad_(False)
@@ -162,7 +161,7 @@ def quantize_base(
 
 
 def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Turn the codes of :func:`quantize_base` into weights of a dtype again, in place, so that adapters can be merged."""
+    """Turn the codes of :func:`quantize_base` back into weights of a dtype, in place, so that adapters can be merged."""
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
         weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
         bias = layer._parameters["bias"]
@@ -191,7 +190,7 @@ def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _pack(module: Any, compute: Compute, shared: dict[Tensor, Any]) -> None:
-    """Make the module a :class:`PackedLinear`; it stays the same object, so that hooks and references to it hold."""
+    """Make the module a :class:`PackedLinear`. It stays the same object, so hooks and references stay valid."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     matrix = weight.detach().t() if is_transposed(module) else weight.detach()
     if weight not in shared:
@@ -212,6 +211,6 @@ def _packed(matrix: Tensor, right: Cast) -> tuple[Tensor, Tensor, Tensor]:
     cast_weight = quantize(padded(matrix, right, 1), right)
     if cast_weight.inner is None:
         raise FormatError(f"{right} has no scales of blocks.")
-    scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: they were computed in that format
+    scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: computed in that format
     outer = cast_weight.codes.new_ones(1, 1) if cast_weight.outer is None else cast_weight.outer
     return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer

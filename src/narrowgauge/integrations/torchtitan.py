@@ -1,9 +1,9 @@
 """torchtitan: a converter for the model's linear layers, and an optimizer config.
 
-torchtitan 0.3 trains bfloat16 weights with ``training.dtype = "bfloat16"``. It builds its optimizers after it has sharded and
-initialized the model. Ours are then made by name, and the layers of the converter are swapped. torchtitan converts a model's
-*config*, and binds each layer's ``forward`` before the weights exist. So the converter puts layers into the config that can be
-swapped later.
+torchtitan 0.3 trains bfloat16 weights with ``training.dtype = "bfloat16"``. It shards and initializes the model, and then
+builds its optimizers. At that point our optimizers are made by name, and the converter's layers are swapped. torchtitan
+converts a model's *config*, and binds each layer's ``forward`` before the weights exist. So the converter puts layers into the
+config that can be swapped later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
 
 
 class SwappableLinear(DeferredLinear, Linear):
-    """torchtitan's linear layer, with the compute that was requested for it; it runs once it is swapped."""
+    """torchtitan's linear layer with the requested compute, which is active once the layer is swapped."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -94,7 +94,7 @@ class NarrowgaugeOptimizers(OptimizersContainer):
                 swap_linears(part, layers[0].compute_name)
         super().__init__(config, model_parts=model_parts)
         for place, linears in self._layers().items():
-            # The container is an optimizer, too: its own step must not count as one more.
+            # The container is an optimizer, too: its own step must not count as another step.
             linears.follow(self.optimizers[place * len(self.optimizers) // len(model_parts)])
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Casts of weights that are made once, while the weights do not change.
+"""Cache casts of weights while the weights do not change.
 
-The micro-batches of a step multiply the same weights; inside :func:`cached_weights` each is cast once for all of them. A cast is
-reused only for the same storage, unchanged since (PyTorch counts in-place changes) and before any optimizer's next step.
+The micro-batches of a step multiply the same weights. Inside :func:`cached_weights` each weight is cast once for all of them. A
+cast is reused only for the same, unchanged storage (PyTorch counts in-place changes) and until any optimizer steps.
 
-A weight that was gathered from other ranks as codes has no values of its own: :func:`give_casts` says what its casts are
+A weight that was gathered from other ranks as codes has no values. :func:`give_casts` sets its casts
 (:mod:`narrowgauge.matmul.narrow_gather`).
 """
 
@@ -27,7 +27,7 @@ Key = tuple[Any, ...]
 
 @dataclass
 class _Casts:
-    """The casts of one weight. Of one that was gathered as codes: what makes them, and the error message for any other."""
+    """The casts of one weight. For a gathered weight: functions that make them, and the error message for any other cast."""
 
     storage: StorageWeakRef
     version: int = 0
@@ -49,15 +49,15 @@ def _clear(*_: Any) -> None:
 
 @contextmanager
 def cached_weights() -> Iterator[None]:
-    """Within it, each weight is cast once, and the cast is reused until the weight changes: for the micro-batches of a step.
+    """Cast each weight once inside this context and reuse the cast until the weight changes, for the micro-batches of a step.
 
-    Invariant: the same bits as without. PyTorch does not count a change through ``parameter.data``: leave the scope
-    first, or step with a subclass of ``torch.optim.Optimizer``.
+    Invariant: the same bits as without it. PyTorch does not count a change through ``parameter.data``: leave the context first,
+    or step with a subclass of ``torch.optim.Optimizer``.
 
     Returns:
         A context manager.
-    Cost: the casts stay in memory: 1 byte per parameter for int8 and native float8, half of one for native four bits, 2 where
-    emulated, separately for ``output`` and ``grad_input`` unless they share a cast.
+    Cost: the casts stay in memory. Bytes per parameter: 1 for int8 and native float8, 0.5 for four native bits, 2 if emulated.
+    ``output`` and ``grad_input`` each have a cast unless they share one.
     Example:
         >>> with cached_weights():
         ...     pass  # forward and backward of every micro-batch
@@ -74,12 +74,12 @@ def cached_weights() -> Iterator[None]:
 
 
 def is_in_use() -> bool:
-    """Return whether casts are cached or given at present, so that a graph must look them up while it runs."""
+    """Return whether casts are cached or given now, so that a graph must look them up while it runs."""
     return bool(_depth or _given)
 
 
 def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operand:
-    """Return a cast of a weight or of a view of it, from the cache if it holds one under ``key``."""
+    """Return a cast of a weight or of a view of it, from the cache if it has one under ``key``."""
     if not (_depth or _given):
         return make()
     storage = weight.untyped_storage()
@@ -92,7 +92,7 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
         return operand
     if not _depth or weight.is_inference():
         return make()
-    # A tied weight may also be used as its transpose.
+    # A tied weight may also be used transposed.
     place = (storage._cdata, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
     entry = _cached.get(place)
     if entry is None or entry.version != weight._version or entry.storage.expired():
@@ -105,12 +105,12 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
 
 
 def give_casts(weight: Tensor, casts: dict[Key, Callable[[], Operand]], missing: str) -> None:
-    """Set what :func:`cast_weight` returns for a weight that was gathered as codes, until the next call for it.
+    """Set the casts that :func:`cast_weight` returns for a gathered weight, until the next call for it.
 
     Args:
-        weight: only its storage's identity counts; when it dies this is forgotten.
-        casts: by key.
-        missing: the error message where another cast is needed.
+        weight: identified by its storage. The casts are forgotten when the storage is freed.
+        casts: functions that make the casts, by key.
+        missing: the error message if another cast is needed.
     """
     storage = weight.untyped_storage()
     if storage._cdata not in _given:

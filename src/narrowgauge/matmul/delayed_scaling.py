@@ -1,12 +1,12 @@
-"""Delayed scaling: the scale of a cast comes from the amax of earlier steps, so that no tensor is read twice.
+"""Delayed scaling: a cast takes its scale from the amax of earlier steps, so no tensor is read twice.
 
-Each operand of a layer has an amax ring buffer of ``HISTORY`` steps; each entry holds the step that it was measured in. A step
-writes its own amax and scales by the earlier ones: values beyond that scale saturate and are counted. The buffer is state
-outside the graph: neither a compiler, autograd nor activation checkpointing sees it. Casting an operand a second time in a step
-changes neither its scale nor the buffer, which has one entry more than a cast reads.
+Each operand of a layer has an amax ring buffer of ``HISTORY`` steps. Each entry holds its step. A step writes its own amax and
+scales by earlier ones. Values beyond that scale saturate and are counted. The buffer is state outside the graph: compilers,
+autograd and activation checkpointing do not see it. Casting an operand twice in a step changes neither its scale nor the
+buffer, which has one entry more than a cast reads.
 
-Special values: an operand with a NaN or an infinity gets the scale NaN, as in every cast, and writes no amax; steps that
-saw only zeros count as not seen.
+Special values: an operand with a NaN or an infinity gets the scale NaN, as in every cast, and writes no amax. Steps with only
+zeros count as not seen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AMAX, _STEP, _OVERFLOWS = range(3)
 
 
 def new_history(device: torch.device, num_experts: int = 1) -> Tensor:
-    """Return an empty history: float64 ``[tensor, (amax, step, overflows), experts * (HISTORY + 1)]``; step −1 is none."""
+    """Return an empty history: float64 ``[tensor, (amax, step, overflows), experts * (HISTORY + 1)]``. Step −1 means empty."""
     history = torch.zeros(len(TENSORS), 3, num_experts * (HISTORY + 1), dtype=torch.float64, device=device)
     history[:, _STEP] = -1
     return history
@@ -31,19 +31,19 @@ def new_history(device: torch.device, num_experts: int = 1) -> Tensor:
 def delayed_amax(
     x: Tensor, cast: Cast, history: Tensor | None, operand: int, step: Tensor, record: bool
 ) -> Tensor | None:
-    """Return the amax to scale by, float32 ``[1, 1]``; ``None`` where the cast measures the tensor itself.
+    """Return the amax to scale by, float32 ``[1, 1]``; ``None`` if the cast measures the tensor itself.
 
-    Where no earlier step saw anything but zeros, it is the tensor's own.
+    If earlier steps saw only zeros, return the tensor's own amax.
 
     Args:
-        history: the layer's, changed in place where ``record`` is true.
+        history: the layer's history, changed in place if ``record`` is true.
         operand: index of the tensor, see :data:`narrowgauge.spec.computes.TENSORS`.
         step: 0-d, of the optimizer.
         record: write this step's amax into the history; in training only.
     """
     if cast.scaling != "delayed" or history is None or not x.numel():
         return None
-    # .data: autograd must not count the write, or backward through a layer that is used twice would be refused.
+    # .data: autograd must not count the write, or it refuses backward through a layer that is used twice.
     buffer = history.data[operand]
     magnitudes = x.detach().abs()
     current = magnitudes.amax().double()
@@ -57,7 +57,7 @@ def delayed_amax(
 
 
 def _record(buffer: Tensor, step: Tensor, current: Tensor, overflows: Tensor) -> None:
-    """Write a step's entry: of its micro-batches, the largest amax and the most overflows."""
+    """Write a step's entry: the largest amax and the most overflows of its micro-batches."""
     index = (step % buffer.shape[1]).long().view(1)
     before = buffer.index_select(1, index)[:, 0]
     before = torch.where(before[_STEP] == step, before, 0.0)
@@ -68,22 +68,22 @@ def _record(buffer: Tensor, step: Tensor, current: Tensor, overflows: Tensor) ->
 
 
 def count_overflows(history: Tensor, step: int | None = None) -> Tensor:
-    """Return how many values saturated, in the worst micro-batch of each step: int64 ``[tensor]``.
+    """Return the number of saturated values in the worst micro-batch of each step: int64 ``[tensor]``.
 
-    ``step`` counts that step alone; ``None`` counts all that the history holds.
+    ``step`` counts that step alone. ``None`` counts all steps in the history.
     """
     counts = history[:, _OVERFLOWS]
     return (counts if step is None else torch.where(history[:, _STEP] == step, counts, 0.0)).sum(1).long()
 
 
 def join_histories(histories: Sequence[Tensor], largest: Callable[[Tensor], Tensor]) -> None:
-    """Max-reduce each layer's amax history in place over the ranks that train together; all ranks have equally many.
+    """Max-reduce amax histories in place over the ranks that train together. All ranks have the same number of histories.
 
-    ``largest`` returns the elementwise maximum over the ranks of a float64 vector.
+    ``largest`` returns the elementwise maximum over ranks of a float64 vector.
     """
     steps = torch.cat([history[:, _STEP].reshape(-1) for history in histories])
     newest = largest(steps)
-    # What a rank holds of an older step is overwritten where another has a newer one: an expert may have no token on one rank.
+    # A newer step on another rank overwrites an older one here: an expert may have no token on one rank.
     fields = [torch.cat([history[:, field].reshape(-1) for history in histories]) for field in (_AMAX, _OVERFLOWS)]
     joined = largest(torch.cat([torch.where(steps == newest, field, 0.0) for field in fields]))
     sizes = [history[:, _STEP].numel() for history in histories]

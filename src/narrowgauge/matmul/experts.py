@@ -1,10 +1,9 @@
 """The experts of a mixture in narrow arithmetic: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and similar models.
 
-A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix in
-which the rows from one *offset* to the next belong to one expert: a *grouped linear* is one small matmul per expert, each with
-its own casts. Each expert thus has its own per-tensor scale, delayed or not, and its own key of random bits; an expert without
-tokens costs nothing and gets no gradient. ``torch.compile`` leaves the product out of its graph: how many tokens each expert gets
-is known only while it runs.
+A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Tokens are sorted by expert: the rows from one
+*offset* to the next belong to one expert. A *grouped linear* is one small matmul per expert, each with its own casts. So each
+expert has its own per-tensor scale, delayed or not, and its own key of random bits. An expert without tokens costs nothing and
+gets no gradient. ``torch.compile`` leaves the product out of its graph, since the tokens per expert are known only at run time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from narrowgauge.spec.notation import get_compute
 
 
 def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that got tokens, each with its rows."""
+    """Yield the experts that got tokens, each with its rows."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
@@ -37,7 +36,7 @@ def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _settings(num_experts: int, expert: int, keys: Keys | None, history: Tensor | None) -> dict[str, Any]:
-    """Return the keys and the history of one expert's product."""
+    """Return the keys and the history for one expert's product."""
     return {
         "keys": None if keys is None else Keys(keys.clock, keys.layer[expert]),
         "history": None if history is None else history.unflatten(2, (num_experts, -1))[:, :, expert],
@@ -45,7 +44,7 @@ def _settings(num_experts: int, expert: int, keys: Keys | None, history: Tensor 
 
 
 class _Product(torch.autograd.Function):
-    """Every expert's ``x · wᵀ + b`` and its gradients, in a compute's casts."""
+    """Compute every expert's ``x · wᵀ + b`` and its gradients, in a compute's casts."""
 
     @staticmethod
     def forward(
@@ -111,22 +110,22 @@ def grouped_linear(
 ) -> Tensor:
     """Return each expert's linear layer over its own tokens, in a compute.
 
-    Invariant: an expert's rows of the output, of the input's gradient and of the weights' are those of a
-    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone, bit for bit.
+    Invariant: an expert's rows of the output, and its gradients of input and weights, equal bit for bit a
+    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone.
 
     Args:
         x: ``[tokens, in]``, sorted by expert.
-        weights: ``[experts, out, in]``, a view or not.
+        weights: ``[experts, out, in]``, may be a view.
         offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
         bias: ``[experts, out]``.
-        keys: with a key for each expert; needed where casts take random bits or delayed scales.
+        keys: with a key for each expert; needed for random bits or delayed scales.
         history: for computes with delayed scales, see :class:`GroupedLinear`.
-        sequence_length: tokens per sequence; with the index of the first sequence it keys random bits.
-        record: write the amax of this step into ``history``.
+        sequence_length: tokens per sequence. With the index of the first sequence it keys random bits.
+        record: write this step's amax into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
-    Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets; bfloat16 uses PyTorch's grouped
-        matmul where that takes the operands.
+    Cost: one matmul per expert, one after another; on CUDA also a wait for the offsets. bfloat16 uses PyTorch's grouped
+        matmul if that takes the operands.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
@@ -136,7 +135,7 @@ def grouped_linear(
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Return whether PyTorch's grouped matmul takes the operands: bfloat16 in rows that begin at multiples of 16 bytes.
+    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, with rows that begin at multiples of 16 bytes.
 
     Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
     """
@@ -150,9 +149,9 @@ def _suits_torch(x: Tensor, weights: Tensor) -> bool:
 
 
 class GroupedLinear(NarrowLayer):
-    """One projection of all experts of a mixture, in a compute; the weights stay in the model's own module.
+    """One projection of all experts of a mixture, in a compute. The weights stay in the model's own module.
 
-    An expert's key, and so its random bits, comes from the name of its weights and its index.
+    An expert's key for random bits comes from the name of its weights and its index.
     """
 
     def __init__(self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None) -> None:
@@ -161,7 +160,7 @@ class GroupedLinear(NarrowLayer):
         self.begin(layer_keys([f"{name}.{expert}" for expert in range(num_experts)], device), compute)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``; see :func:`grouped_linear`."""
+        """Multiply ``[tokens, in]`` to ``[tokens, out]``; see :func:`grouped_linear`."""
         x = self.cast_stream(x)
         return grouped_linear(
             x, weights, offsets, self.compute, bias, self.keys(), self.amax_history, x.shape[0],
@@ -174,10 +173,9 @@ class GroupedLinear(NarrowLayer):
 
 # ── the experts of transformers' models ────────────────────────────────────────────────────────────────────────────────
 #
-# Transformers stores the experts of a layer as a module with two 3-D parameters, the projection into the experts' hidden width
-# and the one out of it, and a name in the module's config selects the function that multiplies them. Swapping registers a
-# function of ours and sets its name in a config of the module's own, so parameters, names, ``state_dict`` and the model's config
-# stay. The router is not an expert and stays as it is.
+# Transformers stores a layer's experts as a module with two 3-D parameters: the projections into and out of the experts' hidden
+# width. A name in the module's config selects the function that multiplies them. Swapping registers our own function and sets
+# its name in the module's own config. So parameters, names, ``state_dict``, the model's config and the router stay.
 
 
 IMPLEMENTATION = "narrowgauge"
@@ -194,7 +192,7 @@ class _Projections(nn.ModuleDict):
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order, each first repeated ``copies`` times; backward applies the inverse order and adds the copies.
+    """Repeat each row ``copies`` times and reorder the rows. Backward applies the inverse order and adds the copies.
 
     PyTorch's own indexing adds up gradients row by row, on CUDA in no fixed order.
     """
@@ -216,9 +214,9 @@ _permuted = cast(Callable[..., Tensor], _Permuted.apply)
 
 
 def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts, ``[tokens, hidden]``: transformers' interface of an implementation.
+    """Return the weighted sum of each token's experts, ``[tokens, hidden]``, by transformers' interface for implementations.
 
-    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: which experts, and how much of each.
+    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: the chosen experts and their weights.
     """
     experts: Any = module
     tokens, top_k = top_k_index.shape
@@ -240,7 +238,7 @@ def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
-    """Apply one projection, in its compute or, where it was kept, as PyTorch multiplies it."""
+    """Apply one projection in its compute, or as PyTorch multiplies it if it was kept."""
     weights: Any = getattr(experts, name, None)  # quantized experts have none
     weights = weights.transpose(1, 2) if experts.is_transposed and weights is not None else weights
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -251,7 +249,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
 
 
 def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    """Swap the experts whose projections ``choose`` gives a compute, and return the projections by name."""
+    """Swap the experts whose projections ``choose`` gives a compute. Return the projections by name."""
     layers: dict[str, GroupedLinear] = {}
     for name, module in list(model.named_modules()):
         if is_experts(module):
@@ -260,7 +258,7 @@ def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) ->
 
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
-    """Return the projections that are already swapped, by the names that ``choose`` got."""
+    """Return the swapped projections, by the names that ``choose`` got."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, GroupedLinear))
     return {".".join(part for part in name.split(".") if part != NARROW): module for name, module in named}
 
@@ -297,23 +295,23 @@ def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) ->
 
 
 def install(module: Any, projections: Mapping[str, nn.Module]) -> None:
-    """Let experts multiply by these projections, each called as a :class:`GroupedLinear` is; others stay PyTorch's."""
+    """Make experts multiply by these projections, called like :class:`GroupedLinear`. Other projections stay PyTorch's."""
     module.add_module(NARROW, _Projections(projections))
     _register()
-    # A copy: another model of the same config, and experts that are kept, use transformers' own function.
+    # A copy: kept experts, and other models with the same config, use transformers' own function.
     module.config = copy.copy(module.config)
     module.config._experts_implementation = IMPLEMENTATION
 
 
 def uninstall(module: Any, config: Any) -> None:
-    """Let experts multiply as they did with this config, before :func:`install`."""
+    """Undo :func:`install`: restore this config."""
     if NARROW in module._modules:
         del module._modules[NARROW]
     module.config = config
 
 
 def require_reachable(name: str, module: Any) -> None:
-    """Refuse experts that transformers' registry does not reach, or that are sharded."""
+    """Refuse experts that are sharded or that transformers' registry does not reach."""
     if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
         raise RecipeError(
             f"'{name}', a {type(module).__name__}, multiplies its experts by its own code, which cannot be replaced.",

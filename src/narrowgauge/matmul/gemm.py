@@ -1,9 +1,9 @@
-"""Matmuls of two operands: on a kernel that takes their codes (:mod:`.native`), or emulated with the same values.
+"""Multiply two operands on a kernel that takes their codes (:mod:`.native`), or emulate it with the same values.
 
-Emulation: a narrow code times the power of two of its block is exact in bfloat16, and so is a four-bit code times its e4m3
-scale. A bfloat16 matmul multiplies such numbers without error and adds in float32, so it differs from a narrow kernel's only in
-the order of the sum. A code times a float32 scale (of a row, of a tensor) is not exact in bfloat16: those scales multiply the
-result instead, which the CPU's matmul has already rounded to bfloat16 once.
+Emulation: a narrow code times its block's power of two is exact in bfloat16. So is a four-bit code times its e4m3 scale. A
+bfloat16 matmul multiplies such numbers without error and adds in float32. It differs from a narrow kernel only in the order of
+the sum. A code times a float32 scale (of a row or a tensor) is not exact in bfloat16. Such scales multiply the result instead,
+which the CPU's matmul has already rounded to bfloat16 once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, su
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import needs_kernel
 
-# Sums of one panel: 4 MiB, so that sums, values and result fit a last-level cache.
+# Size of one panel of sums: 4 MiB. Sums, values and result then fit a last-level cache.
 _PANEL_ELEMENTS = 1 << 20
 
 
@@ -37,13 +37,13 @@ def multiply(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the matmul of two operands: ``[rows, columns]``, padded as the operands are.
+    """Return the matmul of two operands: ``[rows, columns]``, padded like the operands.
 
     Args:
-        left: ``[rows, contraction]`` where ``dims[0]`` is 1, its transpose where it is 0.
-        right: ``[columns, contraction]`` where ``dims[1]`` is 1, its transpose where it is 0.
-        dims: the dimension of each that is contracted.
-        product: which of a compute's matmuls; gives the accumulation.
+        left: ``[rows, contraction]`` if ``dims[0]`` is 1, its transpose if it is 0.
+        right: ``[columns, contraction]`` if ``dims[1]`` is 1, its transpose if it is 0.
+        dims: the contracted dimension of each.
+        product: one of a compute's matmuls; gives the accumulation.
         dtype: of the result.
         bias: ``[columns]``, added before the result is rounded.
     """
@@ -52,7 +52,7 @@ def multiply(
         bias = F.pad(bias, (0, columns - len(bias)))
     kernel = native.kernel_here(product, left.data.device)
     if kernel is not None and native.takes(kernel, left, right):
-        # A bias is to be added before the result is rounded.
+        # Add the bias before the result is rounded.
         result_dtype = dtype if bias is None else torch.float32
         fast = product.accumulation == "fast"
         sums = native.multiply_codes(kernel, left, right, dims, result_dtype, fast=fast)
@@ -71,7 +71,7 @@ def multiply(
 
 
 def is_opaque(left: Operand, right: Operand, product: Product) -> bool:
-    """Return whether a compiler must not see into the product: a native kernel, or the CPU's products by tiles."""
+    """Return whether the product is opaque to compilers: a native kernel, or the CPU's products by tiles."""
     kernel = native.kernel_here(product, left.data.device)
     if kernel is not None and native.takes(kernel, left, right):
         return True
@@ -79,13 +79,13 @@ def is_opaque(left: Operand, right: Operand, product: Product) -> bool:
 
 
 def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]:
-    """Move the channels' scales of a smoothed left operand into the right one: the same product.
+    """Move the channel scales of a smoothed left operand into the right one. The product stays the same.
 
-    A factor per channel cannot be taken out of the sum, and the codes have no room for it; a code times a power of two is
-    exact in bfloat16. So 16-bit numbers are multiplied, even on a chip that multiplies the codes.
+    A factor per channel cannot leave the sum, and codes cannot hold it. A code times a power of two is exact in bfloat16. So
+    16-bit numbers are multiplied, even on a chip that multiplies the codes.
 
     Args:
-        left: codes, and scales ``[1, channels]``, each the same number times a power of two.
+        left: codes, and scales ``[1, channels]``: one number times a power of two per channel.
         right: ``[columns, channels]``.
     """
     assert left.outer is not None
@@ -102,9 +102,9 @@ def is_native(product: Product, device: torch.device) -> bool:
 
 
 def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False) -> torch.dtype:
-    """Return the dtype of the result of a cast, one side of ``product``.
+    """Return the result dtype of a cast, one side of ``product``.
 
-    With ``as_codes`` it is that of codes even where the matmul widens them, because they are kept for backward.
+    With ``as_codes`` return the codes' dtype even if the matmul widens them, since they are saved for backward.
     """
     if cast.format == "int8":
         return torch.int8
@@ -117,11 +117,11 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_code
     return torch.bfloat16
 
 
-# ── what is said about emulation ───────────────────────────────────────────────────────────────────────────────────────
+# ── reports of emulation ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class EmulationNotice(UserWarning):
-    """Warned once per compute and device: its matmuls are emulated there."""
+    """Warned once per compute and device whose matmuls are emulated."""
 
 
 _WARNED: set[tuple[str, str]] = set()
@@ -141,7 +141,7 @@ def emulated_formats(compute: Compute, device: torch.device) -> list[str]:
 
 
 def describe_matmuls(compute: Compute, device: torch.device) -> str:
-    """Say in one line how a compute's matmuls run on a device."""
+    """Describe in one line how a compute's matmuls run on a device."""
     here = "this CPU" if device.type == "cpu" else f"this {torch.cuda.get_device_name(device)}"
     emulated = emulated_formats(compute, device)
     if not emulated:
@@ -176,7 +176,7 @@ def _to_bfloat16(x: Tensor) -> Tensor:
 def _multiply_widened(
     a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and rounded once."""
+    """Return ``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and rounded once."""
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     for (rows, columns), values in float32_tiles(a, b):
         scales = _part(by_row, rows, 0), _part(by_column, columns, 1)
@@ -185,27 +185,27 @@ def _multiply_widened(
 
 
 def _part(scale: Tensor | None, which: slice, dim: int) -> Tensor | None:
-    """Return the scales of some rows or columns; a single scale applies to all."""
+    """Return the scales of some rows or columns. A single scale applies to all."""
     return scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, which.start, which.stop - which.start)
 
 
 def _multiply_integers(
     a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The exact integer product, scaled; on a CPU in panels of rows, whose sums are scaled while they are in the cache."""
+    """Return the exact integer product, scaled. On a CPU, work in panels of rows and scale their sums in the cache."""
     if a.is_cuda:
         return _scaled(native.sum_integers(a, b), by_row, by_column, bias, dtype)
     result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     is_turned = a.stride(0) == 1 and a.shape[0] > b.shape[1] and bias is None
     if is_turned:
-        # The kernel is slower with a long transposed left side: compute the transpose of the product.
+        # The kernel is slower with a long transposed left side: compute the transposed product.
         a, b, out = b.t(), a.t(), result.t()
         by_row, by_column = (None if scale is None else scale.t() for scale in (by_column, by_row))
     height = max(_PANEL_ELEMENTS // max(b.shape[1], 1), 1)
     for first in range(0, a.shape[0], height):
         part = out[first : first + height]
         scale = _part(by_row, slice(first, first + len(part)), 0)
-        # The result's rows first, then its columns, also where the product is transposed.
+        # Scale by row first, then by column, also if the product is transposed.
         scales = (by_column, scale) if is_turned else (scale, by_column)
         _scale_into(part, _sum_integers(a[first : first + height], b), *scales, bias)
     return result
@@ -220,7 +220,7 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
     a, b = _row_major(a), _row_major(b)
     if a.shape[1] <= native.EXACT_TERMS:
         torch._int_mm(a, b, out=sums)
-        # In a loop with bfloat16 stores a compiled kernel converts integers one by one; PyTorch's copy is four times faster.
+        # In a loop with bfloat16 stores, a compiled kernel converts integers one by one. PyTorch's copy is four times faster.
         return values.copy_(sums)
     parts = zip(a.split(native.EXACT_TERMS, 1), b.split(native.EXACT_TERMS, 0), strict=True)
     total = torch.zeros((), dtype=torch.float64)
@@ -230,8 +230,7 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """A contiguous matrix with row-major strides: a side of length 1 may have any stride, and the CPU's integer matmul returns
-    uninitialized memory where both strides are 1."""
+    """Return a contiguous, row-major matrix. With both strides 1, the CPU's integer matmul returns uninitialized memory."""
     return x.as_strided(x.shape, (max(x.shape[1], 1), 1)) if x.is_contiguous() else x
 
 

@@ -1,14 +1,13 @@
-"""Inference from weights of one byte each: the layer stores codes and scales instead of the weight.
+"""Inference from one-byte weights: the layer stores codes and scales instead of the weight.
 
-In training, a narrow linear layer casts its weight again after every step, so the 16-bit weight must stay. Without training one
-cast is enough: the layer stores the codes and the scales, and multiplies its input by them in the casts and the matmul of a
-compute's ``output``.
+In training, a narrow linear layer casts its weight after every step, so the 16-bit weight must stay. Without training one cast
+is enough. The layer stores codes and scales. It multiplies its input by them as a compute's ``output`` does.
 
-LLM.int8() multiplies features of the input with a magnitude of 6 or more in 16 bits and all others in int8, in two forms.
-``int8-outlier`` is the paper's: the weights that those features meet are in 16 bits too. So the layer must know beforehand
-which columns may hold outliers (:func:`find_outlier_columns` looks at some batches), and stores their weights in 16 bits beside
-the codes. Where another column holds an outlier, its weights come from the codes, and that is counted.
-``int8-outlier-codes`` is bitsandbytes': the weights are always those of the codes, widened.
+LLM.int8() multiplies input features with a magnitude of 6 or more in 16 bits, and all others in int8. It has two forms. The
+paper's form, ``int8-outlier``, uses 16-bit weights for those features too. So the layer must know beforehand which columns may
+hold outliers (:func:`find_outlier_columns` looks at some batches). It stores their weights in 16 bits beside the codes. If
+another column holds an outlier, its weights come from the codes, and it is counted. The form of bitsandbytes,
+``int8-outlier-codes``, always uses the widened codes.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ OutlierColumns = Mapping[str, Sequence[int]] | Literal["all"]
 
 
 class Kept(NamedTuple):
-    """What a layer stores in 16 bits beside its codes.
+    """16-bit weights that a layer stores beside its codes.
 
     Attributes:
-        columns: int32 ``[kept]``, ascending: of the input.
-        weights: ``[out, kept]``: theirs, in 16 bits.
-        missed: int64 ``[]``: outlier columns that were not among them, over all calls.
+        columns: int32 ``[kept]``, ascending: columns of the input.
+        weights: ``[out, kept]``: the 16-bit weights of these columns.
+        missed: int64 ``[]``: count of outlier columns outside ``columns``, over all calls.
     """
 
     columns: Tensor
@@ -78,9 +77,9 @@ class Kept(NamedTuple):
 def multiply_codes(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str, kept: Kept | None = None
 ) -> Tensor:
-    """The product of rows ``[tokens, in]`` with stored codes, ``[tokens, out]`` in the dtype of ``x``; its backward pass raises.
+    """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]`` in the dtype of ``x``. Backward raises.
 
-    ``compute`` is the name of a registered compute; outliers that ``kept`` lacks are counted in it.
+    ``compute`` is the name of a registered compute. ``kept.missed`` counts outliers outside ``kept``.
     """
     return cast(Tensor, _apply(x, codes, scales, bias, compute, *(kept or (None, None, None))))
 
@@ -115,7 +114,7 @@ def _apply(*arguments: Any) -> Tensor:
 
 @torch.library.custom_op("narrowgauge::refuse_gradient", mutates_args=())
 def refuse_gradient(grad: Tensor, x_shape: list[int]) -> Tensor:
-    """Raise that there is no gradient: an operator, so that compiled code raises only where backward runs."""
+    """Raise that there is no gradient. As an operator, it makes compiled code raise only if backward runs."""
     raise RecipeError(
         "backward() reached a linear layer that was quantized for inference and has no gradients.",
         "Train with swap_linears or prepare, and quantize afterwards; or call the model under torch.no_grad().",
@@ -128,7 +127,7 @@ def _(grad: Tensor, x_shape: list[int]) -> Tensor:
 
 
 def _operand(codes: Tensor, scales: Tensor, product: Product) -> Operand:
-    """Return stored codes as the matmul takes them: as they are, or widened with the scales of their blocks."""
+    """Return stored codes as the matmul takes them: unchanged, or widened with the scales of their blocks."""
     if product.right.block is not None and is_native(product, codes.device):
         return _in_blocks(codes, scales, product.right)
     return _widened(codes, scales, product.right)
@@ -146,18 +145,18 @@ def _in_blocks(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
 
 
 class StoredCodes(ExactBuffers):
-    """The codes and scales that a linear layer and the experts of a mixture store instead of weights.
+    """Codes and scales that a linear layer or the experts of a mixture store instead of weights.
 
     Attributes:
         compute: the layer computes its ``output``.
-        weight_codes: ``[out, in]``, of experts ``[experts, out, in]``, in the compute's format.
-        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; for blocks float8_e8m0fnu, one for each; of experts stacked.
-        outlier_columns, outlier_weights, missed: see :class:`Kept`; ``None`` in a compute that uses none.
+        weight_codes: ``[out, in]``, for experts ``[experts, out, in]``, in the compute's format.
+        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; for blocks one float8_e8m0fnu each; for experts stacked.
+        outlier_columns, outlier_weights, missed: see :class:`Kept`; ``None`` if the compute uses none.
     """
 
     exact = (*EXACT, *KEPT)
     compute: Compute
-    registered_name: str  # by which graphs know the compute
+    registered_name: str  # the compute's name in graphs
     weight_codes: Tensor
     weight_scales: Tensor
     outlier_columns: Tensor | None
@@ -165,7 +164,7 @@ class StoredCodes(ExactBuffers):
     missed: Tensor | None
 
     def store(self, codes: Tensor, scales: Tensor, kept: Kept | None, compute: Compute) -> None:
-        """Take these codes of a compute, and the weights in 16 bits beside them."""
+        """Store a compute's codes, and the 16-bit weights beside them."""
         self.registered_name, self.compute = register(compute), compute
         for name, tensor in zip(EXACT, (codes, scales), strict=True):
             self.register_buffer(name, tensor)
@@ -175,7 +174,7 @@ class StoredCodes(ExactBuffers):
 
     @property
     def kept(self) -> Kept | None:
-        """Return the weights that are stored in 16 bits beside the codes."""
+        """Return the 16-bit weights stored beside the codes."""
         columns, weights, missed = self.outlier_columns, self.outlier_weights, self.missed
         return None if columns is None or weights is None or missed is None else Kept(columns, weights, missed)
 
@@ -187,8 +186,8 @@ class StoredCodes(ExactBuffers):
 class QuantizedLinear(StoredCodes):
     """A linear layer with codes and scales instead of a weight; made by :func:`quantize_for_inference`.
 
-    Its ``state_dict`` holds ``weight_codes``, ``weight_scales`` and, where the layer has them, ``outlier_columns`` with
-    ``outlier_weights``, and ``bias``. A change of the model's dtype changes none of these but ``bias``.
+    Its ``state_dict`` holds ``weight_codes``, ``weight_scales``, ``bias`` and, if the layer has them, ``outlier_columns`` with
+    ``outlier_weights``. A change of the model's dtype changes only ``bias``.
     """
 
     in_features: int
@@ -196,7 +195,7 @@ class QuantizedLinear(StoredCodes):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
+        """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
@@ -204,7 +203,7 @@ class QuantizedLinear(StoredCodes):
         return y.view(*x.shape[:-1], self.out_features)
 
     def dequantize(self) -> Tensor:
-        """Return the stored weight, float32 ``[out, in]``; of columns that are kept in 16 bits, those weights."""
+        """Return the stored weight, float32 ``[out, in]``. Columns kept in 16 bits have their 16-bit weights."""
         return _dequantized(self.weight_codes, self.weight_scales, self.kept, self.compute)
 
     def extra_repr(self) -> str:
@@ -213,7 +212,7 @@ class QuantizedLinear(StoredCodes):
 
 
 class QuantizedExperts(StoredCodes):
-    """One projection of all experts of a mixture, with codes and scales instead of the weights; they share outlier columns."""
+    """One projection of all experts of a mixture, with codes and scales instead of weights. Experts share outlier columns."""
 
     def __init__(self, weights: Tensor, compute: Compute, columns: Sequence[int] | None) -> None:
         super().__init__()
@@ -228,7 +227,7 @@ class QuantizedExperts(StoredCodes):
         return self.weight_codes[expert], self.weight_scales[expert], kept
 
     def forward(self, x: Tensor, weights: None, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[tokens, in]``, sorted by expert, to ``[tokens, out]``; zero for tokens without an expert."""
+        """Multiply ``[tokens, in]``, sorted by expert, to ``[tokens, out]``: zero for tokens without an expert."""
         result = x.new_zeros((x.shape[0], self.weight_codes.shape[1]))
         for expert, tokens in groups_of(offsets):
             codes, scales, kept = self.of_expert(expert)
@@ -257,7 +256,7 @@ def _dequantized(codes: Tensor, scales: Tensor, kept: Kept | None, compute: Comp
 def _check_formats(module: StoredCodes, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Refuse codes of another format: PyTorch would load them as numbers and round them to the layer's format.
 
-    The saved state decides how many columns are kept in 16 bits.
+    The saved state determines the number of columns kept in 16 bits.
     """
     columns = state_dict.get(prefix + KEPT[0])
     if columns is not None and module.missed is not None and module.missed.is_meta:
@@ -288,30 +287,28 @@ def quantize_for_inference(
 ) -> nn.Module:
     """Replace the weights of a model's linear layers and experts by one-byte codes, in place: 1 byte a parameter.
 
-    Invariant: a layer's output is the compute's matmul of the cast input and the codes, the same bits eager and compiled;
-    loading the ``state_dict`` into a model quantized in the same way gives the same bits again. Outliers and a per-tensor scale
-    depend on all tokens of a call; in the other computes tokens are independent.
+    Invariant: a layer's output is the compute's matmul of the cast input and the codes. Eager and compiled bits are equal.
+    Loading the ``state_dict`` into a model quantized in the same way gives the same bits. Outliers and a per-tensor scale
+    depend on all tokens of a call. In other computes tokens are independent.
 
-    ``int8-outlier`` also stores the weights of ``outlier_columns`` in 16 bits, at ``2 * out + 4`` bytes a column. An outlier in
+    ``int8-outlier`` also stores the weights of ``outlier_columns`` in 16 bits, ``2 * out + 4`` bytes a column. An outlier in
     another column multiplies the widened codes, and :func:`missed_outliers` counts it.
 
     Args:
-        model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts; on the meta device, codes are
-            empty, to be loaded with ``load_state_dict(…, assign=True)``.
-        compute: a compute, or its name, whose weights are 8-bit codes with scales of their own: ``int8-outlier-codes``,
+        model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts. On the meta device, codes are
+            empty: load them with ``load_state_dict(…, assign=True)``.
+        compute: a compute, or its name, whose weights are 8-bit codes with their own scales: ``int8-outlier-codes``,
             ``int8-outlier``, ``int8-row``, ``float8-row``, ``float8-tensor``, ``float8-block``, ``mxfp8``.
-        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` uses the compute's own, which is the
-            language model's head.
-        outlier_columns: required by ``int8-outlier`` and refused by others: columns by layer, as
-            :func:`find_outlier_columns` returns them (layers that it lacks keep none), or ``"all"``. On the meta device they may
-            be left out: the loaded ``state_dict`` decides.
+        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head).
+        outlier_columns: required by ``int8-outlier``, refused by others. Columns by layer, as
+            :func:`find_outlier_columns` returns them (missing layers keep none), or ``"all"``. Optional on the meta device,
+            where the loaded ``state_dict`` decides.
     Returns:
         The model, in evaluation mode. It computes in the dtype of its input.
     Raises:
-        RecipeError: no such compute, or one without such codes; no linear layer to quantize; outlier columns that are missing,
-            useless, or not the layers'. Later, backward() raises it too.
-    Cost: some float32 copies of one weight at a time. In use, where the product is emulated or in blocks, a bfloat16 copy of
-        one weight at a time.
+        RecipeError: an unknown compute, or one without such codes; no linear layer to quantize; outlier columns that are
+            missing, useless, or not the layers'. Later, backward() raises it too.
+    Cost: some float32 copies of one weight at a time. In use, a bfloat16 copy too if the product is emulated or in blocks.
     Source: Dettmers et al. 2022, LLM.int8() (2208.07339).
     Example:
         >>> model = nn.Sequential(nn.Linear(512, 512, bias=False, dtype=torch.bfloat16))
@@ -351,7 +348,7 @@ def quantize_for_inference(
 
 
 def inference_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers, each storage counted once, quantized or not.
+    """Return the bytes of a model's parameters and buffers, quantized or not. Each storage counts once.
 
     Args:
         model: any module.
@@ -366,10 +363,10 @@ def inference_bytes(model: nn.Module) -> int:
 
 
 def with_codes(compute: str | Compute) -> Compute:
-    """Return the compute of that name, if its weights can be stored as codes of one byte.
+    """Return the compute of that name, if its weights can be stored as one-byte codes.
 
     Raises:
-        RecipeError: no such compute, or its weights are not such codes.
+        RecipeError: an unknown compute, or its weights are not such codes.
     """
     compute = get_compute(compute)
     if compute.output.left.smooth:
@@ -391,7 +388,7 @@ def with_codes(compute: str | Compute) -> Compute:
 def checked_columns(
     compute: Compute, layers: Mapping[str, Tensor], requested: OutlierColumns | None
 ) -> dict[str, Sequence[int] | None]:
-    """Return the columns to keep of each layer, whose weights are ``[…, out, in]``: ``None`` where the compute keeps none."""
+    """Return the columns to keep for each layer with weights ``[…, out, in]``; ``None`` if the compute keeps none."""
     if not keeps_outlier_weights(compute):
         if requested is not None:
             raise RecipeError(
@@ -427,13 +424,13 @@ def checked_columns(
 def quantize_layer(
     module: Any, compute: Compute, shared: dict[Tensor, tuple[Tensor, Tensor]], columns: Sequence[int] | None = None
 ) -> None:
-    """Make a linear layer a :class:`QuantizedLinear`: the same object, so that hooks and references to it hold.
+    """Make a linear layer a :class:`QuantizedLinear`. It stays the same object, so hooks and references stay valid.
 
     Args:
         module: ``nn.Linear`` or transformers' ``Conv1D``; changed in place.
-        compute: of :func:`with_codes`.
-        shared: codes and scales by the weight that they store; tied layers share one entry.
-        columns: ascending, of those whose weights are kept in 16 bits; ``None`` where the compute keeps none.
+        compute: from :func:`with_codes`.
+        shared: codes and scales by weight. Tied layers share one entry.
+        columns: ascending columns whose weights stay in 16 bits; ``None`` if the compute keeps none.
     """
     weight, bias, matrix = module._parameters["weight"], module._parameters["bias"], matrix_of(module)
     if weight not in shared:
@@ -457,8 +454,8 @@ def _codes_of(weight: Tensor, right: Cast) -> tuple[Tensor, Tensor]:
 
 
 def _kept(weight: Tensor, columns: Sequence[int]) -> Kept:
-    """Return the weights of some columns in 16 bits: as they are, or of a float32 weight in bfloat16."""
-    with torch.inference_mode(False):  # a tensor of inference mode could not be counted in outside it
+    """Return the weights of some columns in 16 bits. Float32 weights become bfloat16."""
+    with torch.inference_mode(False):  # outside inference mode, its tensors cannot be changed in place
         index = torch.tensor(list(columns), dtype=torch.int32, device=weight.device)
         dtype = weight.dtype if weight.element_size() == 2 else torch.bfloat16
         missed = torch.zeros((), dtype=torch.int64, device=weight.device)
@@ -467,9 +464,9 @@ def _kept(weight: Tensor, columns: Sequence[int]) -> Kept:
 
 # ── outlier columns ────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# In LLM.int8() the columns of a call decide, and a model in training has all of its weights at hand. A quantized one has 16-bit
-# weights only of the columns that were expected to hold outliers. Such features are few and hold outliers in every text (Dettmers
-# et al. 2022, 2208.07339, section 4: at most 7 of thousands, in nearly all layers at once), so some batches find them.
+# In LLM.int8() each call decides on its columns. A model in training has all its weights. A quantized model has 16-bit weights
+# only for columns that are expected to hold outliers. Some batches find these: such features are few and hold outliers in every
+# text (Dettmers et al. 2022, 2208.07339, section 4: at most 7 of thousands, in nearly all layers at once).
 
 
 @torch.no_grad()
@@ -479,17 +476,17 @@ def find_outlier_columns(
     compute: str | Compute = "int8-outlier",
     keep: tuple[str, ...] | None = None,
 ) -> dict[str, list[int]]:
-    """Find the columns of the linear layers' inputs that hold outliers in some batches, to keep their weights in 16 bits.
+    """Find input columns of linear layers that hold outliers in some batches, to keep their weights in 16 bits.
 
-    A column is found if one of its values reaches the threshold of the compute, in any batch, as the layer will decide it. The
-    experts of a mixture share the columns of a projection.
+    A column is found if one of its values reaches the compute's threshold in any batch, by the layer's own test. The experts of
+    a mixture share the columns of a projection.
 
     Args:
         model: before it is quantized.
-        batches: each a tensor, which is given to the model, or a dict of its keyword arguments.
+        batches: each a tensor, or a dict of keyword arguments, to call the model with.
         compute, keep: as for :func:`quantize_for_inference`; another threshold is ``"int8-outlier+threshold=4"``.
     Returns:
-        Ascending columns by the name of the layer; a layer without any has an empty list.
+        Ascending columns by the name of the layer. A layer without outliers has an empty list.
     Raises:
         RecipeError: the compute separates no outliers, or no layer was called.
     Cost: a forward pass for each batch.
@@ -527,7 +524,7 @@ def find_outlier_columns(
 
 @contextmanager
 def _visible_experts(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
-    """The projections of all experts by name, as modules that are called with their input; swapped within the context only."""
+    """Yield the projections of all experts by name, as modules called with their input. Swap only within the context."""
     added: list[Any] = [m for m in model.modules() if is_experts(m) and not hasattr(m, NARROW)]
 
     def plain_compute(name: str) -> Compute | None:
@@ -544,12 +541,12 @@ def _visible_experts(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 
 
 def missed_outliers(model: nn.Module) -> dict[str, int]:
-    """Count the outlier columns whose weights were not kept in 16 bits and came from the codes, since the model was quantized.
+    """Count outlier columns whose weights came from the codes instead of 16 bits, since the model was quantized.
 
     Args:
         model: quantized by :func:`narrowgauge.quantize_for_inference` or not.
     Returns:
-        By the name of the layer, summed over its calls; layers of other computes than ``int8-outlier`` are left out.
+        Counts by layer name, summed over calls. Only layers of ``int8-outlier`` are listed.
     Example:
         >>> missed_outliers(nn.Linear(2, 2))
         {}

@@ -1,16 +1,16 @@
 """The three matmuls of a linear layer: the casts of their six operands, the products, and their gradients.
 
-:mod:`narrowgauge.spec.computes` says which tensor fills which slot; how it is cast there, and what the matmul does with the two
-operands, is here. Linear layers, experts, inference and the profiler call these functions.
+:mod:`narrowgauge.spec.computes` defines which tensor fills which slot. This module casts the tensors and multiplies them.
+Linear layers, experts, inference and the profiler call these functions.
 
 ``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the model's graph, and fuse with
-their neighbours. Three operators are opaque: the cast of a weight that is cached or was gathered as codes, which is looked up
-while the graph runs; a product on a kernel that the compiler does not write; and the columns of outliers, whose number varies.
+their neighbours. Three operators are opaque: casts of weights that are cached or gathered as codes (looked up while the graph
+runs), products on kernels that the compiler does not write, and outlier columns (their number varies).
 
-*Outlier features* are the few columns of an input that int8 cannot hold together with the others. In large language models some
-features are hundreds of times larger than the rest, in every token; a scale per row that covers them leaves the others a handful
-of codes. Without those columns a row fits int8, and a thin 16-bit matmul adds them: times the weights in 16 bits (the paper), or
-times the codes of the weights, widened (bitsandbytes), as the cast says.
+*Outlier features* are the few input columns that int8 cannot hold together with the others. In large language models some
+features are hundreds of times larger than the rest, in every token. A scale per row that covers them leaves few codes for the
+others. Without those columns a row fits int8. A thin 16-bit matmul adds them, times the 16-bit weights (the paper) or the
+widened codes (bitsandbytes), as the cast says.
 Source: Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.
 """
 
@@ -36,12 +36,12 @@ REGISTERED: dict[str, Compute] = dict(COMPUTES)
 
 
 def register(compute: Compute) -> str:
-    """Make a compute known to the operators, and return the name by which they find it.
+    """Register a compute for the operators, and return its registered name.
 
-    That is its own name, with a number where another compute has it.
+    The name is the compute's own, with a number if another compute has it.
 
     Raises:
-        RecipeError: the cast of the input for ``output``, which layers share, would need random bits or scales of one layer.
+        RecipeError: layers share the cast of ``output``'s input, and it would need random bits or scales of one layer.
     """
     if compute.output.left.needs_bits:
         raise RecipeError(
@@ -65,7 +65,7 @@ def register(compute: Compute) -> str:
 
 
 def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
-    # Codes that are kept for backward stay codes, even where this matmul widens them.
+    # Codes saved for backward stay codes, even if this matmul widens them.
     as_codes = slot == "output.left" and compute.keeps_codes
     return operand_dtype(compute.casts[slot], compute.products[SLOTS[slot].matmul], device, as_codes=as_codes)
 
@@ -81,11 +81,11 @@ def cast_to_slot(
     sequence_length: int = 1,
     fold: Tensor | None = None,
 ) -> Operand:
-    """Cast a tensor of a layer to the operand that a slot takes.
+    """Cast a tensor of a layer to the operand of a slot.
 
     Args:
-        keys: the layer's; needed where the cast takes random bits or is delayed.
-        history: the layer's amax history; without one, a delayed scale comes from ``x``.
+        keys: the layer's keys; needed for random bits or delayed scales.
+        history: the layer's amax history. Without it, a delayed scale comes from ``x``.
         record: write the amax of ``x`` into the history.
         sequence_length: rows per sequence, which key random bits.
         fold: multiplied into ``x`` first, see :func:`scales_to_fold`.
@@ -106,7 +106,7 @@ def cast_to_slot(
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
-    """Return the right operand's outer scales where each belongs to one term of the sum, shaped to multiply the left tensor."""
+    """Return the right operand's outer scales, shaped to multiply the left tensor, if each belongs to one term of the sum."""
     if right is None or compute.products[matmul].right.granularity != "column":
         return None
     return right.view((1, -1) if SLOTS[f"{matmul}.left"].dim == 1 else (-1, 1))
@@ -121,10 +121,10 @@ def multiply_slots(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Multiply the two operands of one of the three matmuls: ``shape``, without the padding, in ``dtype``."""
+    """Multiply the two operands of one of the three matmuls. Return ``shape``, without padding, in ``dtype``."""
     product = compute.products[matmul]
     if product.right.granularity == "column":
-        right = right._replace(outer=None)  # its scales are in the left one, see scales_to_fold
+        right = right._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
     if torch.compiler.is_compiling() and is_opaque(left, right, product):
         return cast(Tensor, _multiply_opaque(*left, *right, register(compute), matmul, list(shape), dtype, bias))
     if product.left.smooth:
@@ -156,7 +156,7 @@ def cast_weight_to_slot(
     weight: Tensor, name: str, slot: str, *, keys: Keys | None, history: Tensor | None, record: bool = False,
     unit: Tensor | None = None,
 ) -> Operand:  # fmt: skip
-    """:func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``; from the cache where it holds the cast."""
+    """Call :func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``. Use the cached cast if there is one."""
     if torch.compiler.is_compiling() and cast_cache.is_in_use():
         clock, layer = keys or (None, None)
         data, outer, inner = _cast_weight(weight, name, slot, clock, layer, history, record, unit)
@@ -178,7 +178,7 @@ def _cast_weight(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     keys = None if clock is None or layer is None else Keys(clock, layer)
     operand = cast_weight_to_slot(weight, compute, slot, keys=keys, history=history, record=record, unit=unit)
-    # An operator returns neither None nor memory that somebody else has.
+    # An operator may return neither None nor memory that is in use elsewhere.
     missing = weight.new_empty(0, dtype=torch.float32)
     data, outer, inner = (missing if part is None else part.clone() for part in operand)
     return data, outer, inner
@@ -198,9 +198,9 @@ def _(
 
 @torch.library.custom_op("narrowgauge::weight_unit", mutates_args=())
 def weight_unit(weight: Tensor) -> Tensor:
-    """Return the power of two at or below a weight's root mean square, 0-d float32: measured once per version of the weight.
+    """Return the power of two at or below a weight's root mean square, 0-d float32. Measure once per version of the weight.
 
-    A compiler would add its squares in another order.
+    It is an operator, since a compiler would add the squares in another order.
     """
     return cast_cache.cast_weight(weight, ("unit",), lambda: Operand(power_of_rms(weight))).data.clone()
 
@@ -214,13 +214,13 @@ def _(weight: Tensor) -> Tensor:
 
 
 def outlier_columns(x: Tensor, threshold: float) -> Tensor:
-    """Return which columns of ``[rows, columns]`` hold a magnitude of ``threshold`` or more (or a NaN): bool ``[columns]``."""
-    # In float32: PyTorch would round the threshold to the format of x first.
+    """Return which columns of ``[rows, columns]`` hold a magnitude of at least ``threshold`` (or a NaN): bool ``[columns]``."""
+    # Compare in float32: PyTorch would first round the threshold to the format of x.
     return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
 
 
 def without_outliers(x: Tensor, threshold: float) -> Tensor:
-    """``x`` with zeros in its outlier columns."""
+    """Return ``x`` with zeros in its outlier columns."""
     return torch.where(outlier_columns(x, threshold), 0, x)
 
 
@@ -232,18 +232,18 @@ def add_outliers(
     codes: Operand,
     kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``result`` plus the product of the outlier columns of ``x`` with the weights ``[out, in]`` that the compute says.
+    """Add the product of the outlier columns of ``x`` and the compute's weights ``[out, in]`` to ``result``.
 
     Args:
-        weight: in 16 bits; ``None`` in inference, where they are not stored.
+        weight: in 16 bits; ``None`` in inference, where it is not stored.
         codes: of the weight, with a scale per row.
-        kept: int32 ``[kept]``, ascending, and ``[out, kept]``: columns whose weights are stored in 16 bits beside the codes.
+        kept: int32 ``[kept]``, ascending, and ``[out, kept]``: columns with weights stored in 16 bits beside the codes.
     Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
     """
     weight = weight if keeps_outlier_weights(compute) else None
     columns, weights = kept or (None, None)
     arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer, columns, weights)
-    # The number of columns would break a graph.
+    # The variable number of columns would break a graph.
     return cast(Tensor, (_add_opaque if torch.compiler.is_compiling() else _add_outliers)(*arguments))
 
 
@@ -287,14 +287,14 @@ def output(
     x: Tensor, weight: Tensor, bias: Tensor | None, name: str, *, keys: Keys | None, history: Tensor | None,
     record: bool, input_history: Tensor | None = None, unit: Tensor | None = None,
 ) -> tuple[Tensor, Operand]:  # fmt: skip
-    """``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and what backward keeps of the input: its cast, or itself.
+    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the input saved for backward: its cast, or itself.
 
     Args:
         name: of a registered compute.
-        keys, history: the layer's; ``None`` where its casts need none.
+        keys, history: the layer's; ``None`` if its casts need none.
         record: write amax values into the history.
-        input_history: gives the input's delayed scale: that of the first of several layers that get the same input.
-        unit: 0-d, a power of two: the product is that with ``weight / unit``; the cast is cached under the weight itself.
+        input_history: gives the input's delayed scale. Layers with the same input share the first layer's history.
+        unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
     """
     compute = REGISTERED[name]
     left = cast_to_slot(x, compute, "output.left", keys=keys, history=input_history, record=record)
@@ -309,10 +309,10 @@ def gradients(
     grad: Tensor, kept: Operand, weight: Tensor, name: str, *, keys: Keys | None, history: Tensor | None,
     record: bool, sequence_length: int, needs: tuple[bool, bool], unit: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """``grad_input [tokens, in]`` and ``grad_weight [out, in]`` of the output's gradient, each where it is needed.
+    """Return ``grad_input [tokens, in]`` and ``grad_weight [out, in]`` from the output's gradient, each if needed.
 
     Args:
-        kept: what :func:`output` returned.
+        kept: the operand that :func:`output` returned.
     """
     compute = REGISTERED[name]
     slots = compute.cast_slots
@@ -340,7 +340,7 @@ def gradients(
 
 
 class _Product(torch.autograd.Function):
-    """``x · wᵀ + b`` and its gradients, in a compute's casts."""
+    """Compute ``x · wᵀ + b`` and its gradients, in a compute's casts."""
 
     @staticmethod
     def forward(
@@ -352,7 +352,7 @@ class _Product(torch.autograd.Function):
             x, weight, bias, name, keys=keys, history=history, record=record, input_history=input_history, unit=unit
         )
         ctx.save_for_backward(*kept, weight, clock, key, unit)
-        # Not saved for backward, which would refuse it once another layer or pass has written to it.
+        # Not saved for backward: autograd would refuse it after another layer or pass writes to it.
         ctx.history = history
         ctx.name, ctx.sequence_length, ctx.record, ctx.has_bias = name, sequence_length, record, bias is not None
         return y
@@ -370,7 +370,7 @@ class _Product(torch.autograd.Function):
         return by_input, by_weight, by_bias, *[None] * 8
 
 
-# Dynamo puts the call into its graph as it is, and AOTAutograd traces the operations inside: no guards on computes and casts.
+# Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards on computes and casts.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def multiply_layer(*arguments: Any) -> Tensor:
     """Return the product of a layer with gradients, from the arguments of :meth:`_Product.forward`."""

@@ -1,8 +1,8 @@
-"""One Linear for every format: three matmuls, six casts, and what is kept between forward and backward.
+"""One Linear for every format: three matmuls, six casts, and the tensors saved for backward.
 
 A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose matmuls follow a compute of
-:mod:`narrowgauge.spec.computes`. Parameters, names and ``state_dict`` are the plain layer's. A model's layers are swapped in
-place by :func:`narrowgauge.matmul.swapping.swap_linears`.
+:mod:`narrowgauge.spec.computes`. Parameters, names and ``state_dict`` are the plain layer's.
+:func:`narrowgauge.matmul.swapping.swap_linears` swaps a model's layers in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from narrowgauge.spec.formats import dtype_name
 
 
 class ExactBuffers(nn.Module):
-    """A module whose buffers named in ``exact`` keep their dtype when the model's dtype changes; it stays where float64 is."""
+    """A module whose ``exact`` buffers keep their dtype when the model's dtype changes. Devices without float64 are refused."""
 
     exact: tuple[str, ...] = ()
 
@@ -42,17 +42,17 @@ class ExactBuffers(nn.Module):
 
 
 class NarrowLayer(ExactBuffers):
-    """What a linear layer and the experts of a mixture have in common: a compute, keys of random bits and delayed scales.
+    """Base of linear layers and experts: a compute, keys of random bits and delayed scales.
 
     Attributes:
-        compute: the compute in force.
-        registered_name: by which operators and graphs know it.
-        plain_dtype: where the model computes in it the layer is a plain one: nothing is cast.
+        compute: the active compute.
+        registered_name: its name for operators and graphs.
+        plain_dtype: if the model computes in this dtype, the layer is a plain one without casts.
         clock: the seed and the step, shared by all layers of a model.
-        is_keyed: whether this or an earlier compute takes random bits, which the step keys.
-        key: int32 ``[]``, or ``[experts]``: of the layer's random bits, from its name.
-        clock_words: the clock as a tensor; ``None`` where no cast takes random bits or a delayed scale.
-        amax_history: see :func:`narrowgauge.matmul.delayed_scaling.new_history`; ``None`` where no scale was ever delayed.
+        is_keyed: this or an earlier compute takes random bits, which the step keys.
+        key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from its name.
+        clock_words: the clock as a tensor; ``None`` if no cast takes random bits or a delayed scale.
+        amax_history: see :func:`narrowgauge.matmul.delayed_scaling.new_history`; ``None`` if no scale was ever delayed.
     """
 
     exact = ("amax_history",)
@@ -67,7 +67,7 @@ class NarrowLayer(ExactBuffers):
     amax_history: Tensor | None
 
     def begin(self, key: Tensor, compute: Compute) -> None:
-        """Take a key and a compute, and a clock that starts at zero."""
+        """Set a key and a compute, and start a clock at zero."""
         self.register_buffer("key", key, persistent=False)
         self.register_buffer("clock_words", None, persistent=False)
         self.register_buffer("amax_history", None, persistent=False)
@@ -91,20 +91,20 @@ class NarrowLayer(ExactBuffers):
         self.clock_words = clock.words(self.key.device) if reads else None
 
     def keys(self, expert: int | None = None) -> Keys | None:
-        """Return the keys of random bits, of one of several experts; ``None`` where no cast needs them."""
+        """Return the keys of random bits, optionally of one expert; ``None`` if no cast needs them."""
         if self.clock_words is None:
             return None
         return Keys(self.clock_words, self.key if expert is None else self.key[expert])
 
     def load_history(self, history: Tensor) -> None:
-        """Load a history, even where no scale of the present compute is delayed: a later one's may be."""
+        """Load a history, even if the current compute delays no scale: a later compute may."""
         if self.amax_history is None:
             self.amax_history = history.detach().to(self.key.device, copy=True)
         else:
             self.amax_history.copy_(history)
 
     def cast_stream(self, x: Tensor) -> Tensor:
-        """Return the input in the dtype in which the model computes around the layer: autocast's, which must be the compute's."""
+        """Return the input in the model's dtype around the layer: autocast's, which must be the compute's."""
         if not torch.is_autocast_enabled(x.device.type):
             return x
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -118,7 +118,7 @@ class NarrowLayer(ExactBuffers):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.set_clock(self.clock)  # on the device where the layer is now
+        self.set_clock(self.clock)  # on the layer's current device
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,24 +130,24 @@ class NarrowLayer(ExactBuffers):
 class Linear(NarrowLayer, nn.Linear):
     """A linear layer in the arithmetic of a compute; made by :func:`swap_linears`.
 
-    Invariant: the output and both gradients are the compute's matmuls of its casts, the same bits eager and compiled;
-    backward keeps what ``Compute.kept_bytes`` says.
+    Invariant: the output and both gradients are the compute's matmuls of its casts, with equal bits eager and compiled.
+    Backward keeps ``Compute.kept_bytes`` per input element.
     """
 
-    # The layer whose history gives the delayed scale of the input: the first that gets the same input, else itself.
+    # The layer whose history gives the input's delayed scale: the first with the same input, or itself.
     scale_owner: tuple[Linear, ...] = ()
     # Whether the weight is [in, out], as in transformers' Conv1D.
     is_transposed: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Multiply ``[..., in]`` to ``[..., out]``."""
         return self.multiply(input, self.weight, self.bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
-        """Return the layer's product with a weight of the caller's: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
+        """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
 
-        With a ``unit`` (0-d, a power of two; not in wide computes) it is the product with ``weight / unit``, and the weight's
-        gradient is that of the quotient; the cast is cached under the weight itself.
+        With a ``unit`` (0-d, a power of two; not in wide computes), multiply by ``weight / unit``. The weight's gradient is
+        then the quotient's gradient. The cast is cached under the weight itself.
 
         Raises:
             RecipeError: autocast requests a dtype that is not the compute's.
@@ -168,7 +168,7 @@ class Linear(NarrowLayer, nn.Linear):
         return cast(Tensor, layer_matmuls.weight_unit(weight.detach()))
 
     def input_history(self) -> Tensor | None:
-        """Return the history that gives the input's delayed scale; ``None`` where the scale is not delayed."""
+        """Return the history for the input's delayed scale; ``None`` if the scale is not delayed."""
         if self.compute.output.left.scaling != "delayed":
             return None
         return (self.scale_owner[0] if self.scale_owner else self).amax_history
@@ -178,7 +178,7 @@ class Linear(NarrowLayer, nn.Linear):
 
 
 def plain_dtype(compute: Compute) -> torch.dtype | None:
-    """Return the dtype in which a compute equals a plain linear layer: nothing is cast; ``None`` without one."""
+    """Return the dtype in which a compute equals a plain linear layer without casts; ``None`` if there is none."""
     formats = {cast.format for cast in compute.casts.values()}
     return getattr(torch, formats.pop(), None) if compute.is_wide and len(formats) == 1 else None
 
@@ -193,18 +193,18 @@ def has_plain_product(module: nn.Module) -> bool:
 class DeferredLinear(nn.Linear):
     """A plain linear layer for frameworks that bind ``forward`` to a layer before it can be swapped.
 
-    Swapped, it computes narrowly through the method that was bound, too.
+    Once swapped, it computes narrowly through the bound method, too.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Multiply ``[..., in]`` to ``[..., out]``."""
         return Linear.forward(self, input) if isinstance(self, Linear) else nn.Linear.forward(self, input)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of a kind that can be swapped.
+    """Return whether a module is a linear layer that can be swapped.
 
-    A subclass of ``nn.Linear`` is one if its product is ``nn.Linear``'s own: a framework's, or one that FSDP2 has wrapped.
+    A subclass of ``nn.Linear`` counts if it has ``nn.Linear``'s own product: a framework's, or one that FSDP2 has wrapped.
     """
     if isinstance(module, nn.Linear):
         inherits = type(module).forward in (nn.Linear.forward, Linear.forward, DeferredLinear.forward)
@@ -218,14 +218,14 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def matrix_of(module: Any) -> Tensor:
-    """Return the weight ``[out, in]`` of a linear layer."""
+    """Return the weight of a linear layer as ``[out, in]``."""
     weight: Tensor = module.weight
     return weight.t() if is_transposed(module) else weight
 
 
 @functools.cache
 def _narrow_class(plain: type[Any]) -> type[Linear]:
-    """:class:`Linear`, for a layer of that class; one that keeps what a subclass adds, such as FSDP2's methods."""
+    """Return :class:`Linear` for a layer of that class. It keeps the additions of a subclass, such as FSDP2's methods."""
     if issubclass(plain, Linear):
         return plain
     if plain is nn.Linear or not issubclass(plain, nn.Linear):
@@ -234,7 +234,7 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
 
 
 def _reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle or copy a layer of such a class: no module has the class, so it is made again from the plain one."""
+    """Pickle or copy a layer of such a class. The class is in no module, so it is made again from the plain one."""
     reduced = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
     return (_empty_layer, (layer._plain_class,), *reduced[2:])
 
@@ -245,9 +245,9 @@ def _empty_layer(plain: Any) -> Linear:
 
 
 def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
-    """Return the module as a :class:`Linear`; the same object, so that hooks and references to it hold.
+    """Return the module as a :class:`Linear`. It stays the same object, so hooks and references stay valid.
 
-    One whose ``forward`` was replaced on the object itself is refused: it would go on computing as before.
+    Refuse an object whose own ``forward`` was replaced: it would compute as before.
     """
     if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
         raise RecipeError(

@@ -1,10 +1,9 @@
 """Narrow all-gathers: FSDP2 moves the weights of narrow layers as the codes that their matmuls take.
 
-FSDP2 asks a sharded tensor that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to gather and what to make of it.
-Here the first casts this rank's rows (:mod:`narrowgauge.spec.computes` says how), and the second hands the codes of all rows
-to the cast cache, where the layer's matmuls find them. The gathered parameter is then a tensor of the right shape and dtype
-that is filled with NaN: its values were not gathered, and code that reads them anyway fails visibly. The sharded parameter
-stays a plain DTensor: the optimizer, gradients and checkpoints see no difference.
+FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a sharded tensor that has them. Here the first casts this
+rank's rows (see :mod:`narrowgauge.spec.computes`). The second passes the codes of all rows to the cast cache, where the layer's
+matmuls find them. The gathered parameter has the right shape and dtype, but is filled with NaN, since no values were gathered.
+Code that reads it fails visibly. The sharded parameter stays a plain DTensor for the optimizer, gradients and checkpoints.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from narrowgauge.spec.computes import SLOTS, Compute, gathered_slots, why_gather
 
 
 def gather_narrow(model: nn.Module) -> dict[str, str]:
-    """Let FSDP2 gather weights as codes from now on, where the layer's compute allows it.
+    """Make FSDP2 gather weights as codes from now on, if the layer's compute allows it.
 
     Invariant: outputs and gradients have the same bits as without.
 
@@ -35,16 +34,16 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
         model: sharded by ``fully_shard``, after its layers were swapped (:func:`narrowgauge.prepare`). Computes must not
             change afterwards.
     Returns:
-        The linear layers that are gathered as before, by name, each with the reason.
+        The linear layers that are gathered as before: name and reason.
     Raises:
         RecipeError: no layer can be gathered as codes.
-    Cost: 1 byte per weight, and 4 per row for scales, instead of the weight's own; where a scale covers several shards, one
-    all-reduce of amax values per gather. A gathered layer takes 1 byte per weight more memory than before.
+    Cost: sends 1 byte per weight and 4 bytes per row for scales, instead of the weight. If a scale covers several shards, also
+    one all-reduce of amax values per gather. A gathered layer takes 1 byte per weight more memory than before.
     Source: torchao's float8 all-gather, for one scale per tensor.
     """
     groups = torch_names.fsdp_groups(model)
     for module, _ in groups:
-        module.reshard()  # a forward pass leaves what it has gathered in the root
+        module.reshard()  # a forward pass leaves gathered parameters in the root
     left_wide: dict[str, str] = {}
     units: dict[nn.Module, _Unit] = {}
     users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -71,7 +70,7 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
 
 
 def _reason(module: nn.Linear, users: Counter[int], is_checkpointed: bool) -> str:
-    """Why a layer's weight is gathered as it is; empty where it need not be."""
+    """Return why a layer's weight is not gathered as codes; empty if it is."""
     weight: Any = module.weight
     if not isinstance(module, Linear):
         return "it is PyTorch's own layer"
@@ -101,7 +100,7 @@ def _fsdp_module(model: nn.Module, name: str) -> nn.Module:
 
 
 class _Unit:
-    """The weights that are gathered together; their amax values over all shards travel together too."""
+    """Weights that are gathered together. Their amax values over all shards are sent together, too."""
 
     def __init__(self) -> None:
         self.weights: list[_GatheredWeight] = []
@@ -109,12 +108,12 @@ class _Unit:
         self.amaxes: dict[_GatheredWeight, Tensor] = {}
 
     def amax(self, weight: _GatheredWeight, in_backward: bool, dtype: torch.dtype | None, group: Any) -> Tensor:
-        """The amax values that the cast of one weight takes, over all ranks; measured for all weights when the first asks."""
+        """Return the amax values for one weight's cast, over all ranks. The first call measures them for all weights."""
         if weight is self.first.setdefault(in_backward, weight):
             shared = [member for member in self.weights if member.spans_shards(in_backward)]
             local_amaxes = [member.own_amax(in_backward, dtype) for member in shared]
             total = torch.cat([amax.view(-1) for amax in local_amaxes])
-            # A maximum may lose a NaN on its way; of an infinity the scale becomes NaN as well.
+            # A maximum may lose a NaN on its way. An infinity also makes the scale NaN.
             total = torch.where(total.isnan(), torch.inf, total)
             dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
             parts = total.split([amax.numel() for amax in local_amaxes])
@@ -125,7 +124,7 @@ class _Unit:
 
 
 class _GatheredWeight:
-    """What FSDP2 asks about one weight."""
+    """The methods of one weight that FSDP2 calls."""
 
     def __init__(self, name: str, layer: Linear, unit: _Unit) -> None:
         self.name, self.layer, self.unit, self.compute = name, layer, unit, layer.compute
@@ -136,7 +135,7 @@ class _GatheredWeight:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """This rank's shard as it is sent, and what the other method needs besides."""
+        """Return this rank's shard to send, and metadata for the other method."""
         if self.layer.compute != self.compute:
             raise RecipeError(
                 f"layer '{self.name}' went from compute '{self.compute.name}' to '{self.layer.compute.name}', and its weight "
@@ -153,7 +152,7 @@ class _GatheredWeight:
         )
         parts = [codes.view(torch.uint8)]
         if _scales_rows(self.compute, self.slot(False)):
-            # The same parts in both passes: FSDP2 keeps the memory that it has gathered them into.
+            # Send the same parts in both passes: FSDP2 reuses the memory that it gathered them into.
             scales = (
                 outer if amax is None and outer is not None else codes.new_zeros(len(codes), 1, dtype=torch.float32)
             )
@@ -163,10 +162,12 @@ class _GatheredWeight:
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Hand over the codes of all rows; the parameter gets no values."""
+        """Pass the codes of all rows to the cast cache. The parameter gets no values."""
         slot, outer, shape = metadata
         weight = out if out is not None else torch.empty(shape, dtype=param_dtype, device=gathered[0].device)
-        weight.data.fill_(torch.nan)  # .data: autograd must not count it, for backward refills what forward has saved
+        weight.data.fill_(
+            torch.nan
+        )  # .data: autograd must not count it, since backward refills a tensor that forward saved
         codes = gathered[0].view(getattr(torch, self.compute.casts[slot].format))
         scales = gathered[1].view(torch.float32) if outer is None and len(gathered) > 1 else outer
         dtype = slot_dtype(self.compute, slot, codes.device)
@@ -183,7 +184,7 @@ class _GatheredWeight:
         return not _scales_rows(self.compute, self.slot(in_backward))
 
     def own_amax(self, in_backward: bool, dtype: torch.dtype | None) -> Tensor:
-        """Return the amax values of this rank's rows, shaped as the cast takes them."""
+        """Return the amax values of this rank's rows, in the shape that the cast takes."""
         along = (0, 1) if self.compute.casts[self.slot(in_backward)].granularity == "tensor" else (0,)
         return self.shard.to(dtype or self.shard.dtype).abs().amax(along, keepdim=True).float()
 

@@ -1,13 +1,11 @@
-"""Matmuls of the operands' own codes by PyTorch's kernels for GPUs: a function for each row of :mod:`narrowgauge.spec.kernels`.
+"""Multiply the operands' own codes by PyTorch's GPU kernels: a function for each row of :mod:`narrowgauge.spec.kernels`.
 
-A function lays the operands out as its kernel reads them, fills their sides up to what it takes, calls it, and cuts the result.
-Codes, scales and rounding are those that the emulation multiplies as bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order
-and the accumulation of the sum differ; and ``nvfp4`` multiplies the sum by the product of the two tensors' scales, not by one
-after the other.
+A function lays the operands out for its kernel, pads their sides, calls the kernel, and crops the result. Codes, scales and
+rounding equal those of the emulation in bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the
+sum differ. ``nvfp4`` also multiplies the sum by the product of the two tensors' scales, not by one after the other.
 
-*Tried before used.* A kernel that a chip should have may be missing from this build of PyTorch or its libraries. So the first
-time, each multiplies two small matrices whose product is exact in any order; one that raises, or is off in a single bit, is not
-used, and its products are emulated.
+*Tried before used.* This build of PyTorch or its libraries may lack a kernel of the chip. So before its first use, each kernel
+multiplies two small matrices whose product is exact in any order. If it raises or is off by one bit, its products are emulated.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ EXACT_TERMS = 1 << 17
 
 
 class Sums(NamedTuple):
-    """What a kernel computed, ``[rows, columns]``, and the scales that are still to be multiplied into it.
+    """A kernel's result ``[rows, columns]``, and scales still to be multiplied into it.
 
     Attributes:
-        by_row, by_column: float32 ``[rows, 1]`` or ``[1, 1]``, and ``[1, columns]`` or ``[1, 1]``; ``None`` where they are in it.
+        by_row, by_column: float32 ``[rows, 1]`` or ``[1, 1]``, and ``[1, columns]`` or ``[1, 1]``; ``None`` if included.
     """
 
     values: Tensor
@@ -55,7 +53,7 @@ class Sums(NamedTuple):
 
 
 def kernel_here(product: Product, device: torch.device) -> Kernel | None:
-    """Return the kernel of a device that multiplies the codes of a product; ``None`` where it has none that works."""
+    """Return the device's kernel for the codes of a product; ``None`` if it has no working one."""
     architecture = architecture_of(device)
     if architecture is None:
         return None
@@ -65,7 +63,7 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
 
 @lru_cache(None)
 def architecture_of(device: torch.device) -> str | None:
-    """``"sm90"``, ``"gfx942"``, as chips are called in :data:`narrowgauge.spec.chips.CHIPS`; ``None`` for what is no GPU."""
+    """Return ``"sm90"`` or ``"gfx942"``, as in :data:`narrowgauge.spec.chips.CHIPS`; ``None`` without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     if torch.version.hip:
@@ -76,7 +74,7 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def takes(kernel: Kernel, left: Operand, right: Operand) -> bool:
-    """Return whether two operands are as the kernel reads them: not where a cast is shared with an emulated product."""
+    """Return whether the kernel reads two operands' dtypes. It does not if a cast is shared with an emulated product."""
     dtypes = (torch.float32,) if kernel.name == "tfloat32" else CODES
     return left.data.dtype in dtypes and right.data.dtype in dtypes
 
@@ -87,10 +85,10 @@ def multiply_codes(
     """Return the product of two operands that the kernel takes.
 
     Args:
-        dims: the dimension of each that is contracted.
-        dtype: float32, bfloat16 or float16: of the result, if nothing is left to be added or multiplied. Kernels that cannot
-            write it leave their sums in float32 (``mxfp4``: in bfloat16).
-        fast: accumulate in the tensor core's register alone, where the kernel can.
+        dims: the contracted dimension of each.
+        dtype: float32, bfloat16 or float16: result dtype, if nothing is left to add or multiply. Kernels that cannot write it
+            return float32 sums (``mxfp4``: bfloat16).
+        fast: accumulate in the tensor core's register alone, if the kernel can.
     """
     rows, columns = left.data.shape[1 - dims[0]], right.data.shape[1 - dims[1]]
     if not (left.data.numel() and right.data.numel()):
@@ -107,7 +105,7 @@ def _turned(operand: Operand, dim: int) -> Operand:
 
 
 def _filled(x: Tensor, rows: int = _SIDE, columns: int = _SIDE) -> Tensor:
-    """Return one-byte codes, row-major, with zeros up to multiples of two numbers."""
+    """Return one-byte codes, row-major, padded with zeros to multiples of ``rows`` and ``columns``."""
     whole = x.view(torch.int8)  # F.pad does not take float8
     extra = -x.shape[1] % columns, -x.shape[0] % rows
     return (F.pad(whole, (0, extra[0], 0, extra[1])) if any(extra) else whole).contiguous().view(x.dtype)
@@ -117,14 +115,14 @@ def _filled(x: Tensor, rows: int = _SIDE, columns: int = _SIDE) -> Tensor:
 
 
 def _float8(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    """``torch._scaled_mm`` with the scales of tensors or of all rows."""
+    """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
     (rows, _), (columns, _) = left.data.shape, right.data.shape
     a, b = _filled(left.data), _filled(right.data)
     one = torch.ones((), dtype=torch.float32, device=a.device)
     by_row = None if left.outer is None else left.outer.reshape(-1, 1)
     by_column = None if right.outer is None else right.outer.reshape(1, -1)
     whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
-    # With scales of rows the kernel of older libraries writes bfloat16 alone.
+    # With scales of rows, older libraries' kernel writes only bfloat16.
     if dtype == torch.float32 or (dtype != torch.bfloat16 and not whole):
         sums = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
         return Sums(sums, by_row, by_column)
@@ -142,9 +140,9 @@ def _float8_fnuz(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) 
 
 
 def _as_fnuz(operand: Operand) -> Operand:
-    """Return the same values in the float8 of AMD's gfx942, whose exponents are larger by one: the bits stand for half as much.
+    """Return the same values in the float8 of AMD's gfx942. Its exponents are larger by one: the same bits mean half as much.
 
-    Its only NaN is the code of the other kind's negative zero.
+    Its only NaN is the other format's code for negative zero.
     """
     bits, two = operand.data.view(torch.int8), torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device)
     is_e5m2 = operand.data.dtype == torch.float8_e5m2
@@ -156,7 +154,7 @@ def _as_fnuz(operand: Operand) -> Operand:
 
 
 def _float8_blocks(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    """``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128; each 128 terms are added to the sum in float32."""
+    """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128. Add every 128 terms to the sum in float32."""
     a, b = _filled(left.data), _filled(right.data)
     (first, of_first), (second, of_second) = _scales_of_128(left), _scales_of_128(right)
     return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))
@@ -171,7 +169,7 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
 
 
 def _micro_scaled(left: Operand, right: Operand, dtype: torch.dtype, scale: torch.dtype) -> Sums:
-    """``scaled_mm`` with scales of 16 or 32 values in tiles, and of the tensor where the operands have one."""
+    """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any."""
     a, b = (_filled(x.data) for x in (left, right))
     if a.dtype == PAIRS:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
@@ -204,9 +202,9 @@ def _tfloat32(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> 
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """The exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by the GPU's ``torch._int_mm``.
+    """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by the GPU's ``torch._int_mm``.
 
-    It takes more than 16 rows, multiples of 8 of the other sides, and nothing that is empty.
+    It takes more than 16 rows, multiples of 8 for the other sides, and no empty operand.
     """
     rows, columns = a.shape[0], b.shape[1]
     if not (a.numel() and b.numel()):
@@ -235,10 +233,10 @@ _SWITCH = threading.Lock()
 
 @contextmanager
 def tensor_cores() -> Iterator[None]:
-    """Within it, float32 matmuls of CUDA may round their operands to tfloat32, which changes nothing about operands so rounded.
+    """Allow CUDA's float32 matmuls to round operands to tfloat32. Operands already rounded so do not change.
 
-    PyTorch has one switch for the process, so one thread at a time is in here. A float32 matmul that another thread starts
-    meanwhile may be rounded, too; the window is the launch of one kernel.
+    PyTorch has one switch per process, so only one thread at a time enters. A float32 matmul that another thread starts
+    meanwhile may be rounded, too. This window lasts for the launch of one kernel.
     """
     switch = torch.backends.cuda.matmul
     with _SWITCH:
@@ -256,14 +254,14 @@ def tensor_cores() -> Iterator[None]:
 
 
 class _Side(NamedTuple):
-    """What a trial needs to know of a cast."""
+    """The properties of a cast that a trial needs."""
 
     format: str
     granularity: str
     scale: str
 
 
-# Several tiles of scales in each direction, none of them full, columns of scales that are filled up, and odd rows.
+# Several tiles of scales in each direction, none of them full; padded columns of scales; odd rows.
 _TERMS, _ROWS, _SQUARE_ROWS = 640, (137, 269), 256
 
 
@@ -275,7 +273,7 @@ def _side(cast: Cast) -> _Side:
 def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> bool:
     """Return whether a kernel multiplies two small matrices without error.
 
-    It waits for the device, once: not to be asked for the first time while a CUDA graph is captured.
+    It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
         a, b = (specimen(side, rows, _TERMS) for side, rows in zip((left, right), _ROWS, strict=True))
@@ -285,18 +283,18 @@ def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> b
             results = [
                 multiply_codes(kernel, there[0], there[1], (1, 1), dtype) for dtype in (torch.float32, torch.bfloat16)
             ]
-            # Read here: an error of the device is raised where its result is waited for.
+            # Read here: a device error is raised when its result is read.
             return all(torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in results)
         except torch.OutOfMemoryError:
-            raise  # says nothing about the kernel
+            raise  # not the kernel's fault
         except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function itself
             return False
 
 
 def specimen(side: _Side, rows: int, terms: int) -> Operand:
-    """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2 and scales of 1/2, 1 and 2.
+    """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2, and scales of 1/2, 1 and 2.
 
-    All sums of their products are multiples of 2^-4 and below 2^17, so that each is exact in float32 in whatever order.
+    All sums of their products are multiples of 2^-4 below 2^17, so they are exact in float32 in any order.
     """
     rows = _SQUARE_ROWS if side.granularity == "128x128" else rows
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
@@ -315,12 +313,12 @@ def specimen(side: _Side, rows: int, terms: int) -> Operand:
 
 
 def _powers(rows: int, columns: int) -> Tensor:
-    """1/2, 1 and 2."""
+    """Return scales 1/2, 1 and 2."""
     return torch.exp2((_scattered(rows, columns) % 3 - 1).float())
 
 
 def _scattered(rows: int, columns: int) -> Tensor:
-    """Whole numbers below 251 in an order in which no row and no column is soon like another."""
+    """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
     row, column = torch.arange(rows, dtype=torch.int64)[:, None], torch.arange(columns, dtype=torch.int64)
     return (row * 37 + column * 101 + row * column * 7) % 251
 

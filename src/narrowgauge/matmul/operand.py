@@ -1,9 +1,9 @@
-"""Operands: a matrix cast to what a matmul kernel takes, and the random bits of stochastic casts.
+"""Operands: a matrix cast for a matmul kernel, and the random bits of stochastic casts.
 
-The arithmetic is :mod:`narrowgauge.numerics.quantization`. In eager mode it is compiled once per cast and dimension; under
-``torch.compile`` its operations are part of the model's graph. Where a kernel takes codes, or where they are kept for backward,
-the result is int8, float8 or four-bit *codes*; else it is bfloat16 *values*, code times the scale of its block, which is exact.
-The scale of a row or a tensor is returned separately and multiplies the product; so do the scales of blocks beside codes.
+:mod:`narrowgauge.numerics.quantization` does the arithmetic. In eager mode it is compiled once per cast and dimension. Under
+``torch.compile`` its operations are part of the model's graph. The result is int8, float8 or four-bit *codes* if a kernel takes
+codes or backward needs them. Otherwise it is bfloat16 *values*: code times its block's scale, which is exact. The scale of a
+row or a tensor is returned separately and multiplies the product. Block scales beside codes also multiply it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ _SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.
 
 
 class Operand(NamedTuple):
-    """One side of a matmul, not transposed; it stands for ``data * inner * outer``.
+    """One side of a matmul, not transposed. It represents ``data * inner * outer``.
 
     Attributes:
-        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a wider dtype; or four-bit codes in
-            pairs along the dimension that is contracted, which is half as long.
-        outer: float32 ``[rows, 1]``, ``[1, columns]`` (of a smooth cast too) or ``[1, 1]``; ``None`` without such a scale.
-        inner: the scales of blocks ``[row blocks, column blocks]``, in their own format, where ``data`` are the codes of a cast
-            in blocks; ``None`` otherwise.
+        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a wider dtype. Four-bit codes are
+            in pairs along the contracted dimension, which is half as long.
+        outer: float32 ``[rows, 1]``, ``[1, columns]`` (also of a smooth cast) or ``[1, 1]``; ``None`` without such a scale.
+        inner: block scales ``[row blocks, column blocks]``, in their own format, for codes of a cast in blocks; else ``None``.
     """
 
     data: Tensor
@@ -71,13 +70,13 @@ def cast_matrix(
 ) -> Operand:
     """Cast a matrix for a matmul that contracts its dimension ``dim``.
 
-    Invariant: the same bits compiled and not; int8 codes of a group whose scale is NaN are 0.
+    Invariant: compiled and eager bits are equal. The int8 codes of a group with the scale NaN are 0.
 
     Args:
-        dtype: of the result: int8, a float8 or ``PAIRS`` for codes, else a dtype that holds the values.
-        words: for stochastic casts, see :func:`narrowgauge.numerics.quantization.random_words`; for the padded shape.
+        dtype: of the result: int8, a float8 or ``PAIRS`` for codes, or a dtype that holds the values.
+        words: for stochastic casts, for the padded shape; see :func:`narrowgauge.numerics.quantization.random_words`.
         fold: float32, broadcastable: multiplied into ``x`` first.
-        amax: float32 ``[1, 1]``: the amax to scale by instead of the tensor's own.
+        amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
     if cast.is_wide and cast.format != "tfloat32":
         return Operand(x.detach().to(dtype))
@@ -105,7 +104,7 @@ def cast_matrix(
 
 
 def block_values(operand: Operand, dim: int) -> Tensor:
-    """``data * inner`` of the codes of a cast in blocks, in bfloat16, where it is exact."""
+    """Return ``data * inner`` in bfloat16, for codes of a cast in blocks. It is exact."""
     assert operand.inner is not None
     codes = four_bit_values(unpacked_pairs(operand.data, dim)) if operand.data.dtype == PAIRS else operand.data.float()
     if codes.numel():
@@ -113,7 +112,7 @@ def block_values(operand: Operand, dim: int) -> Tensor:
     return codes.to(torch.bfloat16)
 
 
-# The definitions that casts are compiled from: of a cast, a dimension and a dtype, then of tensors.
+# Functions that casts are compiled from: first bind a cast, a dimension and a dtype, then call with tensors.
 
 
 @lru_cache(None)
@@ -133,7 +132,7 @@ def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
     ) -> tuple[Tensor, ...]:
         codes, outer = quantization.quantize_whole(x, cast, dim, _words(by_row, by_column), fold, amax)
         if dtype == torch.int8:
-            codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN in their own ways
+            codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
         return (codes.to(dtype),) if outer is None else (codes.to(dtype), outer)
 
     return cast_whole
@@ -165,7 +164,7 @@ def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _cast_nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
-    """Cast a matrix without rows or without columns; its outer scales are 1."""
+    """Cast a matrix without rows or without columns. Its outer scales are 1."""
     shape, sides = list(x.shape), sides_of(cast, dim)
     inner = None
     if cast.block is not None and dtype in CODES:
@@ -182,9 +181,9 @@ def _cast_nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operan
 
 # ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
 #
-# A pure function of seed, step, layer, operand and logical position. Equal gradients must not round equally, so the bits cannot
-# come from the values, as the optimizer's do; they come from counters. The row counter counts tokens of the whole batch,
-# wherever they are computed: the clock holds the index of the first sequence of the micro-batch.
+# A pure function of seed, step, layer, operand and logical position. Equal gradients must not round equally. So the bits come
+# from counters, and not from the values as the optimizer's do. The row counter counts tokens of the whole batch on all ranks.
+# The clock holds the index of the micro-batch's first sequence.
 
 STEP_SEED, STEP, FIRST_SEQUENCE = range(3)
 """Places in the words of a clock."""
@@ -205,7 +204,7 @@ class Keys(NamedTuple):
 class Clock:
     """The seed, the step and the first sequence of a micro-batch, shared by the narrow layers of a model.
 
-    It is written to a device when it changes, once for all layers, and only where a layer reads it.
+    A change is written to each device once for all layers, and only if a layer reads it.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -213,7 +212,7 @@ class Clock:
         self._words: dict[torch.device, Tensor] = {}
 
     def set(self, *, step: int | None = None, seed: int | None = None, first_sequence: int | None = None) -> None:
-        """Set what is given."""
+        """Set the given numbers."""
         before = self._numbers()
         self.step = self.step if step is None else step
         self.seed = self.seed if seed is None else seed
@@ -238,16 +237,16 @@ class Clock:
 
 
 def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tensor:
-    """Return the key of each layer of these names, int32 ``[names]``."""
+    """Return the keys of layers by name, int32 ``[names]``."""
     digests = [hashlib.sha256(name.encode()).digest()[:4] for name in names]
     keys = [int.from_bytes(digest, "little", signed=True) for digest in digests]
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
 def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, sequence_length: int) -> Words | None:
-    """Return the random words of a cast of ``x [rows, columns]``; ``None`` where it rounds to nearest.
+    """Return the random words for a cast of ``x [rows, columns]``; ``None`` if it rounds to nearest.
 
-    ``operand`` is the slot's ``random_key``, ``sequence_length`` the number of rows per sequence.
+    ``operand`` is the slot's ``random_key``. ``sequence_length`` is the number of rows per sequence.
     """
     if cast.rounding == "nearest":
         return None
@@ -263,9 +262,9 @@ def key_of(keys: Keys, operand: int) -> Tensor:
 
 
 def drawn_signs(cast: Cast, size: int, dim: int, keys: Keys | None, matmul: str) -> Tensor | None:
-    """Return the signs that a rotation takes anew in each step, along ``size`` places; ``None`` for rotations that draw none.
+    """Return a rotation's signs along ``size`` places, drawn anew in each step; ``None`` if the rotation draws none.
 
-    They belong to the step and the matmul, not to the layer: layers that share a weight share its cast.
+    They depend on the step and the matmul, not on the layer: layers that share a weight share its cast.
     """
     if cast.rotation != "hadamard-drawn" or keys is None:
         return None

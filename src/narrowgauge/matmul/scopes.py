@@ -1,8 +1,8 @@
-"""Scopes: the dtype in which a model computes, where that is not the dtype of its weights.
+"""Scopes: compute in another dtype than that of the model's weights.
 
-Over float32 weights a narrower compute is ``torch.autocast``. Autocast cannot cast *from* 16-bit weights, so for a compute whose
-dtype differs from theirs (``float32/word``, ``float16/kahan``) each module's own parameters are cast during its forward, and
-tensors between modules are in the compute's dtype, too. Modules that a recipe keeps compute in float32, with casts around them.
+With float32 weights and a 16-bit compute we use ``torch.autocast``. Autocast cannot cast *from* 16-bit weights. So if the
+compute's dtype differs from theirs (``float32/word``, ``float16/kahan``), each module's own parameters are cast during its
+forward. Tensors between modules have the compute's dtype, too. Modules in a recipe's ``keep`` compute in float32 between casts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from narrowgauge.torch_names import map_tensors
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a model computes in the recipe's dtype: autocast over float32 weights, else none.
+    """Return the context in which a model computes in the recipe's dtype: autocast with float32 weights, otherwise none.
 
-    ``prepare`` puts it around the model's own forward; code that calls submodules enters it itself.
+    ``prepare`` puts it around the model's own forward. Code that calls submodules enters it itself.
     """
     if recipe.storage.visible != "float32" or recipe.dtype == "float32":
         return nullcontext()
@@ -32,7 +32,7 @@ def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManage
 
 
 def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
-    """Let a model with rounded weights and swapped linear layers compute in the recipe's dtype in every call."""
+    """Make a model with rounded weights and swapped linear layers compute in the recipe's dtype in every call."""
     for module in model.modules():
         if isinstance(before := module.__dict__.get("forward"), _Forward):  # from an earlier prepare
             del module.forward
@@ -54,7 +54,7 @@ def _casts_itself(module: nn.Module) -> bool:
 
 
 def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
-    """Casts around the outermost kept modules: float32 inputs, and outputs in the model's dtype."""
+    """Add casts around the outermost kept modules: inputs to float32, outputs to the model's dtype."""
     if not recipe.keep or recipe.dtype == "float32":
         return
     done: list[str] = []
@@ -89,7 +89,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-# Not __func__ and __wrapped__, by which a caller would pass the wrapper by.
+# Not __func__ and __wrapped__: a caller would use them to bypass the wrapper.
 _OF_FUNCTIONS = frozenset(
     f"__{name}__"
     for name in ("annotations", "closure", "code", "defaults", "globals", "kwdefaults", "name", "qualname")
@@ -97,7 +97,7 @@ _OF_FUNCTIONS = frozenset(
 
 
 class _Forward:
-    """A callable in place of a module's forward."""
+    """A callable that replaces a module's forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -110,7 +110,7 @@ class _Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Libraries inspect functions: Lightning compares the code of a forward with that of its class.
+        # Libraries inspect functions: Lightning compares the code of a forward with its class's.
         if name in _OF_FUNCTIONS:
             return getattr(self.replaced or type(self.module).forward, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -122,7 +122,7 @@ class _Forward:
 
 
 class _Scoped(_Forward):
-    """A module's own forward in the scope of a recipe; for ``None`` with autocast disabled."""
+    """Call a module's own forward in the scope of a recipe. ``None`` disables autocast."""
 
     def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
         super().__init__(module)
@@ -136,7 +136,7 @@ class _Scoped(_Forward):
 
 
 class _Cast(_Forward):
-    """A module's own forward with its inputs and its own parameters cast to another dtype; gradients keep theirs."""
+    """Call a module's own forward with inputs and own parameters cast to another dtype. Gradients keep their dtype."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module)

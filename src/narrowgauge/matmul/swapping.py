@@ -1,4 +1,4 @@
-"""Swapping: a model's linear layers and experts continue in other computes, in place, behind one handle."""
+"""Swap a model's linear layers and experts to other computes, in place, behind one handle."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ COMPILE_OPTIONS = {"emulate_precision_casts": True}
 class NarrowLayers:
     """The narrow layers of a model, and the clock that they share.
 
-    The seed and the step key stochastic casts; the step orders delayed scales. It advances with every step of any optimizer, or
-    only of the one given to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
+    The seed and the step key stochastic casts. The step orders delayed scales. It advances with every step of any optimizer, or
+    only of the optimizer given to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
 
     Attributes:
         layers: the layers by name.
@@ -62,7 +62,7 @@ class NarrowLayers:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Return the number of optimizer steps done."""
         return self.clock.step
 
     @step.setter
@@ -74,13 +74,13 @@ class NarrowLayers:
         self.clock.set(first_sequence=index)
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
-        """Continue in other computes: ``choose`` gets each layer's name."""
+        """Continue in other computes. ``choose`` maps a layer's name to its compute."""
         for name, layer in self.layers.items():
             layer.set_compute(choose(name))
         self.share_histories()
 
     def share_histories(self) -> None:
-        """Let layers with the same input share the amax history of the first of them, and so its scale."""
+        """Make layers with the same input share the first layer's amax history, and so its scale."""
         plain = {name: layer for name, layer in self.layers.items() if isinstance(layer, Linear)}
         for name, layer in plain.items():
             owner = plain.get(first_of_input(name), layer)
@@ -92,34 +92,34 @@ class NarrowLayers:
         if self._hook is not None:
             self._hook.remove()
         _UNTIED.discard(self.clock)
-        # A partial, which a copy of the optimizer has too.
+        # A partial, since a copy of the optimizer keeps it.
         self._hook = optimizer.register_step_post_hook(partial(_advance, self.clock))
 
     def overflows(self, step: int | None = None) -> dict[str, list[int]]:
-        """Count the values of input, weight and gradient that exceeded a delayed scale: in a step, or in all that are held."""
+        """Count the values of input, weight and gradient beyond a delayed scale, in one step or in all recorded steps."""
         return {name: count_overflows(history, step).tolist() for name, history in self.histories().items()}
 
     def histories(self) -> dict[str, Tensor]:
-        """Return the layers' amax histories, which a checkpoint must hold to continue with the same bits."""
+        """Return the layers' amax histories. A checkpoint needs them to continue with the same bits."""
         return {name: layer.amax_history for name, layer in self.layers.items() if layer.amax_history is not None}
 
     def join_histories(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Join the histories of the ranks that train together; ``largest`` is the elementwise maximum over them."""
+        """Join the histories of the ranks that train together. ``largest`` is the elementwise maximum over ranks."""
         if histories := list(self.histories().values()):
             join_histories(histories, largest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs for the same bits, besides the seed: the step, and copies of the amax histories."""
+        """Return the step and copies of the amax histories. With the seed, a resumed run gets the same bits."""
         histories = {name: history.clone() for name, history in self.histories().items()}
         return {"matmul_step": self.step, "amax_histories": histories}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         self.step = state["matmul_step"]
         self.load_histories(state["amax_histories"])
 
     def load_histories(self, histories: dict[str, Tensor]) -> None:
-        """Load what :meth:`histories` returned, even where no scale of the present compute is delayed: a later one's may be."""
+        """Load the result of :meth:`histories`, even if the current compute delays no scale: a later compute may."""
         saved = {plain_name(name): history for name, history in histories.items()}
         for name, layer in self.layers.items():
             if (history := saved.get(plain_name(name))) is not None:
@@ -147,23 +147,22 @@ def swap_linears(
     keep: tuple[str, ...] | None = None,
     seed: int = 0,
 ) -> NarrowLayers:
-    """Let a model's linear layers and experts compute in a compute of ``COMPUTES``, in place.
+    """Make a model's linear layers and experts compute in a compute of ``COMPUTES``, in place.
 
-    Parameters, names and ``state_dict`` stay; a layer is swapped unless its name matches ``keep``. On a CPU that does not
-    multiply bfloat16, the bfloat16 layers that are left alone use float32 matmuls, with the same values.
+    Parameters, names and ``state_dict`` stay. A layer is swapped unless its name matches ``keep``. On a CPU that does not
+    multiply bfloat16, the other bfloat16 layers use float32 matmuls, with the same values.
 
     Args:
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
         compute: a compute, its name, or a function from a layer's name to either (``None`` leaves it alone). A projection of
             experts is called ``….experts.down_proj``.
-        keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` uses the compute's own, which is the
-            language model's head.
+        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head).
         seed: of stochastic casts.
     Returns:
         A handle on the swapped layers.
     Raises:
-        RecipeError: no such compute; no linear layer to swap; experts that cannot be swapped.
-    Cost: none until the layers are used; the first use of a compute compiles its casts, some seconds for each.
+        RecipeError: an unknown compute, no linear layer to swap, or experts that cannot be swapped.
+    Cost: none until the layers are used. The first use of a compute compiles its casts, some seconds each.
     Example:
         >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
         >>> linears = swap_linears(model, "bfloat16")
@@ -199,7 +198,7 @@ def swap_linears(
 
 
 def keep_ranks_apart(model: nn.Module) -> None:
-    """Let DistributedDataParallel, which will wrap the model, ignore the buffers of narrow layers, which differ by rank."""
+    """Make DistributedDataParallel ignore the buffers of narrow layers, which differ by rank. Call it before wrapping."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)}
     if layers:
         buffers = ("key", "clock_words", "amax_history")
@@ -207,12 +206,12 @@ def keep_ranks_apart(model: nn.Module) -> None:
 
 
 def linears_of(model: nn.Module) -> NarrowLayers | None:
-    """Return a handle on the narrow layers of a model, for code that has only the model.
+    """Return a handle on a model's narrow layers, for code that has only the model.
 
     Args:
         model: any module.
     Returns:
-        The handle, with the layers' seed and step; ``None`` where there are none.
+        The handle, with the layers' seed and step; ``None`` if there are no narrow layers.
     Example:
         >>> linears_of(nn.Linear(2, 2)) is None
         True
@@ -228,7 +227,7 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
-    """From a layer's name to its compute, ``None`` for those that ``keep`` or the compute itself leaves alone."""
+    """Return a function from a layer's name to its compute; ``None`` if ``keep`` or the compute leaves the layer alone."""
     if not isinstance(compute, (str, Compute)):
         choose_compute = compute
         return lambda name: None if (chosen := choose_compute(name)) is None else get_compute(chosen)
@@ -243,7 +242,7 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
 
 
 def _swap_slow_layers(model: nn.Module) -> list[Linear]:
-    """Swap the plain layers that are left where PyTorch's own matmul of their format is slow."""
+    """Swap the remaining plain layers if PyTorch's own matmul of their format is slow."""
     slow = {
         name: module
         for name, module in model.named_modules()

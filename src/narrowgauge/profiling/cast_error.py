@@ -1,7 +1,7 @@
-"""What the casts of each layer lose on real text: noise, values beyond the format's largest, values that become zero.
+"""Measure what the casts of each layer lose on real text: noise, overflow and underflow.
 
 A few training steps run in the plain recipe, uncompiled. The input, weight and output gradient of every linear layer are also
-cast as each requested compute would cast them, without changing the training. Delayed scales come from the batches before.
+cast as in each requested compute, without changing the training. Delayed scales come from earlier batches.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NUM_BATCHES = 3
 
 @dataclass(frozen=True)
 class Loss:
-    """What one cast of one layer loses.
+    """The losses of one cast of one layer.
 
     Args:
         cast: its slot, ``output.left`` … ``grad_weight.right``.
         operand: ``input``, ``weight`` or ``gradient``.
         sqnr_db: signal to quantization noise, decibels.
-        overflow: the share of values beyond the format's largest.
-        underflow: the share of nonzero values that become zero.
+        overflow: fraction of values beyond the format's largest.
+        underflow: fraction of nonzero values that become zero.
     """
 
     layer: str
@@ -53,7 +53,7 @@ class Loss:
 
 
 def loss_of(sums: Tensor, layer: str, slot: str) -> Loss:
-    """Return what a cast loses, from its sums over batches: see :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
+    """Return the losses of a cast from its sums over batches, see :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     return Loss(layer, slot, SLOTS[slot].tensor, *cast_loss(sums))
 
 
@@ -120,7 +120,7 @@ class CastErrorHooks:
 
 
 def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, ...]]:
-    """Return what each recipe's casts lose on the first batches of a training run, worst first; ``config.recipe`` is not used."""
+    """Return the losses of each recipe's casts on a run's first batches, worst first. ``config.recipe`` is not used."""
     lost: dict[Recipe, tuple[Loss, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = prepare_data(config.data, vocab_size=vocabulary_size(config.model), seed=config.seed)

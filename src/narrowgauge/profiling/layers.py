@@ -1,8 +1,8 @@
-"""What there is to compute: the linear layers of a model by kind, and how a recipe and its baseline compute each.
+"""List the linear layers of a model by kind, and how a recipe and its baseline compute each.
 
-A model of 32 blocks has hundreds of linear layers and seven kinds of them. A kind is the layers whose names differ only in
-numbers (``model.layers.*.self_attn.q_proj``); kinds of one shape take the same time and are timed once. q, k and v get the same
-tensor, so one cast serves all three, and its cost is split between them. The *baseline* of a recipe is bfloat16 over the same
+A model of 32 blocks has hundreds of linear layers, but only seven kinds. The layers of a kind have names that differ only in
+numbers (``model.layers.*.self_attn.q_proj``). Kinds of one shape take the same time and are timed once. q, k and v get the same
+tensor. One cast serves all three, and its cost is split between them. The *baseline* of a recipe is bfloat16 with the same
 storage.
 """
 
@@ -29,7 +29,7 @@ class Kind:
 
     @property
     def group(self) -> str:
-        """Return what is equal for kinds that get the same input."""
+        """Return a key that is equal for kinds with the same input."""
         return first_of_input(self.pattern)
 
 
@@ -48,13 +48,13 @@ def kinds_of(model: Any) -> tuple[Kind, ...]:
 def plain_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe with the plain compute of its own dtype: the same storage, no narrow layers."""
     overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
-    # A storage that belongs to one compute is plain, and is used with no other.
+    # A storage that belongs to one compute is plain, and works with no other.
     compute = recipe.compute if recipe.storage.owner else COMPUTES[recipe.dtype]
     return replace(recipe, compute=compute, overrides=overrides, phases=(), evaluation=None)
 
 
 def baseline_of(recipe: Recipe) -> Recipe:
-    """Return the bfloat16 recipe that a recipe is compared with: of the same storage, where bfloat16 can be used with it.
+    """Return the bfloat16 recipe to compare a recipe with: with the same storage, if bfloat16 supports it.
 
     Example:
         >>> from narrowgauge.spec.notation import parse
@@ -67,7 +67,7 @@ def baseline_of(recipe: Recipe) -> Recipe:
 
 
 def timed_recipes(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Return the recipes whose whole steps are timed, none twice: the baselines first."""
+    """Return the recipes whose whole steps are timed, without duplicates, the baselines first."""
     return list(dict.fromkeys([*map(baseline_of, recipes), *recipes]))
 
 
@@ -77,6 +77,6 @@ def settings_of(kinds: Iterable[Kind], recipe: Recipe) -> dict[Kind, Setting]:
 
 
 def timed_settings(kinds: Sequence[Kind], recipes: Sequence[Recipe]) -> list[tuple[Shape, Setting]]:
-    """Return everything whose seconds the costs of these recipes need, none twice."""
+    """Return all operations that the costs of these recipes need, without duplicates."""
     needed = (settings_of(kinds, recipe).items() for recipe in timed_recipes(recipes))
     return list(dict.fromkeys((kind.shape, setting) for settings in needed for kind, setting in settings))

@@ -1,11 +1,11 @@
-"""Timings on this machine: casts and matmuls of each linear layer, and whole steps, in the same rounds.
+"""Time casts and matmuls of each linear layer, and whole steps, on this machine in the same rounds.
 
-A machine's speed drifts by tens of percent within minutes. So each round times everything once, a real compiled training step in
-each recipe included, and ratios are taken within a round. Everything is compiled before the first round.
+A machine's speed drifts by tens of percent within minutes. So each round times everything once, including a real compiled
+training step in each recipe, and ratios are taken within a round. Everything is compiled before the first round.
 
-The functions timed are those that a narrow layer itself calls, in its order, on random operands of the layer's shape: up to six
-casts and three matmuls. They do not add up to what the layer takes in a model, where operators are launched and a compiler fuses;
-the steps say that.
+A narrow layer calls the same functions in the same order: up to six casts and three matmuls. Here their operands are random, in
+the layer's shape. Their sum is not the layer's time in a model, where operators are launched and a compiler fuses. The steps
+show that time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _QUIET = 1.25
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds that were timed in one round: of a whole step of each recipe, and of the operations of layers."""
+    """Seconds timed in one round: a whole step of each recipe, and the operations of layers."""
 
     steps: Mapping[Recipe, float]
     times: Mapping[tuple[Shape, Setting], Mapping[str, float]]
@@ -78,7 +78,7 @@ def describe_support(compute: Compute) -> str:
 
 
 def noise_notes(rounds: Sequence[Round]) -> list[str]:
-    """Warn where steps took different times from round to round."""
+    """Warn if step times differ from round to round."""
     steps = [[r.steps[recipe] for r in rounds] for recipe in rounds[0].steps]
     spread = max(max(times) / min(times) for times in steps)
     if spread < _QUIET:
@@ -92,12 +92,12 @@ def measure(
     rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[tuple[Kind, ...], list[Round]]:
-    """Return the layers of the model, and everything timed that the costs of these recipes need; ``say`` gets lines of progress.
+    """Return the model's layers, and all times that the costs of these recipes need. ``say`` gets lines of progress.
 
     ``config.recipe`` is not used.
     """
     sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in timed_recipes(recipes)}
-    # The first is a baseline, whose layers are PyTorch's own.
+    # The first is a baseline with PyTorch's own layers.
     kinds = kinds_of(next(iter(sessions.values())).model)
     with _many_versions():
         for recipe, session in sessions.items():
@@ -131,7 +131,7 @@ def _timer(work: Work) -> Timer:
 
 Work = Callable[[], Any]
 
-# A right operand is made before the left one of its matmul, which may take its scales.
+# Make a right operand before the left one of its matmul, which may take its scales.
 _ORDER = ("output.left", "output.right", "grad_input.right", "grad_input.left", "grad_weight.right", "grad_weight.left")
 
 
@@ -148,9 +148,9 @@ def operations_of(shape: Shape, setting: Setting, num_tokens: int, device: torch
 
 
 def rotated_operations(shape: Shape, setting: Setting, num_tokens: int, device: torch.device) -> dict[str, Work]:
-    """Return the operations of a layer; on a GPU they take other operands in each call, so that its cache is cold.
+    """Return the operations of a layer. On a GPU each call takes other operands, so that the cache is cold.
 
-    In a model a layer's weight and input come from memory, since other layers ran since they were last used.
+    In a model, a layer's weight and input come from memory, since other layers ran in between.
     """
     copies = 1
     if device.type == "cuda":
@@ -181,7 +181,7 @@ def operands(shape: Shape, setting: Setting, num_tokens: int, device: torch.devi
 
 
 def _plain_operations(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Work]:
-    """Return PyTorch's own linear function; wider weights are cast as autocast does it."""
+    """Return PyTorch's own linear function. Wider weights are cast as in autocast."""
     seen = weight.to(x.dtype)
     casts: dict[str, Work] = {} if seen is weight else {"output.right": lambda: weight.to(x.dtype)}
     return {
@@ -195,7 +195,7 @@ def _plain_operations(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Work
 def narrow_operations(
     compute: Compute, x: Tensor, weight: Tensor, grad: Tensor, keys: Keys | None = None
 ) -> dict[str, Work]:
-    """Return the casts that a compute makes, and its matmuls; random bits depend on ``keys``, those of a layer."""
+    """Return the casts that a compute makes, and its matmuls. Random bits depend on ``keys``, a layer's keys."""
     zeros = torch.zeros(4, dtype=torch.int32, device=x.device)
     keys = Keys(zeros[:3], zeros[3]) if keys is None else keys
     history = new_history(x.device) if compute.is_delayed else None
@@ -249,7 +249,7 @@ def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
 
 @contextmanager
 def _many_versions() -> Iterator[None]:
-    """Let the compiler keep a version of a block for each compute; by default it keeps eight."""
+    """Let the compiler keep a version of a block for each compute. By default it keeps eight."""
     limit = max(torch._dynamo.config.recompile_limit, inductor.MANY_VERSIONS)
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield

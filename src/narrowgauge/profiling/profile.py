@@ -1,6 +1,6 @@
-"""Measure what each recipe costs a model on this machine: its steps, and its layers against those of its baseline.
+"""Measure what each recipe costs a model on this machine: its steps, and its layers against its baseline's layers.
 
-A machine's speed drifts, so every ratio is taken within a round, and the median of all rounds is reported.
+A machine's speed drifts. So every ratio is taken within a round, and the median over rounds is reported.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Times = Mapping[tuple[Shape, Setting], Seconds]
 
 @dataclass(frozen=True)
 class Profile:
-    """What each recipe costs a model.
+    """The cost of each recipe for a model.
 
     Args:
-        rows: an object for each recipe: times in seconds, ratios above 1 where it is faster than its baseline.
+        rows: an object for each recipe: times in seconds, ratios above 1 if it is faster than its baseline.
         notes: assumptions and warnings.
     """
 
@@ -42,7 +42,7 @@ class Profile:
     notes: tuple[str, ...] = ()
 
     def tables(self) -> list[Table]:
-        """Return one table of all recipes; then for each its layers and, where requested, what its casts lose."""
+        """Return one table of all recipes, then each recipe's layers and, if requested, the losses of its casts."""
         tables = [Table(_SUMMARY, self.rows, self.title)]
         for row in self.rows:
             tables.append(Table(_LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"))
@@ -55,7 +55,7 @@ class Profile:
         return tables
 
     def text(self) -> str:
-        """Return the fastest recipe, as a file with the layers plain that are slower narrow; and the notes."""
+        """Return the notes, and the fastest recipe as a file. Layers that are slower when narrow are plain in it."""
         best = max(self.rows, key=lambda row: float(row["step_ratio"]))
         verdict = f"Fastest: {best['recipe']}, {best['step_ratio']:.2f} × {best['baseline']}."
         if best["step_ratio"] < 1:
@@ -123,7 +123,7 @@ def profile(
 
 
 def kind_operations(kind: Kind, settings: Mapping[Kind, Setting], times: Times) -> dict[str, float]:
-    """Return the seconds of one kind's operations; a cast of a shared input (q, k, v) is split evenly among the layers."""
+    """Return the seconds of one kind's operations. A cast of a shared input (q, k, v) is split evenly among the layers."""
     sharing = sum(other.group == kind.group and settings[other] == settings[kind] for other in settings)
     return {
         name: seconds / (sharing if name in SLOTS and SLOTS[name].tensor == "input" else 1)
@@ -137,7 +137,7 @@ def linears_seconds(settings: Mapping[Kind, Setting], times: Times) -> float:
 
 
 def cost_row(recipe: Recipe, kinds: Sequence[Kind], rounds: Sequence[Round]) -> Row:
-    """Return what a recipe costs: ratios are its baseline's seconds over its own, medians over rounds."""
+    """Return a recipe's costs. Ratios are its baseline's seconds over its own, medians over rounds."""
     baseline = baseline_of(recipe)
     narrow, wide = settings_of(kinds, recipe), settings_of(kinds, baseline)
     times = {
@@ -171,7 +171,7 @@ def cost_row(recipe: Recipe, kinds: Sequence[Kind], rounds: Sequence[Round]) -> 
 
 
 def _layer_row(kind: Kind, setting: Setting, operations: Seconds, ratio: float) -> Row:
-    """Return one kind of layer in one recipe; seconds are of one layer, forward and backward."""
+    """Return one kind of layer in one recipe. Seconds are of one layer, forward and backward."""
     parts = {
         f"{direction}_{what}_seconds": sum(
             seconds

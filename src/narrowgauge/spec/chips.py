@@ -1,7 +1,7 @@
 """Chips: memory, bandwidth, links, and matmul throughput by format.
 
-Vendors publish throughput for dense or "structured sparse" products, per chip or per board of two, and link rates in one
-direction or both. In ``data/chips.toml`` every peak is dense and per chip, and every link rate is in one direction.
+Vendors publish throughput for dense or "structured sparse" products, per chip or per board of two. They publish link rates in
+one direction or both. In ``data/chips.toml`` every peak is dense and per chip. Every link rate is in one direction.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class Chip:
 
     Attributes:
         name, vendor, architecture, host_link: as in the vendor's data sheet.
-        source, notes: where the values are from, and what to know about them.
-        memory_gb: memory as sold; the vendors' gigabytes are 2^30 bytes.
-        reachable_mib: memory that the driver reports, where it is more than 3 % below ``memory_gb``.
+        source, notes: origin of the values, and remarks.
+        memory_gb: memory as sold. The vendors' gigabytes are 2^30 bytes.
+        reachable_mib: memory that the driver reports, if it is more than 3 % below ``memory_gb``.
         bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
-        peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand format; formats without native
+        peak_tflops: dense operations (two per multiply-add), in 10^12 per second, by operand format. Formats without native
             matmul or published value are missing.
-        measured_tflops: the best published large matmul, by format: usually 50 to 85 % of the peak.
+        measured_tflops: the best published large matmul, by format. Usually 50 to 85 % of the peak.
         link, link_gb_per_second: the link between chips, and its rate in one direction to all peers together; None if not
             published, 0 without a link.
-        peer_gb_per_second: to a single peer; None where one peer can get the whole rate.
+        peer_gb_per_second: to a single peer; None if one peer can get the whole rate.
         peers: chips that the link joins; None for all of a node. Other pairs communicate through the host.
-        network_gbit_per_second: per chip and direction, of the networks that are usually put between nodes of such chips; by
-            default a network card on a PCIe slot, of which 8 chips share one port of 200.
-        chips_per_node: of the nodes that such chips usually come in.
-        official: whether all values are the vendor's.
+        network_gbit_per_second: usual network between nodes, per chip and direction. The default is a network card on a PCIe
+            slot: 8 chips share one port of 200.
+        chips_per_node: in usual nodes of this chip.
+        official: all values are the vendor's.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Chip:
 
     @property
     def target(self) -> str:
-        """Return the name by which compilers and :mod:`narrowgauge.spec.kernels` know it, such as ``sm90``."""
+        """Return its name in compilers and :mod:`narrowgauge.spec.kernels`, such as ``sm90``."""
         return self.architecture.rpartition(" ")[2]
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory in bytes; drivers report up to 3 % less.
+        """Return the memory in bytes. Drivers report up to 3 % less.
 
         Example:
             >>> get_chip("RTX-4090").memory_bytes // 2**30
@@ -75,7 +75,7 @@ class Chip:
         return self.bandwidth_gb_per_second * 1e9
 
     def rate_format(self, format: str) -> str:
-        """Return the format at whose printed rate the chip multiplies a format.
+        """Return the format whose printed rate applies when the chip multiplies ``format``.
 
         Example:
             >>> [get_chip(chip).rate_format("float8_e4m3fn") for chip in ("H100-SXM", "MI300X")]
@@ -113,7 +113,7 @@ def get_chip(name: str) -> Chip:
             f"chip {name!r} was requested, and {len(matches)} names begin with it: {', '.join(matches)}.",
             "Name one of them.",
         )
-    # A100-40GB leaves out a part of A100-SXM4-40GB, which letters alone would not match.
+    # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.
     whole = [chip for chip in CHIPS if key and {*key.split("-")} <= {*chip.lower().split("-")}]
     near = suggestion(name.strip(), whole) or suggestion(name.strip().upper(), CHIPS)
     raise ChipError(f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip())

@@ -1,13 +1,13 @@
 """Computes: how the operands of a linear layer's three matmuls are cast, and how products are accumulated.
 
 A linear layer multiplies three times: ``output`` = x · wᵀ, ``grad_input`` = dy · w, ``grad_weight`` = dyᵀ · x. Each is a
-:class:`Product` of two operands, and each operand has a :class:`Cast`: its format, granularity (which values share a scale),
-rounding and scaling. A :class:`Slot` says which tensor an operand is, and which dimension of it the matmul contracts. The
-kernels, the profiler, tests, documentation and ``narrowgauge show`` read the same table; a new compute is a new row here.
+:class:`Product` of two operands. Each operand has a :class:`Cast`: its format, granularity (which values share a scale),
+rounding and scaling. A :class:`Slot` says which tensor an operand is, and which of its dimensions the matmul contracts.
+Kernels, profiler, tests, documentation and ``narrowgauge show`` read the same table. A new compute is a new row here.
 
 An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32`` one per 32 terms of it, and
-``column`` one per term. A scale per term cannot be factored out of the sum: it is multiplied into the *other* operand before
-that one is cast.
+``column`` one per term. A scale per term cannot be factored out of the sum. It multiplies the *other* operand before that
+operand's cast.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ class Cast:
 
     Args:
         format: of the codes.
-        granularity: which values share a scale; ``"none"``: values are rounded without a scale.
-        scale: format of the scale. ``float32``: amax divided by the format's largest value. ``power-of-two``: the smallest one
-            at which nothing saturates. ``float8_e8m0fnu``: the OCP rule, the exponent of amax minus the format's largest
+        granularity: which values share a scale. ``"none"`` rounds values without a scale.
+        scale: format of the scale. ``float32``: amax divided by the format's largest value. ``power-of-two``: the smallest at
+            which nothing saturates. ``float8_e8m0fnu``: the OCP rule, the exponent of amax minus the format's largest
             exponent. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
-        rounding: ``nearest`` (ties to even) or ``stochastic``; stochastic casts round scales up, so that nothing saturates.
-            ``eden``: values to the nearest, then the block's e4m3 scale is multiplied by what makes the block's projection on
-            its values as long as they are, and rounded stochastically.
+        rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so that nothing saturates.
+            ``eden`` rounds values to nearest. It then multiplies the block's e4m3 scale by a factor that makes the block's
+            projection on its values as long as they are, and rounds the scale stochastically.
         scaling: ``current``: from the operand's amax; ``delayed``: from the amax of the last ``HISTORY`` steps; ``static``: 1.
         rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs;
-            ``hadamard-plain`` without signs; ``hadamard-drawn`` after signs that are drawn anew in each step.
-        outliers: input columns with an amax of at least this, compared in float32, stay in 16 bits (0: none).
-        outlier_weights: what these columns multiply: the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
+            ``hadamard-plain`` without signs; ``hadamard-drawn`` after new random signs in each step.
+        outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0: none).
+        outlier_weights: these columns multiply the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
         smooth: divide each channel of the input by its own power of two first (``+smooth``, below).
-        fit: which scale a block takes. ``end``: what ``scale`` says. ``least-error``: that, or the one that takes the amax to the
-            next smaller number of the format (of e2m1: to 4, not 6), whichever gives the smaller squared error; where scales
-            are powers of two, that or its double. Not with stochastic rounding.
+        fit: the choice of a block's scale. ``end``: as ``scale`` says. ``least-error``: of two scales, the one with the smaller
+            squared error. The other scale takes the amax to the format's next smaller number (of e2m1: to 4, not 6), or is
+            double if scales are powers of two. Not with stochastic rounding.
     Attributes:
         element: the format of the codes.
         block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
-        is_wide: whether the operand is rounded to a 16-, 32- or 64-bit format without a scale.
-        needs_bits: whether it needs random bits, for its rounding or for the signs of its rotation.
+        is_wide: the operand is rounded to a 16-, 32- or 64-bit format without a scale.
+        needs_bits: it needs random bits, for rounding or for the signs of its rotation.
     """
 
     format: str
@@ -85,7 +85,7 @@ class Cast:
     needs_bits: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Set once: each cast of a layer asks for them.
+        # Set once, since each cast of a layer asks for them.
         object.__setattr__(self, "element", get_format(self.format))
         object.__setattr__(self, "block", BLOCKS.get(self.granularity))
         object.__setattr__(self, "is_wide", self.granularity == "none")
@@ -93,14 +93,14 @@ class Cast:
 
     @property
     def bits(self) -> float:
-        """Bits per value, including its share of a block's scale."""
+        """Return the bits per value, including its part of a block's scale."""
         if self.block is None:
             return self.element.bits
         scale_bits = 32 if self.scale in ("float32", "power-of-two") else 8
         return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
     def serves(self, other: Cast) -> bool:
-        """Tell whether ``other``, a cast of the transposed matrix, gives the same codes, so that these can be reused."""
+        """Return whether ``other``, a cast of the transposed matrix, gives the same codes, which can then be reused."""
         turned = {"tensor": "tensor", "128x128": "128x128", "row": "column", "none": "none"}.get(self.granularity)
         return (
             turned == other.granularity
@@ -154,13 +154,13 @@ class Compute:
         output, grad_input, grad_weight: the three matmuls.
         purpose: when to use it.
         source: the publication or library.
-        dtype: of everything outside the casts if the model's weights are float32; otherwise that is the weights' dtype.
-        native: the hardware that multiplies the narrow operands; on other hardware they are emulated with the same values.
-        keep: patterns of linear layers that stay in ``dtype``, by module name: the language model's head and the routers of
-            experts (DeepSeek-V3 keeps both).
+        dtype: dtype outside the casts if the model's weights are float32. Otherwise it is the weights' dtype.
+        native: the hardware that multiplies the narrow operands. Other hardware emulates them with the same values.
+        keep: name patterns of linear layers that stay in ``dtype``: the language model's head and the routers of experts
+            (DeepSeek-V3 keeps both).
         transform: the method that changes the whole model first (see :mod:`narrowgauge.transforms`), or empty.
-        fallback: the compute that an alarm recommends when this one's range or precision is short: the next one with more
-            range or with finer-grained scales.
+        fallback: the compute that an alarm recommends for more range or precision: the next one with more range or with
+            finer-grained scales.
         default_storage: the storage of a recipe that names none.
         owns_storages: it determines how weights are stored, so it supports only the storages of its own name.
     """
@@ -180,7 +180,7 @@ class Compute:
     owns_storages: bool = False
 
     def __hash__(self) -> int:
-        return hash(self.name)  # of all fields it takes a tenth of a plan
+        return hash(self.name)  # hashing all fields takes a tenth of a plan
 
     @cached_property
     def products(self) -> dict[str, Product]:
@@ -195,7 +195,7 @@ class Compute:
 
     @cached_property
     def cast_slots(self) -> dict[str, str]:
-        """Return the slot whose cast fills each slot: its own, or that of the slot it reuses.
+        """Return the slot whose cast fills each slot: the slot itself, or the slot that it reuses.
 
         Example:
             >>> [COMPUTES[name].cast_slots["grad_weight.right"] for name in ("int8-row", "mxfp8")]
@@ -213,7 +213,7 @@ class Compute:
 
     @property
     def scales_loss(self) -> bool:
-        """Tell whether gradients need a loss scale to stay in range; tensors with scales of their own do not."""
+        """Return whether gradients need a loss scale to stay in range. Tensors with their own scales do not."""
         return not self.transform and any(cast.format == "float16" for cast in self.casts.values())
 
     @cached_property
@@ -226,12 +226,12 @@ class Compute:
 
     @cached_property
     def keeps_codes(self) -> bool:
-        """Tell whether ``grad_weight`` reuses the input's codes, so that only these are saved for backward."""
+        """Return whether ``grad_weight`` reuses the input's codes, so that only these are saved for backward."""
         return not self.is_wide and self.output.left.serves(self.grad_weight.right)
 
     @property
     def kept_bytes(self) -> float:
-        """Bytes saved for backward per element of the input."""
+        """Return the bytes saved for backward per element of the input."""
         if self.keeps_codes:
             return self.output.left.element.storage_bits / 8
         return get_format(self.output.left.format if self.is_wide else self.dtype).storage_bits / 8
@@ -247,7 +247,7 @@ Products = tuple[Product, Product, Product]
 def _products(
     x: Cast, weight: Cast, gradient: Cast, accumulation: Accumulation = "float32", forward: Accumulation | None = None
 ) -> Products:
-    """Return the three matmuls of operands that are each cast in one way; ``forward`` accumulates the output otherwise."""
+    """Return three matmuls whose operands are each cast in one way. ``forward`` sets the output's accumulation."""
     return (
         Product(x, weight, forward or accumulation),
         Product(gradient, weight, accumulation),
@@ -262,7 +262,7 @@ def _uniform(format: str, granularity: Granularity, gradients: str = "", scaling
 
 
 def _blocks(gradients: str = "float8_e4m3fn") -> Products:
-    """Blocks of 1×128 for activations and gradients, of 128×128 for weights."""
+    """Return blocks of 1×128 for activations and gradients, of 128×128 for weights."""
     activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
     weight, gradient = replace(activation, granularity="128x128"), replace(activation, format=gradients)
     return _products(activation, weight, gradient, "promoted")
@@ -274,7 +274,7 @@ def _microscaled(format: str, gradients: str = "") -> Products:
 
 
 def _four_bits(granularity: Granularity, scale: Scale) -> Products:
-    """e2m1 everywhere; gradients stochastic, both operands of grad_weight rotated."""
+    """Return e2m1 everywhere, with stochastic gradients. Both operands of grad_weight are rotated."""
     forward = Cast("float4_e2m1fn", granularity, scale)
     gradient = replace(forward, rounding="stochastic")
     return (
@@ -285,7 +285,7 @@ def _four_bits(granularity: Granularity, scale: Scale) -> Products:
 
 
 def _int8() -> Products:
-    """x and w are quantized once, by row, for all three matmuls; gradients are quantized twice, stochastically."""
+    """Quantize x and w once, by row, for all three matmuls. Quantize gradients twice, stochastically."""
     column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
     return Product(_INT8, _INT8, "int32"), Product(gradient, column, "int32"), Product(gradient, column, "int32")
 
@@ -444,7 +444,7 @@ COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
 
 # ── slots: the six operands ────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Each of a layer's three tensors enters two of the matmuls, and each contracts a different dimension of it.
+# Each of a layer's three tensors enters two matmuls. Each matmul contracts a different dimension of it.
 
 
 TENSORS = ("input", "weight", "gradient")
@@ -457,10 +457,10 @@ class Slot:
 
     Args:
         matmul: ``output``, ``grad_input`` or ``grad_weight``.
-        tensor: what is cast, one of :data:`TENSORS`.
-        dim: the dimension of the tensor that the matmul contracts; the operand is transposed where a left one contracts 0.
+        tensor: the tensor to cast, one of :data:`TENSORS`.
+        dim: the tensor's dimension that the matmul contracts. A left operand that contracts 0 is transposed.
         random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it: never renumber.
-        reuses: the slot whose codes of the same tensor this one takes where they serve it.
+        reuses: the slot whose codes of the same tensor this slot takes if they serve it.
     """
 
     matmul: str
@@ -492,7 +492,7 @@ SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
 
 
 def casts_made(compute: Compute) -> tuple[str, ...]:
-    """Return the slots whose casts a compute makes: not those that reuse codes, nor those that only round to 16 or 32 bits.
+    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32 bits.
 
     Example:
         >>> casts_made(COMPUTES["float8-tensor"])
@@ -506,9 +506,9 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def first_of_input(layer: str) -> str:
-    """Return the first of the layers that get the same input as a layer: they share the cast of it, and its delayed scale.
+    """Return the first layer with the same input as a layer. They share the input's cast and its delayed scale.
 
-    It is the layer itself where no other gets its input.
+    It is the layer itself if no other layer has its input.
 
     Example:
         >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
@@ -520,13 +520,13 @@ def first_of_input(layer: str) -> str:
 
 # ── gathering: a weight that FSDP2 gathers as the codes that its matmuls take ──────────────────────────────────────────
 #
-# A compute that casts a sharded weight anyway can cast each shard before it is gathered: one byte travels where a bfloat16 takes
-# two, and the codes are the same, since a shard holds whole rows. Scales that cover several shards (of a tensor, of a column)
-# need the largest magnitude over all of them first, a small all-reduce.
+# A compute that casts a sharded weight can cast each shard before the gather. Then one byte is sent instead of two. The codes
+# are the same, since a shard holds whole rows. Scales that cover several shards (of a tensor, of a column) first need the amax
+# over all of them: a small all-reduce.
 #
-# Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. Where these are two casts, each
-# gather carries the one that its pass needs. That takes FSDP2's ``reshard_after_forward``, and no activation checkpointing,
-# whose backward pass needs both.
+# Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. If these are two casts, each
+# gather sends the cast for its pass. That takes FSDP2's ``reshard_after_forward`` and no activation checkpointing, whose
+# backward pass needs both casts.
 
 
 def gathered_slots(compute: Compute) -> tuple[str, str]:
@@ -535,7 +535,7 @@ def gathered_slots(compute: Compute) -> tuple[str, str]:
 
 
 def why_gathered_wide(compute: Compute) -> str:
-    """Return why the weights of layers in a compute are not gathered as codes; empty where they can be.
+    """Return why a compute's weights are not gathered as codes; empty if they can be.
 
     Example:
         >>> why_gathered_wide(COMPUTES["mxfp8"]), why_gathered_wide(COMPUTES["int8-row"])
@@ -555,13 +555,13 @@ def why_gathered_wide(compute: Compute) -> str:
 
 # ── weights without training: codes, and what is stored beside them ────────────────────────────────────────────────────
 #
-# A weight that is no longer trained is stored as its codes and scales. ``int8-outlier`` multiplies the weights of outlier
-# columns in 16 bits, so that those of the columns that are known to hold outliers are stored twice: as codes, for calls in
-# which the column is an ordinary one, and in 16 bits.
+# A weight that is no longer trained is stored as codes and scales. ``int8-outlier`` multiplies the weights of outlier columns
+# in 16 bits. So it stores the weights of known outlier columns twice: as codes, for calls without an outlier there, and in 16
+# bits.
 
 
 def stores_codes(compute: Compute) -> bool:
-    """Tell whether a weight can be stored as one byte a value, and an input cast without knowing anything else.
+    """Return whether a weight can be stored as one byte a value, and an input cast without other information.
 
     Example:
         >>> [name for name in ("int8-outlier", "float8-delayed", "nvfp4") if stores_codes(COMPUTES[name])]
@@ -573,7 +573,7 @@ def stores_codes(compute: Compute) -> bool:
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:
-    """Tell whether the weights of outlier columns are multiplied, and so stored, in 16 bits.
+    """Return whether the weights of outlier columns are multiplied, and so stored, in 16 bits.
 
     Example:
         >>> [keeps_outlier_weights(COMPUTES[name]) for name in ("int8-row", "int8-outlier", "int8-outlier-codes")]
@@ -583,8 +583,9 @@ def keeps_outlier_weights(compute: Compute) -> bool:
 
 
 def stored_bytes(compute: Compute, out_features: int, in_features: int, outlier_columns: int = 0) -> int:
-    """Bytes of a weight ``[out, in]`` stored as codes: the codes, their scales, and for each of ``outlier_columns`` its weights
-    in 16 bits and its index in 32.
+    """Return the bytes of a weight ``[out, in]`` stored as codes and scales.
+
+    Each of ``outlier_columns`` adds its weights in 16 bits and its index in 32.
 
     Example:
         >>> stored_bytes(COMPUTES["int8-outlier"], 4096, 4096) - 4096**2, stored_bytes(COMPUTES["int8-outlier"], 4096, 4096, 4)
@@ -639,7 +640,7 @@ def _fresh(base: Compute) -> Compute:
 
 
 def _smooth(base: Compute) -> Compute:
-    """Smooth both casts of the input. The factors of its channels need its amax, so all its scales are current."""
+    """Smooth both casts of the input. Its channel factors need its amax, so all its scales are current."""
     smooth = {slot: {"scaling": "current", "smooth": True} for slot in ("output.left", "grad_weight.right")}
     compute = _changed(base, _SMOOTH, {**_FRESH_WEIGHTS, **smooth})
     return replace(
@@ -662,7 +663,7 @@ def _eden(base: Compute) -> Compute:
     )  # fmt: skip
 
 
-# All casts but those of the gradient, which are stochastic.
+# All casts except the gradient's, which are stochastic.
 _BETTER_SCALES: Changes = {slots: {"fit": "least-error"} for slots in ("output.*", "grad_*.right")}
 _FOUR_OVER_SIX = _form(
     COMPUTES["nvfp4"], "+four-over-six", _BETTER_SCALES,
@@ -699,7 +700,7 @@ def find(name: str) -> Compute | None:
     """Return the compute or variant of that name in full spelling, or ``None``.
 
     Raises:
-        RecipeError: a threshold of a compute that separates no outliers, or one that is not a finite number above 0.
+        RecipeError: a threshold for a compute without outliers, or one that is not a finite number above 0.
     Example:
         >>> str(find("float8-delayed+smooth").output.left)
         'float8_e4m3fn, per tensor, channels smoothed'
@@ -718,7 +719,7 @@ def named(name: str) -> Compute:
 
 
 def _with_threshold(compute: Compute, text: str) -> Compute:
-    """Return the compute with another threshold of outliers, under the shortest name; itself with its own threshold."""
+    """Return the compute with another outlier threshold, under the shortest name, or itself if it has it."""
     left, name = compute.output.left, compute.name
     requested = f"'{name}{_THRESHOLD}{text}' was requested"
     if not left.outliers:
@@ -741,7 +742,7 @@ def _with_threshold(compute: Compute, text: str) -> Compute:
 
 
 def fallback_of(name: str) -> str:
-    """Return what an alarm recommends instead of a compute or a variant: ``bfloat16`` for an unknown name.
+    """Return the compute that an alarm recommends instead of another one: ``bfloat16`` for an unknown name.
 
     Example:
         >>> fallback_of("float8-delayed+smooth"), fallback_of("float8-row")
@@ -752,7 +753,7 @@ def fallback_of(name: str) -> str:
 
 
 def at_layer(compute: Compute, layer: str) -> Compute:
-    """Return the compute of the linear layer of that dotted name: a smooth compute smooths only the layers of ``SMOOTHED``.
+    """Return the compute of the linear layer of that dotted name. Only the layers of ``SMOOTHED`` are smoothed.
 
     Example:
         >>> compute = find("float8-tensor+smooth")
@@ -766,7 +767,7 @@ def at_layer(compute: Compute, layer: str) -> Compute:
 
 
 def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
-    """Refuse a smooth compute for a model none of whose linear ``layers`` is one of ``SMOOTHED``."""
+    """Refuse a smooth compute for a model if none of its linear ``layers`` is in ``SMOOTHED``."""
     names = list(layers)
     if compute.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
         raise RecipeError(

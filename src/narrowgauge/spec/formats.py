@@ -1,10 +1,9 @@
 """Number formats: bit fields, range, precision, and the value of every code.
 
-A floating-point format has a sign, ``exponent_bits`` that select a power of two and ``mantissa_bits`` that divide the interval
-up to the next one into equal steps. ``bias`` sets the range of the powers; below the smallest the steps no longer shrink
-(subnormals). A convention defines which codes are infinity or NaN. Everything else (largest and smallest value, epsilon, the
-value of a code, the code of a value) is computed from these by exact integer arithmetic. An integer format has equal steps
-everywhere.
+A floating-point format has a sign, ``exponent_bits`` that select a power of two, and ``mantissa_bits`` that divide the interval
+up to the next power into equal steps. ``bias`` sets the range of the powers. Below the smallest power the steps no longer
+shrink (subnormals). A convention defines which codes are infinity or NaN. Exact integer arithmetic computes everything else:
+largest and smallest value, epsilon, the value of a code, the code of a value. An integer format has equal steps everywhere.
 
     sign  exponent  mantissa     value = ± 2^(exponent − bias) × 1.mantissa     exponent > 0
      0      0111      100              ± 2^(1 − bias)          × 0.mantissa     exponent = 0
@@ -55,7 +54,7 @@ class Format:
     def __post_init__(self) -> None:
         largest = self._magnitude_value(self._limit(negative=False))
         least = -self._magnitude_value(self._limit(negative=True)) if self.signed else self._magnitude_value(0)
-        # Set once: definitions of casts ask for them in each call.
+        # Set once, since casts ask for them in each call.
         object.__setattr__(self, "max", largest)
         object.__setattr__(self, "min", least)
 
@@ -94,15 +93,15 @@ class Format:
 
     @property
     def finest_exponent(self) -> int:
-        """Exponent of the smallest spacing."""
+        """Return the exponent of the smallest ulp."""
         return 0 if self.kind == "int" else self.min_exponent - self.mantissa_bits
 
     @property
     def nearest_floor(self) -> int:
-        """Exponent of the smallest step of rounding to nearest.
+        """Return the exponent of the smallest step of rounding to nearest.
 
-        It is ``finest_exponent``; for a scale it is one more, since values between the two smallest powers round up, as in
-        PyTorch and ml_dtypes.
+        It is ``finest_exponent``. For a scale it is one more: values between the two smallest powers round up, as in PyTorch
+        and ml_dtypes.
         """
         return self.finest_exponent + (0 if self.zero else 1)
 
@@ -122,9 +121,9 @@ class Format:
         return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
 
     def spacing(self, value: float) -> float:
-        """Return the distance between adjacent values in the power-of-two interval of ``value``.
+        """Return the ulp at ``value``: the distance between adjacent values in its power-of-two interval.
 
-        Out of range it is the spacing at the end of the range; of NaN it is NaN.
+        Out of range, return the ulp at the end of the range. For NaN, return NaN.
 
         Example:
             >>> get_format("bfloat16").spacing(1000.0)
@@ -136,7 +135,7 @@ class Format:
         return math.ldexp(1.0, self._step_exponent(magnitude))
 
     def decode(self, code: int) -> float:
-        """Return the value of a code, exactly; float64 represents all of them.
+        """Return the exact value of a code. Float64 represents all of them.
 
         Args:
             code: the bits as an unsigned integer.
@@ -166,9 +165,9 @@ class Format:
     def encode(self, value: float, *, saturate: bool = False) -> int:
         """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
-        Values out of range become infinity, or NaN without infinities, or the end of the range without either; with
-        ``saturate`` they become the end of the range, infinities included. NaN becomes NaN, or zero in a format without NaN.
-        For a scale, values at or below zero are out of range; positive values below the smallest power become it.
+        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
+        ``saturate`` they, and infinities, become the end of the range. NaN becomes NaN, or zero in a format without NaN. For a
+        scale, values at or below zero are out of range. Positive values below the smallest power become it.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))
@@ -177,7 +176,7 @@ class Format:
         negative = math.copysign(1.0, value) < 0
         if math.isnan(value):
             return self._nan_code(negative)
-        # A scale has no zero: zero is out of range on the side of the negative numbers.
+        # A scale has no zero: zero is out of range on the negative side.
         limit = self._limit(negative or (value == 0 and not self.zero))
         magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
         if magnitude > limit:
@@ -191,7 +190,7 @@ class Format:
         return (1 << (self.bits - 1 if self.signed else self.bits)) - 1
 
     def _limit(self, negative: bool) -> int:
-        """Return the code of the largest magnitude on one side; −1 where that side is empty."""
+        """Return the code of the largest magnitude on one side; −1 if that side is empty."""
         if negative and not self.signed:
             return 0 if self.zero else -1
         if self.kind == "int":
@@ -210,7 +209,7 @@ class Format:
         return math.ldexp(hidden + mantissa, self.finest_exponent + field - (1 if self.zero else 0))
 
     def _step_exponent(self, magnitude: float) -> int:
-        # frexp(0) is (0, 0); zero has the finest step, like all values below the smallest normal.
+        # frexp(0) is (0, 0). Zero has the finest step, like all values below the smallest normal.
         exponent = math.frexp(magnitude)[1] - 1 if magnitude else self.min_exponent
         return max(exponent - self.mantissa_bits, self.finest_exponent)
 

@@ -1,9 +1,9 @@
 """Kernels: which GPUs multiply which casts' own codes.
 
-A row is a matmul kernel that PyTorch has: the formats, groups and scales of its two operands, and the chips that run it. A matmul
-whose casts fit no row of its chip is emulated with the same values. The matmuls (:mod:`narrowgauge.matmul.native` has the
-function that calls each kernel), the planner and the documentation read the same table. The 16- and 32-bit formats and int8,
-which every GPU multiplies, need no row.
+A row is one of PyTorch's matmul kernels: the formats, groups and scales of its two operands, and the chips that run it. A
+matmul whose casts fit no row of its chip is emulated with the same values. The matmuls, the planner and the documentation read
+the same table. :mod:`narrowgauge.matmul.native` has the function that calls each kernel. Every GPU multiplies int8 and the 16-
+and 32-bit formats, so these need no row.
 
 Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` and ``ScaledBlasUtils.cpp`` of PyTorch, which refuse all other operands;
 cuBLAS, "Narrow Precision Data Types Usage".
@@ -41,7 +41,7 @@ class Kernel:
     scales: tuple[str, ...] = ()
 
     def takes(self, product: Product) -> bool:
-        """Tell whether the casts of a product are those of the kernel's operands."""
+        """Return whether the casts of a product match the kernel's operands."""
         left, right = product.left, product.right
         return (
             (left.format, right.format) in self.formats
@@ -50,7 +50,7 @@ class Kernel:
         )
 
     def runs_on(self, architecture: str) -> bool:
-        """Tell whether a chip has it: NVIDIA's are called ``sm90``, AMD's ``gfx942``."""
+        """Return whether a chip has it. NVIDIA's chips are called ``sm90``, AMD's ``gfx942``."""
         if not architecture.startswith("sm"):
             return architecture in self.architectures
         return self.capabilities is not None and self.capabilities[0] <= int(architecture[2:]) <= self.capabilities[1]
@@ -62,10 +62,10 @@ def _both(name: str) -> Pairs:
 
 _E4M3 = _both("float8_e4m3fn")
 _GROUPS = ("tensor", "row", "column")
-# cuBLAS multiplies no two e5m2 matrices.
+# cuBLAS cannot multiply two e5m2 matrices.
 _FLOAT8 = (*_E4M3, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
 _WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
-# Every block scale but the e4m3 ones of two levels is a power of two.
+# All block scales are powers of two, except the e4m3 scales of two levels.
 _POWERS = ("power-of-two", "float8_e8m0fnu", "float32")
 
 _KERNELS = (
@@ -79,14 +79,14 @@ _KERNELS = (
     # Results leave as bfloat16.
     Kernel("mxfp4", _both("float4_e2m1fn"), _both("1x32"), (100, 109), scales=_POWERS),
     Kernel("nvfp4", _both("float4_e2m1fn"), _both("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
-    # Float32 matmuls on tensor cores, of operands that are tfloat32 numbers already.
+    # Float32 matmuls on tensor cores, for operands that already are tfloat32 numbers.
     Kernel("tfloat32", _both("tfloat32"), _both("none"), (80, _LAST)),
 )  # fmt: skip
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
-    """Return the kernel that multiplies a product's operands on a chip; ``None`` where they are emulated, or need no row here.
+    """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are emulated or need no row.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -97,6 +97,6 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
 
 
 def needs_kernel(product: Product) -> bool:
-    """Tell whether a product of these formats is multiplied by a row of the table alone, and not by every GPU."""
+    """Return whether only a row of the table multiplies these formats, and not every GPU."""
     formats = {product.left.format, product.right.format}
     return not (formats == {"int8"} or (product.is_wide and "tfloat32" not in formats))

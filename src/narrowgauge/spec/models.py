@@ -1,8 +1,8 @@
 """The preset models: names, shapes, parameter counts and usual learning rates.
 
-A preset is the shape of a decoder. The Hugging Face class of its family draws the weights, so nothing is downloaded. The small
-Llamas are Narrowgauge's: they are named by size, and their matrices suit narrow formats (widths are multiples of 32, heads are
-of 32 or 64). The large ones have the published shapes. The number of parameters follows from the shape without PyTorch.
+A preset is the shape of a decoder. Its family's Hugging Face class draws the weights, so nothing is downloaded. The small
+Llamas are Narrowgauge's. They are named by size, and their matrices suit narrow formats (widths are multiples of 32, heads are
+of 32 or 64). The large models have published shapes. The number of parameters follows from the shape without PyTorch.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 """The files of weights that are read from a model folder: the first that exists."""
 _KINDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".npz", ".ot", ".onnx",
           ".distcp")  # fmt: skip
-# What training leaves beside weights, and prepared data.
+# Other files of training, and prepared data.
 _BESIDE = ("optimizer", "scheduler", "scaler", "rng_state", "random_states", "trainer_state", "training_args", "train.",
            "valid.")  # fmt: skip
 
 
 def weights_file(folder: Path) -> Path | None:
-    """Return the file of weights in a Hugging Face model folder; ``None`` where it holds only a configuration.
+    """Return the file of weights in a Hugging Face model folder; ``None`` if it holds only a configuration.
 
     Raises:
-        DataError: it holds weights of another kind, or a link to a file of weights that does not exist: a model that began from
-            random weights instead would train without an error.
+        DataError: it holds weights of another kind, or a broken link to weights. A model would otherwise start from random
+            weights without an error.
     Example:
         >>> weights_file(Path("no/such/folder")) is None
         True
@@ -127,7 +127,7 @@ def weights_file(folder: Path) -> Path | None:
 def refuse_own_code(folder: Path) -> None:
     """Refuse a model folder, or its ``config.json``, that names Python files to execute (``auto_map``).
 
-    Invariant: no code of a model folder is executed, with or without a prompt. Other errors of the file are left to its reader.
+    Invariant: no code of a model folder is executed, with or without a prompt. The file's reader reports its other errors.
 
     Raises:
         DataError: it names code.

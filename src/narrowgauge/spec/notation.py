@@ -1,9 +1,9 @@
-"""Reading recipes: from a name (``compute/storage/reduction``), from another library's name, or from a TOML table.
+"""Read recipes from a name (``compute/storage/reduction``), from another library's name, or from a TOML table.
 
-Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up. A name of another library that
-means exactly one recipe is accepted. A name that is ambiguous, or has none here, is refused with the nearest recipes. The
-name of a 16-bit format alone is refused as a recipe, since libraries mean different weights and moments by it; as a part of one
-(``bf16/word``, ``compute = "bf16"``) it is the compute.
+Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up. Another library's name is
+accepted if it means exactly one recipe. Ambiguous or unsupported names are refused, with the nearest recipes. A 16-bit format
+alone is not accepted as a recipe, since libraries mean different weights and moments by it. Within a recipe (``bf16/word``,
+``compute = "bf16"``) it is the compute.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def full_names() -> list[str]:
 def representative_names() -> list[str]:
     """List names that cover every compute, storage and alias, for tables and tests.
 
-    They are each compute with its default storage; each storage with bfloat16, or with the compute that it belongs to; then the
-    recipes of aliases, and ``word`` with all computes that support it.
+    List each compute with its default storage, and each storage with its own compute or bfloat16. Then list the recipes of
+    aliases, and ``word`` with all computes that support it.
     """
     names = [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
@@ -123,9 +123,9 @@ def parse(value: Any, where: str = "") -> Recipe:
     Args:
         value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a narrow compute alone
             (its default storage is added), the path of a ``.toml`` file, a table, or a recipe, which is returned unchanged.
-            A table has ``compute``, ``storage`` and ``reduction``, or ``recipe = "bfloat16/word"`` instead; ``name`` (a label);
-            ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (a list of tables with ``pattern`` and ``storage``,
-            ``compute`` or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
+            A table has ``compute``, ``storage`` and ``reduction``, or ``recipe = "bfloat16/word"`` instead. It may have
+            ``name`` (a label), ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (tables with ``pattern`` and
+            ``storage``, ``compute`` or both) and ``phase`` (tables with ``until`` and ``compute``).
         where: names the place of a value in error messages.
     Returns:
         The recipe.
@@ -252,7 +252,7 @@ def _entries(table: Mapping[str, Any], key: str, where: str) -> list[dict[str, A
 
 
 def _find_storage(name: str, compute: str) -> Storage:
-    """Return the storage of that name: one that belongs to the compute, else one that belongs to none, else a composed one."""
+    """Return the storage of that name: first the compute's, then a general one, then a composed one."""
     full = name.strip().lower() if "+" in name else spelled(name)
     storage = storages.find(f"{compute}/{full}") or storages.find(full)
     if storage is not None:

@@ -1,7 +1,7 @@
 """Recipes: a compute, a storage and a reduction, with exceptions by module and by phase.
 
 A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are stored,
-and how gradients are summed across ranks. Each part is an entry of a small table, so N + M + K entries give N × M × K recipes.
+and how gradients are summed across ranks. Each part is an entry of a small table: N + M + K entries give N × M × K recipes.
 :mod:`narrowgauge.spec.notation` reads recipes from names and TOML tables.
 """
 
@@ -22,7 +22,7 @@ from narrowgauge.spec.sums import REDUCTIONS, Reduction
 class Override:
     """Another storage, compute or both for names that match ``pattern`` (shell wildcards; ``*`` also matches dots).
 
-    The storage applies to parameters of such names, the compute to linear layers.
+    The storage applies to parameters, the compute to linear layers.
     """
 
     pattern: str
@@ -104,17 +104,17 @@ class Recipe:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether the full name describes it completely: no exceptions by module, phase or evaluation."""
+        """Return whether the full name describes it completely: no exceptions by module, phase or evaluation."""
         return not (self.keep or self.overrides or self.phases or self.evaluation)
 
     @property
     def changes_compute(self) -> bool:
-        """Tell whether a model's matmuls change during a run or for evaluation."""
+        """Return whether a model's matmuls change during a run or for evaluation."""
         return bool(self.phases) or self.evaluation not in (None, self.compute)
 
     @property
     def in_evaluation(self) -> Recipe:
-        """Return the recipe for evaluation: this one, with its compute for evaluation in place of all phases."""
+        """Return the recipe for evaluation: this recipe with its evaluation compute instead of all phases."""
         return self if self.evaluation is None else replace(self, compute=self.evaluation, phases=())
 
     @property
@@ -151,11 +151,11 @@ class Recipe:
 
     @property
     def dtype(self) -> str:
-        """The dtype of plain linear layers, norms and everything else outside the casts; independent of the weights' format."""
+        """Return the dtype of plain linear layers, norms and all else outside the casts, whatever the weights' format."""
         return self.compute.dtype
 
     def storage_of(self, name: str, num_dims: int) -> Storage:
-        """The storage of a parameter: float32 for modules of ``keep``, else that of the last matching override, else ``storage``.
+        """Return a parameter's storage: float32 in ``keep``, or the last matching override's, or ``storage``.
 
         A parameter of at most one dimension is a vector.
         """
@@ -189,7 +189,7 @@ class Recipe:
         return COMPUTES[self.dtype] if _matches_within(name, current.keep) else at_layer(current, name)
 
     def compute_at(self, progress: float) -> Compute:
-        """Return the compute at a step: that of the first phase that has not ended, or the main one after the last phase.
+        """Return the compute at a step: the first unfinished phase's, or the main compute after the last phase.
 
         Args:
             progress: the fraction of all steps before it, from 0 to 1 (the end of the run).
@@ -197,7 +197,7 @@ class Recipe:
         return next((phase.compute for phase in self.phases if progress < phase.until), self.compute)
 
     def keeps(self, name: str) -> bool:
-        """Tell whether a ``keep`` pattern matches the module or parameter ``name`` or a module that contains it."""
+        """Return whether a ``keep`` pattern matches ``name``, a module or parameter, or a module that contains it."""
         return _matches_within(name, self.keep)
 
     def to_value(self) -> str | dict[str, Any]:
@@ -225,7 +225,7 @@ class Recipe:
 
 
 def _matches_within(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether a pattern matches ``name`` or a module that contains it."""
+    """Return whether a pattern matches ``name`` or a module that contains it."""
     parts = name.split(".")
     above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns for module in above)
@@ -273,7 +273,7 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
 
 
 def _check_float64(recipe: Recipe) -> None:
-    """Refuse what would compute or add part of a float64 model in fewer bits."""
+    """Refuse parts that would compute or add a float64 model in fewer bits."""
     requested = f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with"
     if recipe.keep:
         raise RecipeError(f"{requested} keep = {list(recipe.keep)}, which would be float32.", "Leave keep out.")
@@ -301,7 +301,7 @@ def _check_ends(ends: list[float]) -> None:
 
 
 def _check_other(recipe: Recipe, where: str, other: Compute) -> None:
-    """Refuse a compute that a model prepared for the main one cannot switch to."""
+    """Refuse a compute to which a model prepared for the main compute cannot switch."""
     own = recipe.compute
     requested = f"{where} has compute '{other.name}'"
     if other != own and other.owns_storages:

@@ -1,14 +1,14 @@
 """Storages: how a weight and its moments are stored between optimizer steps, and the codes that they are rounded to.
 
-A stored value is a float32 rounded to fewer bits by a :class:`Code`, except in the two rows for reference, which keep float64
-values and update them in float64. The upper bits of a weight are the bfloat16 (or float16) that the model sees; its *tail* is
-the signed remainder, so that both together give the stored value back exactly. A code of a moment keeps a few exponent and
-mantissa bits of the float32, or of the float32 divided by a power of two that its row shares. The published baselines store a
-second *number* instead, the low part of an expansion. A NaN is stored without its sign and payload, which differ between
-processors: as the positive quiet NaN, and where a code has none as its largest positive value (a float16 weight as infinity).
+A :class:`Code` rounds a float32 to fewer bits. Only the two rows for reference keep float64 values and update them in float64.
+The upper bits of a weight are the bfloat16 (or float16) that the model sees. Its *tail* is the signed remainder: both together
+give the stored value back exactly. A code of a moment keeps a few exponent and mantissa bits of the float32, or of the float32
+divided by a power of two that its row shares. The published baselines store a second *number* instead, the low part of an
+expansion. A NaN loses its sign and payload, which differ between processors. It is stored as the positive quiet NaN. A code
+without NaN stores its largest positive value (a float16 weight infinity).
 
-"Nearest" means ties away from zero, except in the baselines whose sources round ties to even. A :class:`Storage` names a code
-for the weight and for each moment. The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
+"Nearest" means ties away from zero; in baselines whose sources say so, ties to even. A :class:`Storage` names a code for the
+weight and for each moment. The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Code:
 
     @property
     def spacings(self) -> float:
-        """Return how many of its spacings every normal value is, at least; of an expansion, of its last part's."""
+        """Return the least number of ulps in a normal value. For an expansion, count ulps of its last part."""
         return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
 
     def part(self, place: int) -> Code:
@@ -97,7 +97,7 @@ FLOAT16_PAIR_HELD = Code("float16 + float16", 5, 10, lowest=-14, hold=True, part
 MOMENT12 = Code("e6m5", 6, 5, rounding="stochastic", lowest=-54)
 SECOND12 = Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True)
 SECOND24 = Code("e8m15", 8, 15, rounding="stochastic")
-# Windows that end at the power of two above their row's amax; the normal values of e5 reach down to 2^-30 of it.
+# Windows that end at the power of two above their row's amax. Normal values of e5 reach down to 2^-30 of it.
 MOMENT8 = Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True)
 SECOND8 = Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True)
 FLOAT16_SCALED = Code("float16 of its row", 5, 10, lowest=-30, scaled=True)
@@ -142,18 +142,18 @@ so that its upper bits are the format's."""
 
 
 def low_parts(name: str, code: Code) -> tuple[str, ...]:
-    """Return the names of the low parts of ``name``; none for a code of one part."""
+    """Return the names of the low parts of ``name``; empty for a code of one part."""
     return tuple(f"{name}_low{'' if part == 1 else part}" for part in range(1, code.parts))
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
-    """Bits of the word that holds a group of fields: 8, 16 or 32; 64 for a lone float64."""
+    """Return the bits of the word that holds a group of fields: 8, 16 or 32; 64 for a lone float64."""
     bits = sum(bits for _, bits in group)
     return next((width for width in (8, 16, 32) if bits <= width), bits)
 
 
 def width_alone(code: Code) -> int:
-    """Bits of the word that holds one part of a code and nothing else: 8, 16, 32 or 64."""
+    """Return the bits of the word that holds one part of a code and nothing else: 8, 16, 32 or 64."""
     return width_of((("", code.bits),))
 
 
@@ -200,7 +200,7 @@ Arithmetic = Literal["float32", "expansion", "float64"]
 WIDE = ("float32", "float64")
 """Visible formats that no storage rounds a weight to: the model sees all of what is stored."""
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
-# A second moment of fewer mantissa bits does not move at a beta2 of 0.999, whose change is 2^-10 of it.
+# A second moment with fewer mantissa bits does not move at a beta2 of 0.999, which changes it by 2^-10.
 _FROZEN_MANTISSA = 10
 
 
@@ -238,11 +238,11 @@ class Storage:
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 
     def __hash__(self) -> int:
-        return hash((self.name, self.states))  # of all fields it takes a quarter of a step of many small tensors
+        return hash((self.name, self.states))  # hashing all fields takes a quarter of a step of many small tensors
 
     @property
     def owner(self) -> str:
-        """Return the name of the compute that it belongs to; empty for none."""
+        """Return the name of the compute that owns it; empty for none."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -252,7 +252,7 @@ class Storage:
 
     @property
     def tail_bits(self) -> int:
-        """Bits of the tail: those of the stored weight that no visible weight, master copy or low part holds."""
+        """Return the bits of the tail: stored weight bits outside the visible weight, master copy and low parts."""
         has_no_tail = self.master or self.visible in WIDE or self.weight.parts > 1
         return 0 if has_no_tail else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
@@ -265,7 +265,7 @@ class Storage:
 
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
-        """Return all fields besides the visible weight: ``(name, bits)``."""
+        """Return all fields except the visible weight: ``(name, bits)``."""
         width = self.weight.bits if self.master else self.tail_bits or self.weight.bits
         result = [(name, width) for name in self.beside]
         for state, role in self.states:
@@ -279,7 +279,7 @@ class Storage:
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """Return what is stored relative to a power of two per row: ``weight``, or names of states."""
+        """Return the names stored relative to a power of two per row: ``weight``, or states."""
         weight = ("weight",) if self.weight.scaled else ()
         return (*weight, *(state for state, role in self.states if self.code(role).scaled))
 
@@ -295,7 +295,9 @@ class Storage:
 
     @property
     def keeps_updates(self) -> bool:
-        """Tell whether small updates survive: no weight or second moment is rounded to nearest of few values without a remainder.
+        """Return whether small updates survive. They do not if few-bit weights or second moments round to nearest.
+
+        A remainder (tail, master copy or low part) prevents this.
 
         Example:
             >>> [name for name in ("master", "word", "naive", "no-master", "kahan") if STORAGES[name].keeps_updates]
@@ -308,9 +310,9 @@ class Storage:
 
     @property
     def highest_beta2(self) -> float | None:
-        """Return the beta2 above which a decay is less than half a spacing of a second moment, which then no longer falls.
+        """Return the beta2 above which a decay is less than 0.5 ulp of a second moment, which then no longer falls.
 
-        ``None`` where second moments are rounded stochastically, kept in parts, or not at all.
+        ``None`` if second moments are rounded stochastically, kept in parts, or not rounded.
 
         Example:
             >>> STORAGES["naive"].highest_beta2, STORAGES["word"].highest_beta2
@@ -476,7 +478,7 @@ STORAGES: dict[str, Storage] = {
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
         ),
-        # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below the weights that matter.
+        # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below relevant weights.
         Storage(
             "scalify-float16/scaled16", "float16", FLOAT16, FLOAT16_SCALED, FLOAT16_SCALED_HELD, vectors="float16/master",
             fallback="float16/split",
@@ -510,7 +512,7 @@ def for_vectors(storage: Storage) -> Storage:
 
 
 def find(name: str) -> Storage | None:
-    """The storage of that name: one of the table, or one composed of codes as ``weight+first+second``; ``None`` for neither.
+    """Return the storage of that name, from the table or composed as ``weight+first+second``; ``None`` for neither.
 
     Example:
         >>> find("tail8+bfloat16+float32").bytes_per_param

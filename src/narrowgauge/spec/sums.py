@@ -1,12 +1,11 @@
 """Sums of gradients: over the micro-batches of a rank (accumulations), and across ranks (reductions).
 
-Floating-point addition is not associative, and in few bits it is not even adequate: when autograd adds the gradients of
-micro-batches in bfloat16, a sum of equal gradients stops at 256 of them. The other accumulations keep the sum in one or two
-buffers (*planes*) of the parameter's shape and round it once, at the end (:mod:`narrowgauge.optim.accumulation`).
+Floating-point addition is not associative. With few bits it also stalls: if autograd adds gradients of micro-batches in
+bfloat16, a sum of equal gradients stops at 256 of them. The other accumulations keep the sum in one or two buffers of the
+parameter's shape and round it once, at the end (:mod:`narrowgauge.optim.accumulation`).
 
-Across ranks the sum of the same gradients differs with the number of ranks, with the order in which they arrive, and with the
-micro-batches that each rank has added before. A reduction states what a sum may lose, and whether it depends on any of these
-(:mod:`narrowgauge.distributed`).
+Across ranks the sum depends on the number of ranks, on the order of arrival, and on the micro-batches that each rank added
+before. A reduction states how much a sum may lose, and whether it depends on any of these (:mod:`narrowgauge.distributed`).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class Accumulation:
     """How the gradients of micro-batches are summed.
 
     Args:
-        planes: formats of the buffers besides the gradient; without, autograd adds into the gradient itself.
-        gradients: the formats of gradients that it sums; autograd adds up float32 ones itself unless they are among these.
+        planes: formats of the buffers besides the gradient. If empty, autograd adds into the gradient itself.
+        gradients: formats of gradients that it sums. Autograd adds float32 gradients unless they are listed.
         addition: the largest error of one addition, relative to its result.
         loses: what is lost, in a few words.
         source: the publication or library.
-        stalls_at: the sum of equal gradients, in units of one, that one more does not change; 0 where there is none.
-        code: of a plane that is relative to a power of two, one per tensor; ``None`` where planes are numbers.
+        stalls_at: the sum of equal gradients, in units of one, that one more does not change; 0 if it never stalls.
+        code: of a buffer that is relative to a power of two, one per tensor; ``None`` if buffers hold plain numbers.
     """
 
     name: str
@@ -45,11 +44,11 @@ class Accumulation:
 
     @property
     def bytes_per_param(self) -> float:
-        """Bytes per parameter of the buffers; where they have a scale, 4 bytes per tensor come on top."""
+        """Return the bytes per parameter of the buffers. Scales add 4 bytes per tensor."""
         return sum(get_format(plane).bits for plane in self.planes) / 8
 
     def keeps_sums(self, gradient: str) -> bool:
-        """Tell whether it has planes for gradients of a format; others are left to autograd.
+        """Return whether it has buffers for gradients of a format. Autograd sums other gradients.
 
         Example:
             >>> [ACCUMULATIONS[name].keeps_sums("float32") for name in ("float32", "float64")]
@@ -60,16 +59,16 @@ class Accumulation:
     def bound(self, num_micro_batches: int) -> float:
         """Return the largest error of a sum before the final rounding, relative to the sum of magnitudes.
 
-        A plane of fewer bits than the gradient rounds the first one too. One with a scale loses up to 2^-32 of the tensor's
-        largest sum besides, in each addition.
+        A buffer smaller than the gradient also rounds the first gradient. A scaled buffer also loses up to 2^-32 of the
+        tensor's largest sum per addition.
         """
         return float((1 + self.addition) ** (num_micro_batches - (self.code is None)) - 1)
 
     @property
     def most_micro_batches(self) -> int | None:
-        """The number of micro-batches from which a sum that stalls loses more than the storage does; ``None`` for any number.
+        """Return how many micro-batches make a stalling sum lose more than the storage does; ``None`` for any number.
 
-        ``word`` stores the first moment with 5 mantissa bits, so a gradient error of 2^-5 is within its spacing. The k - 1
+        ``word`` stores the first moment with 5 mantissa bits, so a gradient error of 2^-5 is within its ulp. The k - 1
         roundings of a sum in bfloat16, each up to 2^-8 of it, exceed that at k = 10.
         """
         spacing = 2.0 ** -STORAGES["word"].exp_avg.mantissa_bits
@@ -157,7 +156,7 @@ class Reduction:
         return self.scale_bits > 0
 
     def bytes_per_element(self, gradient: str) -> float:
-        """Bytes on the wire per element of a gradient in the format ``gradient``, each time that it travels.
+        """Return the bytes sent per element of a gradient in the format ``gradient``, each time that it is sent.
 
         Example:
             >>> REDUCTIONS["float32"].bytes_per_element("bfloat16")
@@ -198,7 +197,7 @@ REDUCTIONS: dict[str, Reduction] = {
         Reduction(
             "compressed4", "int4",
             error="of each rank's gradient at most 1/6 of the largest of 16 neighbours; zero on average",
-            # Without error feedback, whose residual of the whole model on every rank FSDP2 cannot share out.
+            # No error feedback: its residual covers the whole model on every rank, and FSDP2 cannot shard it.
             purpose="a seventh of float32's bytes, where the link is the limit: noise of 13 % of each rank's gradient",
             source="as compressed8; not built: 1-bit methods, which need that residual; 1911.07384, known by its abstract alone",
             scale_bits=8 / 16 + 8 / 256,

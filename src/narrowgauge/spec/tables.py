@@ -1,6 +1,6 @@
 """Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
 
-A wide terminal gets a rich table; a pipe, or a terminal that is too narrow, aligned text.
+A wide terminal gets a rich table. A pipe or a narrow terminal gets aligned text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Table:
         return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
 
     def csv(self) -> str:
-        """Comma-separated values: not the printed cells but every value of the rows in full; lists and objects as JSON."""
+        """Return comma-separated values: every value of the rows in full, not the printed cells. Lists and objects are JSON."""
         keys = list(dict.fromkeys(key for row in self.rows for key in row))
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -111,13 +111,13 @@ def write(parts: Table | Sequence[Table]) -> None:
 
 def write_json(value: Row | Sequence[Row]) -> None:
     """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
-    # Escapes of JSON are exact where characters that a stream lacks would be replaced.
+    # JSON escapes are exact. Characters that a stream lacks would be replaced.
     is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
     print(json.dumps(_json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode), flush=True)
 
 
 def text_columns(**keys: Key) -> tuple[Column, ...]:
-    """Columns by title, in which an underscore stands for a space."""
+    """Return columns by title. An underscore stands for a space."""
     return tuple(Column(title.replace("_", " "), key) for title, key in keys.items())
 
 

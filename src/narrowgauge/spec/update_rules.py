@@ -1,10 +1,10 @@
-"""The update rules by name: which optimizer has each, the trainer's settings that it takes, and its own options.
+"""The update rules by name: each rule's optimizer, the trainer's settings that it takes, and its own options.
 
-``--rule`` of ``narrowgauge train`` and ``compare``, ``prepare(…, rule=…)``, ``TrainingArguments(optim=…)``, the checks of options
-and ``narrowgauge show rules`` read this table: a new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
+``--rule`` of ``narrowgauge train`` and ``compare``, ``prepare(…, rule=…)``, ``TrainingArguments(optim=…)``, the checks of
+options and ``narrowgauge show rules`` read this table. A new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
 
-A rule is written as a name and a text of options, ``momentum=0.9,nesterov=false``, whose order does not count. What a run does
-not say is filled in from here, so that its record is complete.
+Write a rule as a name and a text of options in any order: ``momentum=0.9,nesterov=false``. This table fills in missing options,
+so that a run's record is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from narrowgauge.spec.storages import Storage
 
 @dataclass(frozen=True)
 class Range:
-    """An option that is a number in ``[low, high)``, or in ``(low, high)`` where ``above``; NaN is outside of all."""
+    """A numeric option in ``[low, high)``, or in ``(low, high)`` if ``above``. NaN is never inside."""
 
     low: float = 0.0
     high: float = math.inf
@@ -32,7 +32,7 @@ class Range:
     whole: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value outside; of a pair, either."""
+        """Refuse a value outside the range. For a pair, check both."""
         parts = value if isinstance(value, (tuple, list)) else (value,)
         for place, part in enumerate(parts):
             label = name if part is value else f"{'beta' if name == 'betas' else name}{place + 1}"
@@ -78,7 +78,7 @@ Laws = dict[str, Range | Choice]
 
 @dataclass(frozen=True)
 class Option:
-    """An option of one rule's own: its class's default, what it may be, and the trainer's default where that is another."""
+    """An option of one rule: its class's default, its allowed values, and the trainer's default if it differs."""
 
     name: str
     default: Any
@@ -91,10 +91,10 @@ class Option:
         return self.default if self.trained is None else self.trained
 
     def read(self, text: str) -> Any:
-        """Return the value that a text says: ``0.9``, ``8``, ``true``, a name, ``none``; a pair as ``1e-30/0.001``.
+        """Return the value of a text: ``0.9``, ``8``, ``true``, a name, ``none``; a pair as ``1e-30/0.001``.
 
         Raises:
-            RecipeError: a value that the option may not be.
+            RecipeError: a value that the option may not have.
         """
         if isinstance(self.default, tuple):
             pair = tuple(map(_value, text.split("/")))
@@ -141,13 +141,13 @@ class UpdateRule:
     Args:
         optimizer: its class in ``narrowgauge.optim.optimizers``.
         purpose: one line.
-        settings: of the trainer's ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` those that it takes, with their defaults.
+        settings: those of the trainer's ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, with their defaults.
         options: its own.
-        rate: the trainer's usual peak learning rates, which are AdamW's, times this; ``None`` where they mean nothing.
+        rate: factor on the trainer's usual peak learning rates, which are AdamW's; ``None`` if they mean nothing.
         rate_because: why, or the source of the factor.
-        is_matrix: whether it steps whole matrices, and AdamW vectors, embeddings and output heads.
-        moments: the states that it keeps of each element of a matrix, with the storage's code for each, where that is all that a
-            plan needs; ``None`` where it depends on options. (Adafactor's values by row and column are beside them.)
+        is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
+        moments: its states for each element of a matrix, with the storage's code for each, if a plan needs no more; ``None``
+            if this depends on options. (Adafactor's values by row and column are extra.)
         source: the paper.
     """
 
@@ -164,7 +164,7 @@ class UpdateRule:
 
     @property
     def laws(self) -> Laws:
-        """Return what the options of a param group may be."""
+        """Return the allowed values of a param group's options."""
         ranges: Laws = {"lr": Range(), "weight_decay": Range()}
         if "beta1" in self.settings:
             ranges["betas"] = Range(0, 1)
@@ -174,7 +174,7 @@ class UpdateRule:
 
     @property
     def eps_option(self) -> str:
-        """Return the optimizer's option for AdamW's epsilon: another where the rule has an ``eps`` of its own."""
+        """Return the optimizer's option for AdamW's epsilon. It has another name if the rule has its own ``eps``."""
         return "adam_eps" if any(option.name == "eps" for option in self.options) else "eps"
 
     def read(self, text: str) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class UpdateRule:
         return found
 
     def in_training(self, text: str) -> dict[str, Any]:
-        """Return all own options of a run, those that ``text`` leaves out with the trainer's defaults."""
+        """Return all own options of a run. Options missing from ``text`` get the trainer's defaults."""
         return {option.name: option.in_training for option in self.options} | self.read(text)
 
     def text(self, options: Mapping[str, Any]) -> str:
@@ -231,7 +231,7 @@ _RULES = (
         source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
     ),
     UpdateRule(
-        # An L2 penalty of 0.1 would outweigh most gradients: none by default, as in torch.optim.
+        # An L2 penalty of 0.1 would outweigh most gradients. The default is none, as in torch.optim.
         "adam", "Adam", "two moments, decay as a penalty in the gradient", {**_ADAM, "weight_decay": 0.0},
         rate_because="AdamW without decay", moments=_MOMENTS, source="Kingma & Ba, ICLR 2015 (1412.6980)",
     ),
@@ -304,7 +304,7 @@ def get_rule(name: str) -> UpdateRule:
 
 
 def rule_title(recipe: str, rule: str) -> str:
-    """Return a recipe's title with the rule that steps it, where that is not AdamW.
+    """Return a recipe's title, with the rule that steps it unless that is AdamW.
 
     Example:
         >>> rule_title("bfloat16/word", "adamw"), rule_title("bfloat16/word", "muon")
@@ -314,7 +314,7 @@ def rule_title(recipe: str, rule: str) -> str:
 
 
 def refuse_matrix_rule(rule: str, storage: Storage) -> None:
-    """Refuse a matrix rule, by name, with a storage in whose arithmetic it cannot be computed.
+    """Refuse a matrix rule, by name, with a storage whose arithmetic cannot compute it.
 
     Raises:
         RecipeError: that arithmetic is not float32.
