@@ -5,8 +5,8 @@ Each tensor has its own entry. Histograms, outliers and the error of casts are c
 copied rows, batched over all tensors. One transfer moves them to the host.
 
 Compiled code records tensors through a custom operator with a side effect that the compiler must keep. The operator only reads
-tensors that a matmul reads, so they are in memory anyway, and the surrounding code is compiled as before. The operator is in the
-graph only on sampled steps. They use a second version of the compiled code. Hence other steps cost nothing, and a
+tensors that a matmul reads, so they are in memory anyway, and the surrounding code is compiled as before. The operator is in
+the graph only on sampled steps. They use a second version of the compiled code. Hence other steps cost nothing, and a
 watched run has the same bits as an unwatched run.
 """
 

@@ -63,8 +63,8 @@ class RunRecorder:
     """Record a training loop of your own in a run folder, as ``narrowgauge train`` records its runs.
 
     ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's. A loop computes
-    the same bits with and without a recorder. Each finding of the detectors becomes an event, a :class:`RunNotice` and a call of
-    ``ng.on_event``'s callbacks.
+    the same bits with and without a recorder. Each finding of the detectors becomes an event, a :class:`RunNotice` and a call
+    of ``ng.on_event``'s callbacks.
 
     On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's.
 
