@@ -292,7 +292,7 @@ class TrainConfig:
         left = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
-    # ── rules for missing settings ────────────────────────────────────────────────────────────────────────────────────────
+    # ── rules for missing settings ────────────────────────────────────────────────────────────────────────────────────
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
         """Return the same settings with each None filled in: by the model, by the steps, or by the update rule.

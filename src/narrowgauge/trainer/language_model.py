@@ -1,6 +1,6 @@
 """Language models built from a configuration and a seed, and their loss.
 
-The models are Hugging Face classes, so a trained model is a folder that other tools can read. A preset is an entry of
+The models are Hugging Face classes, so a trained model is a folder that other tools can read. A preset is a configuration in
 ``narrowgauge.spec.models``. Its weights are initialized here in float32 from the seed only, so that every
 recipe starts from the same weights. Nothing is downloaded. A path is a folder with a ``config.json`` and, optionally,
 weights.

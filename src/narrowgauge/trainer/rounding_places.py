@@ -87,7 +87,7 @@ class RoundingPlaces:
         started: the step of the checkpoint from which the steps were repeated; 0 for the initial weights.
         mismatch: a sentence about the first difference between the repeated steps and the record; empty without one.
         rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``removes``, the
-            fraction of the emulated gradient's squared difference that leaving the place out removes; ``None`` if it is not finite.
+            fraction of the emulated gradient's squared difference that leaving the place out removes; ``None`` if not finite.
     """
 
     step: int

@@ -58,8 +58,8 @@ class BadValue:
     """The first non-finite value of a step and the operation that made it.
 
     Args:
-        phase: ``input``: the value existed before any operation; ``forward``; ``backward``; ``backward-recompute``: in
-            activation checkpointing.
+        phase: ``input``: the value existed before any operation; ``forward``; ``backward``; ``backward-recompute``: in the
+            recomputation of activation checkpointing.
         module: dotted name of the innermost module; ``""`` outside the model's modules.
         operation: name of the operation in PyTorch; for ``input`` the first reader of the tensor.
         what: ``nan`` or ``inf`` (without NaN).

@@ -1,7 +1,7 @@
 """Trace every operation of a training step, forward and backward, with its operands and results.
 
 The first non-finite tensor is often harmless. Attention masks are filled with -inf, and the values discarded by ``where`` can
-be anything. Therefore non-finite values are traced. An operation that produces one from finite operands is a *source*. An operation
+be anything. Therefore non-finite values are traced. An operation that produces one from finite operands is a *source*. One
 that propagates one inherits the source of its operands. Only sources that reach the loss or a gradient count. The earliest is
 reported. A requested infinity (a fill, a mask passed as a tensor) is *deliberate*. An operation that turns it into a NaN
 is a new source, e.g. the softmax of a fully masked row.
