@@ -3,7 +3,7 @@
 A NaN in the loss does not show its origin, because NaNs spread everywhere within a few operations. Tracing every operation
 finds the first failure, but is too expensive for every step. Therefore nothing is traced until a step has failed. Then the
 same step runs once more. It runs eagerly even if the model is compiled, because the inside of a fused kernel cannot be traced.
-Eager execution may differ in bits from the compiled step. So the result says whether the failure was reproduced (:func:`replay`).
+Eager execution may differ in bits from the compiled step. The result says whether the failure was reproduced (:func:`replay`).
 
 The step must be repeatable: the same batch, the same weights, no update.
 """
