@@ -1,4 +1,4 @@
-"""Before training: which updates rounding loses, whether the gradient is the gradient, whether a resume is the same run."""
+"""Checks before training: updates lost to rounding, wrong gradients, and resumes that change the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``narrowgauge.check``: which updates rounding will lose, whether the gradient is the gradient, and what is set up wrongly.
+"""``narrowgauge.check``: find updates that rounding will lose, wrong gradients, and errors of the set-up.
 
 Optimizers of PyTorch and of other libraries pass the same checks as Narrowgauge's.
 """
@@ -30,10 +30,9 @@ class CheckWarning(UserWarning):
 
 
 class Check(Readings):
-    """What :func:`narrowgauge.check` read; with ``step`` also the handle that ends its watching.
+    """The readings of :func:`narrowgauge.check`. With ``step`` also a handle on the watched step.
 
-    Iterates over :class:`~narrowgauge.analysis.reading.Reading`. As a context manager, it ends the watching at the end of the
-    block.
+    Iterates over :class:`~narrowgauge.analysis.reading.Reading`. As a context manager, stops watching at the end.
 
     Args:
         readings, lines, looked_at, unseen: as of :class:`~narrowgauge.analysis.reading.Readings`.
@@ -49,7 +48,7 @@ class Check(Readings):
     _watched: StepCheck | None = None
 
     def watch(self, set_up: SetUp, step: int, max_grad_norm: float | None, ignore: Collection[str]) -> None:
-        """Add what the ``step``-th step from now shows beside the optimizer's rule, and warn of it."""
+        """Watch the ``step``-th step from now. Add its differences from the optimizer's rule to the readings, and warn."""
 
         def take(number: int, readings: list[Reading], row: Row) -> None:
             self.unseen = dict(row["unseen"]) if row else self.unseen
@@ -93,22 +92,22 @@ def check(
     max_grad_norm: float | None = None,
     ignore: Collection[str] = (),
 ) -> Check:
-    """Read what a training set-up will lose, and what is wrong in it, before it trains.
+    """Find the losses and errors of a training set-up before it trains.
 
-    Without ``batch`` the model is not called: weights, states and settings are read. With ``batch`` and ``loss`` one
-    step as configured is compared with float32 in one process, tensor by tensor; all ranks make the call.
+    Without ``batch`` the model is not called: only weights, states and settings are read. With ``batch`` and ``loss`` one
+    configured step is compared with float32 in one process, tensor by tensor. All ranks make the call.
 
     Args:
-        model: as the loop calls it, perhaps wrapped or compiled.
-        optimizer: any ``torch.optim.Optimizer``, of this or another library, perhaps wrapped; or a list of several.
-        batch: this rank's: tensors with a first dim of sequences, in tuples or dicts; a list of them is micro-batches.
-        loss: ``loss(model, batch)`` returns the objective, the mean over whatever batch it is given; with the loop's autocast.
-        backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, with its accumulation, loss scale
-            and reductions. ``None``: the loss of each micro-batch over their number.
-        step: the optimizer step, counted from now, that is compared with the optimizer's rule while training. What differs is
-            added to the readings, and reported by a :class:`CheckWarning` and by events. 0 for none.
-        max_grad_norm: the limit to which the loop clips gradients, for ``step``.
-        ignore: kinds of readings of the step that are meant, such as ``"weights-written"`` where the loop averages weights.
+        model: as the loop calls it, possibly wrapped or compiled.
+        optimizer: any ``torch.optim.Optimizer``, of this or another library, possibly wrapped; or a list of several.
+        batch: this rank's batch: tensors with a first dim of sequences, in tuples or dicts. A list holds micro-batches.
+        loss: ``loss(model, batch)`` returns the objective, a mean over its batch, with the loop's autocast.
+        backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, with its accumulation, loss
+            scale and reductions. ``None``: the loss of each micro-batch over their number.
+        step: the optimizer step, counted from now, to compare with the optimizer's rule during training. Differences are added
+            to the readings, and reported by a :class:`CheckWarning` and by events. 0 for none.
+        max_grad_norm: the loop's clipping limit, for ``step``.
+        ignore: kinds of intended readings of the step, such as ``"weights-written"`` if the loop averages weights.
     Returns:
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()`` raises otherwise.
     Raises:
@@ -146,12 +145,12 @@ def check(
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:
-    """Return what can be read without a step."""
+    """Return the readings that need no step."""
     return [*parameter_readings(set_up), *update_readings(set_up)]
 
 
 def _warn(readings: list[Reading], step: int) -> None:
-    """Report what a watched step shows, on the first rank."""
+    """Report the readings of a watched step, on rank 0."""
     if all_ranks().rank != 0:
         return
     for reading in readings:

@@ -1,13 +1,14 @@
-"""Is the gradient of a set-up the gradient? One step as configured against float32 in one process on a deep copy.
+"""Check the gradient of a set-up: compare one configured step with float32 in one process, on a deep copy.
 
-The configured pass runs on the model itself, before training: with its autocast, accumulation, DDP, FSDP2 or compiled parts. Its
-gradients, buffers and random generators are put back. The reference is a deep copy in float32, without wrappers, which takes the
-batches of all ranks at once. Both are in evaluation mode, so that dropout is off.
+The configured pass runs on the model itself, before training: with its autocast, accumulation, DDP, FSDP2 or compiled parts.
+Its gradients, buffers and random generators are restored. The reference is a deep copy in float32, without wrappers. It
+takes the batches of all ranks at once. Both run in evaluation mode, without dropout.
 
-A difference is rounding if it stays within 4 times what random roundings of every result of the reference move the gradient by
-(Monte Carlo arithmetic). Beyond it, it is fitted: one factor, or a number for each micro-batch and rank, or nothing explains it.
+Monte Carlo arithmetic gives the bound: round every result of the reference at random, and measure the change of the gradient.
+A difference within 4 times this change is rounding. A larger difference is fitted by one factor, or by a number for each
+micro-batch and rank. Some differences have no fit.
 
-Source: D. S. Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997); envelopes in place of one tolerance: TTrace (2506.09280).
+Sources: D. S. Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997). One bound per tensor: TTrace (2506.09280).
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from narrowgauge.torch_names import graph_dtypes, unwrapped_model
 MARGIN = 4.0
 """Bounds over the largest of two random roundings."""
 LEAST = 2.0**-20
-"""The least bound, eight spacings of float32: sums in float32 in another order."""
+"""The least bound, eight ulps of float32: float32 sums in another order."""
 _NEAR = 0.005
-"""Relative distance at which a factor is taken for a number of the set-up."""
+"""Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
-"""Micro-batches of all ranks up to which each one's share of a gradient is fitted."""
+"""Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
 Loss = Callable[[nn.Module, Any], Tensor]
 Backward = Callable[[nn.Module, Any], object]
 Gradients = dict[str, Tensor]
@@ -56,13 +57,13 @@ Gradients = dict[str, Tensor]
 def gradient_readings(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
 ) -> tuple[list[Reading], list[str]]:
-    """Compare the gradients of one step as configured with float32's in one process; all ranks make the call.
+    """Compare the gradients of one configured step with float32's in one process. All ranks make the call.
 
     Args:
-        unseen: filled with what could not be compared, and why.
+        unseen: filled with the names that could not be compared, and the reasons.
 
     Returns:
-        Readings beyond rounding, the same on every rank; and a line that says what was equal.
+        Readings beyond rounding, the same on every rank; and a line about the equal gradients.
     """
     ranks, model = all_ranks(), set_up.model
     parts = list(batch) if isinstance(batch, list) else [batch]
@@ -92,7 +93,7 @@ def gradient_readings(
 def _configured(
     model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None
 ) -> tuple[Gradients, set[torch.dtype]]:
-    """Run the configured passes, and return the whole gradients and the formats of all results."""
+    """Run the configured passes. Return the whole gradients and the formats of all results."""
     dtypes: set[torch.dtype] = set()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -128,7 +129,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
-    """Return the unit roundoff of the narrowest format that the configured pass computes in."""
+    """Return the unit roundoff of the coarsest format in which the configured pass computes."""
     formats = {dtype_name(dtype) for dtype in dtypes} & FORMATS.keys()
     formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
     for module in model.modules():
@@ -138,7 +139,7 @@ def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
 
 
 def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, list[Tensor]]:
-    """Return the gradients of every rank, of tensors whose ranks hold different bits."""
+    """Return every rank's gradients, for tensors with different bits on different ranks."""
     if ranks.size == 1:
         return {}
     of_all = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
@@ -151,9 +152,9 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, list[Tensor]]:
 
 
 def float32_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy in float32 and evaluation mode: whole, without wrappers, compiled code and hooks of FSDP2.
+    """Return a deep copy in float32 and evaluation mode, unsharded, without wrappers, compiled code or FSDP2 hooks.
 
-    All ranks of a sharded model make the call. Narrow layers of ours multiply in float32.
+    All ranks of a sharded model make the call. Our low-precision layers multiply in float32.
     """
     model, memo, classes = unwrapped_model(model), dict[int, Any](), dict[nn.Module, type]()
     for p in model.parameters():
@@ -183,7 +184,7 @@ def float32_copy(model: nn.Module) -> nn.Module:
 
 
 class Widened(TorchDispatchMode):
-    """Compute in float32 what a forward pass casts to 16 bits, by autocast or itself; round each result at random.
+    """Compute in float32 instead of 16 bits, for casts by autocast or by the model. Round each result at random.
 
     Args:
         unit: the largest relative rounding of a result; 0 rounds nothing.
@@ -222,10 +223,10 @@ def gradients_of(model: nn.Module, part: Any, loss: Loss, unit: float = 0.0, see
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Return micro-batches as one: tensors are concatenated along their first dim, dicts and tuples item by item.
+    """Return micro-batches as one. Concatenate tensors along their first dim, dicts and tuples item by item.
 
     Raises:
-        RecipeError: they cannot be.
+        RecipeError: the micro-batches cannot be concatenated.
 
     Example:
         >>> concatenated([(torch.zeros(2, 3), 1), (torch.ones(1, 3), 1)])[0].shape
@@ -301,7 +302,7 @@ def _compared(
         readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
     line = f"gradients: {num_equal} of {counted(len(exact), 'tensor')} equal to float32's in one process"
     line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})"
-    first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # the first in backward
+    first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # first in backward
     others = [reading for reading in readings if reading.what != "nonfinite-gradient"]
     return first_bad + joined(others, len(exact)), [line]
 
@@ -319,7 +320,7 @@ def _not_reduced(name: str, of_ranks: Sequence[Tensor], exact: Tensor) -> Readin
 
 
 def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_ranks: int) -> str:
-    """Say how often each micro-batch counts, where a sum of their gradients explains the difference."""
+    """Say how often each micro-batch counts, if a weighted sum of their gradients explains the difference."""
     if not terms:
         return ""
     columns = [term.flatten().cpu() for term in terms]
@@ -335,7 +336,7 @@ def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_r
 
 
 def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
-    """Return ``, which is NAME`` for a factor that is a number of the set-up or a power of two.
+    """Return ``, which is NAME`` for a factor that equals a number of the set-up or a power of two.
 
     Example:
         >>> equal_to(4.001, 1, 4), equal_to(3.3, 1, 4), equal_to(65536, 1, 4)

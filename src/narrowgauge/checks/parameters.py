@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has, once or twice, in which format, and which have no gradient."""
+"""Check the parameters of an optimizer: missing, listed twice, in another format, or without a gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from narrowgauge.spec.formats import dtype_name
 
 
 def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield parameters that no optimizer has, that it has twice or in another format, and those without a gradient."""
+    """Yield parameters that are in no optimizer, listed twice, in another format, or without a gradient."""
     yield from _missing(set_up)
     counts = Counter(id(p.parameter) for p in set_up.stepped)
     if names := [p.name for p in set_up.stepped if counts[id(p.parameter)] > 1]:
@@ -26,7 +26,7 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
 
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:
-    """Trainable parameters that no optimizer has; where it has others of the same shape, they were replaced."""
+    """Yield trainable parameters without an optimizer. If the optimizer has others of that shape, they were replaced."""
     stepped, in_model = set_up.stepped, {id(p) for p in set_up.model.parameters()}
     known = {id(p.parameter) for p in stepped}
     if not in_model & known and all(p.parameter.ndim == 1 for p in stepped):
@@ -63,13 +63,13 @@ def _dtype_before(stepped: SteppedParameter) -> torch.dtype | None:
         return dtype
     if not type(stepped.optimizer).__module__.startswith("torch.optim"):
         return None
-    # torch makes its states in the format of the weight that it meets first.
+    # torch makes its states in the format that the weight has at its first step.
     states = [stepped.state.get(name) for name in ("exp_avg", "momentum_buffer")]
     return next((state.dtype for state in states if isinstance(state, Tensor)), None)
 
 
 def without_gradient(set_up: SetUp) -> Iterator[Reading]:
-    """Trainable parameters without a gradient where others have one; TransformerEngine and Megatron keep theirs elsewhere."""
+    """Yield trainable parameters without a gradient, if others have one. TransformerEngine and Megatron store it elsewhere."""
     trained = {p.name: p.parameter for p in set_up.trained}
     lost = [
         name

@@ -1,7 +1,7 @@
-"""Saved here, resumed there: is it the same run? A certificate for any loop.
+"""Check that a resumed run is the same run, for any loop.
 
-The state that was saved is compared with what fresh objects hold after the load, and then the step after the checkpoint is taken
-by both. Tensors are compared by fingerprints of their bits and of their values, which do not depend on how they are sharded, so
+Compare the saved state with the state of fresh objects after the load. Then both take the step after the checkpoint.
+Tensors are compared by fingerprints of their bits and of their values. Fingerprints do not depend on sharding, so
 the second part may run on another number of ranks.
 """
 
@@ -42,21 +42,21 @@ def check_resume(
     *,
     record: str | Path | None = None,
 ) -> Readings:
-    """Prove that a resumed loop is the same run: restore in fresh objects, and take the step after the checkpoint again.
+    """Prove that a resumed loop is the same run: restore in fresh objects, and repeat the step after the checkpoint.
 
-    All ranks make the call. On another number of ranks it is two calls: one job passes ``load=None`` and a ``record`` to write,
-    the other ``step=None`` and the same ``record``; its ``save()`` says where the checkpoint is.
+    All ranks make the call. Another number of ranks takes two calls. One job passes ``load=None`` and a ``record`` to write.
+    The other passes ``step=None`` and the same ``record``; its ``save()`` says where the checkpoint is.
 
     Args:
-        step: takes the loop's next step and returns what the loop has, by name: modules, optimizers, tensors, numbers, and
+        step: takes the loop's next step and returns the loop's objects by name: modules, optimizers, tensors, numbers, and
             anything with a ``state_dict()``.
-        save: writes a checkpoint, and returns what ``load`` needs.
-        load: builds everything anew from the checkpoint, and returns the fresh objects by the same names, and their ``step``.
-        record: the file that carries what was saved to another job.
+        save: writes a checkpoint, and returns the argument of ``load``.
+        load: rebuilds everything from the checkpoint, and returns the fresh objects by the same names, and their ``step``.
+        record: the file that carries the saved state to another job.
     Returns:
         A reading for each name that is not restored. Its lines say of each kind: same bits, same value, or not restored.
     Raises:
-        RecipeError: two jobs, and no record.
+        RecipeError: two jobs without a record.
 
     Example:
         >>> import copy, narrowgauge as ng
@@ -114,7 +114,7 @@ def check_resume(
 
 
 def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: str) -> tuple[list[Reading], list[str]]:
-    """Return a reading for each kind of state that is not restored, and a line that counts all."""
+    """Return a reading for each kind of state that is not restored, and a line with the counts."""
     verdicts: dict[str, dict[str, list[str]]] = {}
     for name, entry in before.items():
         kind, _, rest = name.partition("|")
@@ -148,11 +148,11 @@ def _verdict(entry: Entry, other: Entry | None) -> str:
     return VALUE if entry["value"] == other["value"] else NOT_RESTORED
 
 
-# ── what a loop holds ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def snapshot(objects: Objects) -> dict[str, Entry]:
-    """Return an entry for each state of a loop's objects, as ``KIND|NAME``; all ranks make the call."""
+    """Return an entry for each state of a loop's objects, as ``KIND|NAME``. All ranks make the call."""
     names = {
         id(p): inner_name(n) for o in objects.values() if isinstance(o, nn.Module) for n, p in o.named_parameters()
     }
@@ -180,7 +180,7 @@ def _entry(bits: str, value: str, number: float | None, shown: str) -> Entry:
 
 
 def _states_of(key: str, value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield kind, name and value of what an object holds."""
+    """Yield kind, name and value of each state of an object."""
     if isinstance(value, nn.Module):
         yield from ((key, inner_name(name), p.detach()) for name, p in value.named_parameters())
         yield from ((f"{key} buffers", inner_name(name), b) for name, b in value.named_buffers())
@@ -238,5 +238,5 @@ def _generators() -> dict[str, Entry]:
 
 
 def _scramble() -> None:
-    """Draw from the random generators, as another process's begin elsewhere: a load must set them."""
+    """Draw from the random generators. Those of a new process differ too, so a load must set them."""
     torch.rand(7), np.random.rand(7), random.random()

@@ -1,7 +1,7 @@
-"""A user's set-up as the checks see it: a model, its optimizers, and the storage that each optimizer amounts to.
+"""A user's set-up for the checks: a model, its optimizers, and each optimizer's equivalent storage.
 
-An optimizer of another library is described by the row of ``STORAGES`` that does the same: ``torch.optim.AdamW`` over bfloat16
-weights is ``naive``, with a master copy it is ``master``, with Kahan's compensation ``kahan``. So one law judges all optimizers.
+An optimizer of another library maps to the row of ``STORAGES`` that does the same. For ``torch.optim.AdamW`` over bfloat16
+weights this is ``naive``, with a master copy ``master``, with Kahan compensation ``kahan``. So one rule judges all optimizers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ KNOWN = {
     "torch", "narrowgauge", "torchao", "bitsandbytes", "apex", "transformer_engine", "transformers", "optimi", "heavyball",
     "flashoptim",
 }  # fmt: skip
-"""Libraries whose optimizers say before their first step what they keep."""
+"""Libraries whose optimizers show before their first step which copies and low bits they keep."""
 
-# How optimizers of other libraries say that they keep what a narrow weight rounds off: an option of a group or an attribute
-# of the optimizer, the values that mean it, and the storage that it amounts to.
+# Options by which optimizers of other libraries keep the bits that a low-precision weight rounds off: the name of the option
+# or attribute, its values, and the equivalent storage.
 KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("kahan_sum", (True, None), "kahan"),  # torch-optimi; None is its default, for narrow weights
     ("use_kahan_summation", (True,), "kahan"),  # AnyPrecisionAdamW
@@ -46,7 +46,7 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class SteppedParameter:
-    """A parameter in an optimizer, under its name in the model; ``storage`` says what is kept of it."""
+    """A parameter in an optimizer, under its name in the model, with its equivalent storage."""
 
     name: str
     parameter: Tensor
@@ -56,7 +56,7 @@ class SteppedParameter:
 
     @property
     def rate(self) -> float:
-        """Return the learning rate, or the initial one that a schedule multiplies, whichever is larger."""
+        """Return the larger of the learning rate and the initial rate that a schedule multiplies."""
         # Some have None: transformers' Adafactor computes its own.
         return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr"))
 
@@ -66,7 +66,7 @@ class SteppedParameter:
 
     @property
     def is_short(self) -> bool:
-        """Return whether a change below half a spacing of a 16-bit weight is lost."""
+        """Return whether a change below 0.5 ulp of a 16-bit weight is lost."""
         return self.storage.visible not in WIDE and self.keeps_nothing
 
     @property
@@ -74,19 +74,19 @@ class SteppedParameter:
         """Return whether the visible weight is all that is kept; float32 is too."""
         row = self.storage
         if type(self.optimizer).__module__.partition(".")[0] not in KNOWN and not self.state:
-            return False  # a class of the user's own may make a master copy in its first step
+            return False  # a user's class may make a master copy in its first step
         return not row.beside and row.weight.rounding == "nearest" and self.parameter.dtype is not torch.float64
 
     @property
     def is_normalized(self) -> bool:
-        """Return whether a rule bounds its changes by about the learning rate, rather than following the gradient's size."""
+        """Return whether a rule bounds its changes by about the learning rate, independent of the gradient's size."""
         kind = type(self.optimizer).__name__.lower()
         return "sign" in kind or not ("sgd" in kind or "lbfgs" in kind)
 
 
 @dataclass
 class SetUp:
-    """A model as given, perhaps wrapped, and its optimizers without wrappers."""
+    """A model, possibly wrapped, and its optimizers without wrappers."""
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -116,7 +116,7 @@ class SetUp:
 
 
 def set_up_of(model: Any, optimizer: Any) -> SetUp:
-    """Return the set-up; refuse what is no model or optimizer."""
+    """Return the set-up. Refuse anything but a model and optimizers."""
     if not isinstance(model, nn.Module):
         raise RecipeError(f"Cannot check a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
     require_float64(model.parameters())
@@ -135,7 +135,7 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 
 def described(set_up: SetUp) -> list[str]:
-    """Return a line with the formats of weights, gradients and states, and one for each optimizer's settings."""
+    """Return a line with the formats of weights, gradients and states, and a line per optimizer with its settings."""
     by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
     for p in set_up.stepped:
         by_kind["weights"][dtype_name(p.parameter.dtype)] = None
@@ -179,7 +179,7 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Return whether a state is a master copy: float32, and within one rounding of the narrow weight."""
+    """Return whether a state is a master copy: float32, and within one rounding of the 16-bit weight."""
     for value in dict(optimizer.state.get(parameter, {})).values():
         if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
             weight = spread(parameter).float()
@@ -190,9 +190,9 @@ def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
 
 
 def _says_master(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
-    """Return whether an optimizer says that it steps a master copy: ``FusedAdam`` of TransformerEngine or Apex.
+    """Return whether the settings name a master copy, as in ``FusedAdam`` of TransformerEngine or Apex.
 
-    Apex's makes a copy of each weight, and steps bfloat16 weights without it.
+    Apex's optimizer copies each weight, but steps bfloat16 weights without the copy.
 
     Source: Apex at 6424da3, ``optimizers/fused_adam.py``, lines 104 to 115, 219 to 223 and 274 to 288.
     """

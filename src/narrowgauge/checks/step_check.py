@@ -1,13 +1,13 @@
-"""Is the step that was taken the rule's? States, weights, counts, clip, and what was written between two steps.
+"""Compare a step with the optimizer's rule: states, weights, counts, clip, and writes between two steps.
 
-Each parameter is compared alone. A state is fitted as ``kept · old + taken · term`` and the weight as ``weight − step · rule −
-decay · weight``, so that a difference is a number beside the rule's. The weight is compared with the step of the states as the
-rule makes them, or as they are where those differ: a fault of a moment is not one of the weight too.
+Each parameter is compared alone. A state is fitted as ``kept · old + taken · term``, the weight as ``weight − step · rule −
+decay · weight``. So a difference is a number beside the rule's number. The expected weight uses the states of the rule.
+If the actual states differ, it uses the actual states. So a fault of a moment is not also a fault of the weight.
 
-The bound is measured: the rule in the formats of the tensors, and with every input moved by half the epsilon of its format,
-against the rule in float64. What a storage rounds is compared by its likelihood (:mod:`narrowgauge.checks.stored`).
+The bound is measured against the rule in float64. The rule is computed in the formats of the tensors, and with every input
+moved by half the epsilon of its format. Stored values are compared by their likelihood (:mod:`narrowgauge.checks.stored`).
 
-Source: linear fits of a step in place of named faults: the prototype located 16 of 16 faults in the right tensor.
+Linear fits replace a list of named faults. The prototype located 16 of 16 faults in the right tensor.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name, unwrapped_model
 
 _MARGIN = 3.0
-"""The bound over the largest distance that rounding was measured to make."""
+"""The bound over the largest measured distance due to rounding."""
 _LEFT = 1.5
-"""Bounds that a fit may leave unexplained: one rounding was measured, and the run drew another."""
+"""Bounds that a fit may leave unexplained. The measured rounding and the run's rounding are different draws."""
 _EXPLAINED = 1e-2
-"""Share of a step that a fit may leave unexplained and still be its explanation."""
+"""Fraction of a step that an explanation may leave unexplained."""
 _OPERATIONS = 12
-"""Roundings of a step of Adam, about: what the arithmetic may take a change away, in its own units."""
+"""Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in its own units."""
 _COARSEST = 2.0**-8
-"""The coarsest arithmetic that is followed: bfloat16's."""
+"""The unit of the coarsest supported arithmetic: bfloat16."""
 NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 Report = Callable[[int, list[Reading], Row], object]
 NAMES = tuple(kind.name for kind in KINDS.values() if kind.by == STEP)
 
 
 class StepCheck:
-    """Compare some steps of a loop with the optimizer's rule, by hooks on the step alone; the model is never called.
+    """Compare some steps of a loop with the optimizer's rule, by hooks on the step. The model is never called.
 
-    The hooks copy, and change nothing. An error of the comparison itself ends no run: it is a reason why it was not compared.
+    The hooks only copy. An error of the comparison does not end the run: it becomes the reason for a missing comparison.
 
     Args:
-        model: whose names the parameters have; others are named by their place in the optimizer.
+        model: gives the parameter names. Other parameters are named by their place in the optimizer.
         optimizer: without wrappers.
-        every: steps between compared ones; 0 compares the first alone.
-        report: called with the step, its readings and the column ``recomputed`` after each compared step, and again before the
-            next step, with an empty column and what was written in between.
+        every: steps between compared steps; 0 compares only the first.
+        report: called after each compared step with the step, its readings and the column ``recomputed``. Called again before
+            the next step, with the readings of writes in between and an empty column.
         first: the first compared step, counted from now.
         max_grad_norm: the limit of clipping; ``None`` does not check it.
-        ignore: kinds of readings that are meant.
+        ignore: kinds of intended readings.
 
     Raises:
-        RecipeError: ``ignore`` names no kind of reading of a step.
+        RecipeError: ``ignore`` has a name that is not a kind of reading of a step.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class StepCheck:
 
 
 def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
-    """Join readings of one kind and like values; the tensor is empty if it is all of ``number``."""
+    """Join readings of one kind and like values. The tensor is empty if all ``number`` tensors have the reading."""
     groups: dict[tuple[str, str], list[Reading]] = {}
     for reading in readings:
         like = f"{reading.value:.2g}/{reading.expected:.6g}" if reading.expected and reading.value is not None else ""
@@ -159,7 +159,7 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
 
 
 def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]) -> Iterator[Reading]:
-    """Compare the norm of the gradients that reach the optimizer's rule with the declared limit."""
+    """Compare the norm of the gradients after clipping with the declared limit."""
     if limit is None or step.why_not:
         return
     left = math.nan if step.grad_norm is None else step.grad_norm * step.clip
@@ -176,7 +176,7 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
 
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
-    """Compute the update of every sampled parameter again; fill ``unseen`` with what could not be compared, and why."""
+    """Recompute the update of every sampled parameter. Fill ``unseen`` with names not compared, and reasons."""
     frozen = [
         name
         for name, s in step.samples.items()
@@ -239,7 +239,7 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
 
 
 def _counts(sample: Sample, definition: Definition) -> Iterator[Reading]:
-    """Compare the optimizer's own counts of steps with one step, and with moments that hold older gradients."""
+    """Compare the optimizer's counts of steps with one step, and with moments that hold older gradients."""
     if (
         not definition.is_counted
         or not sample.count
@@ -266,14 +266,14 @@ def rounding_of(
 ) -> float:
     """Measure how far rounding alone takes a rule from its value in float64, as a length.
 
-    The rule is computed with every value in its format, and with every input moved up or down by half the format's epsilon.
+    Compute the rule with every value in its format, and with every input moved up or down by half the format's epsilon.
 
     Args:
         rule: elementwise.
         inputs: float64.
-        exact: what the rule makes of them.
+        exact: the rule's result.
         formats: of each input.
-        result: the format of what is stored.
+        result: the format of the stored result.
     """
     generator, moved = torch.Generator().manual_seed(0), {}
     for name, value in inputs.items():
@@ -288,7 +288,7 @@ def rounding_of(
 
 
 def _length(values: Tensor) -> float:
-    """Return the norm of the finite values: a narrow format may divide by an epsilon that it rounds to zero."""
+    """Return the norm of the finite values. A 16-bit format may divide by an epsilon that it rounds to zero."""
     return float(values.where(values.isfinite(), 0.0).norm())
 
 
@@ -300,7 +300,7 @@ def _formats(sample: Sample) -> dict[str, torch.dtype]:
 
 
 def fitted(target: Tensor, terms: Iterable[Tensor]) -> tuple[list[float], float]:
-    """Return the factors of some terms whose sum is nearest to a target, and the length of what is left; float64, 1-D."""
+    """Fit a target by a sum of terms. Return the factors and the length of the residual; float64, 1-D."""
     columns = torch.stack(list(terms), 1)
     scales = columns.norm(dim=0).clamp_min(1e-300)
     solution = torch.linalg.lstsq(columns / scales, target[:, None], driver="gelsd").solution[:, 0]
@@ -308,7 +308,7 @@ def fitted(target: Tensor, terms: Iterable[Tensor]) -> tuple[list[float], float]
 
 
 def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """Return the format, narrower than its dtype, to which values were rounded, or ``None``; both float64."""
+    """Return the smaller format to which values of a dtype were rounded, or ``None``; both float64."""
     if torch.finfo(dtype).bits < 32 or actual.numel() < 8 or not actual.any():
         return None
     slack = 4 * torch.finfo(dtype).eps * actual.abs()
@@ -362,7 +362,7 @@ def _of_state(
     if (narrow := narrower_format(actual, expected, now.dtype)) is not None:
         yield reading(distance / length, 0.0, bound / length, (kept, taken), f"; it was rounded to {narrow}")
         return
-    has_old = bool(old.any())  # else nothing is known of what it keeps
+    has_old = bool(old.any())  # without old values the kept factor is unknown
     (*old_factor, taken_now), left = fitted(actual, [old, term] if has_old else [term])
     kept_now = old_factor[0] if has_old else kept
     if left <= 2 * bound:
@@ -416,7 +416,7 @@ def _of_weight(sample: Sample, definition: Definition, known: Values) -> Iterato
         return
     if abs(factor - 1) > bound / length:
         yield _factor(sample, factor, bound / length)
-    # A rate that is wrong multiplies the decay too, which is no second fault.
+    # A wrong rate multiplies the decay too. Do not report it twice.
     is_scaled = abs(used - factor * decay) <= 0.05 * abs(factor * decay)
     if not is_scaled and abs(used - decay) > max(0.05 * decay, bound / max(rate * float(weight.norm()), 1e-300)):
         yield _decay(sample, used, decay, bound / length)
@@ -484,7 +484,7 @@ def _of_rounded_weight(
 def between_readings(
     step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> list[Reading]:
-    """Compare what a step left with what the next one finds, bit for bit at the sampled places."""
+    """Compare the state after a step with the state before the next step, bit for bit at the sampled places."""
     readings = []
     for name, parameter in parameters.items():
         sample = step.samples.get(name)
@@ -512,7 +512,7 @@ def between_readings(
 
 
 def _is_same(now: Tensor, after: Tensor) -> bool:
-    """Return whether values are the same, or what is left of them after a way to other ones and back, as two averages take it."""
+    """Return whether values are the same. Allow the rounding error of swapping averages in and back out."""
     if bool(((now == after) | after.isnan()).all()):
         return True
     return now.dtype in (torch.float32, torch.float64) and _apart(now, after) <= 4 * torch.finfo(now.dtype).eps

@@ -1,6 +1,6 @@
 """Rules of optimizers in float64.
 
-A definition has two parts: what each state becomes, and the direction that the learning rate multiplies.
+A definition has two parts: the new value of each state, and the direction that the learning rate multiplies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from narrowgauge.checks.step_samples import Sample
 
 _ROUNDINGS_OF_SIGN = 8.0
-"""How many roundings a sum whose sign is taken may be from zero and still be rounded to either side."""
+"""A sum within this many roundings of zero may get either sign."""
 _LEAST_UNIT = 2.0**-23
-"""The relative error of a gradient after our own optimizers' factor, which is computed in another order."""
+"""The relative error of a gradient after our optimizers' clip factor, which they compute in another order."""
 Values = dict[str, Tensor]
 Rule = Callable[[Values], Tensor]
 
@@ -26,9 +26,9 @@ class Definition:
     """The rule of an optimizer.
 
     Args:
-        factors: what each state keeps of itself and takes of its new term.
-        direction: what the learning rate multiplies, of the inputs and the new states (``new_exp_avg``); ``None`` where it needs
-            the whole matrix.
+        factors: for each state, the factor of its old value and the factor of its new term.
+        direction: the tensor that the learning rate multiplies, computed from the inputs and the new states (``new_exp_avg``).
+            ``None`` if it needs the whole matrix.
         is_decoupled: decay acts on the weight, not in the gradient.
         is_counted: moments are corrected by the number of steps.
     """
@@ -39,22 +39,22 @@ class Definition:
     is_counted: bool = False
 
     def decouples(self, sample: Sample) -> bool:
-        """Return whether decay acts on the weight itself; without a state that is the same as in the gradient."""
+        """Return whether decay acts on the weight itself. For a rule without states both kinds of decay are equal."""
         is_stateless = not self.factors(sample)
         return self.is_decoupled or is_stateless or bool(sample.settings.get("decoupled_weight_decay"))
 
     def weight_decay(self, sample: Sample) -> float:
-        """Return the decay that acts on the weight itself: 0 where it is in the gradient."""
+        """Return the decay that acts on the weight itself, or 0 for decay in the gradient."""
         return decay_of(sample) if self.decouples(sample) else 0.0
 
     def gradient(self, sample: Sample, inputs: Values) -> Tensor:
-        """Return the gradient that the states take, with decay where the rule adds it there."""
+        """Return the gradient that the states take, with decay if the rule adds it there."""
         if self.decouples(sample):
             return inputs["gradient"]
         return inputs["gradient"] + decay_of(sample) * inputs["weight"]
 
     def state_rules(self, sample: Sample) -> dict[str, Rule]:
-        """Return what each state becomes."""
+        """Return a rule for the new value of each state."""
 
         def make(name: str, kept: float, taken: float) -> Rule:
             return lambda inputs: kept * inputs[name] + taken * new_term(name, self.gradient(sample, inputs))
@@ -140,7 +140,7 @@ def _lion_factors(sample: Sample) -> dict[str, tuple[float, float]]:
 
 
 def _lion_mean(values: Values, beta1: float) -> Tensor:
-    """Return the mean whose sign is the step: of the momentum before the step and the gradient."""
+    """Return the mean of the old momentum and the gradient. Its sign is the step."""
     return beta1 * values["exp_avg"] + (1 - beta1) * values["gradient"]
 
 
@@ -152,7 +152,7 @@ LION = Definition(_lion_factors, _lion_direction, is_decoupled=True)
 
 
 def decided(sample: Sample, inputs: Values) -> Tensor:
-    """Return the elements whose direction does not depend on a rounding, bool: Lion's terms may nearly cancel."""
+    """Mark the elements whose direction does not depend on a rounding, bool. Lion's terms may nearly cancel."""
     if sample.rule != "lion":
         return torch.ones_like(inputs["gradient"], dtype=torch.bool)
     mean = _lion_mean(inputs, _betas(sample)[0])

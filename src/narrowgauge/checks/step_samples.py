@@ -1,7 +1,7 @@
 """Samples of an optimizer's parameters around a step, in bounded memory.
 
-The update of most optimizers is elementwise, so a few thousand elements of each parameter are enough to compute it again: the
-weight and the states before and after, and the gradient. Nothing here changes a tensor of the run. Samples lie on the CPU.
+The update of most optimizers is elementwise. So a few thousand elements of each parameter are enough to recompute it:
+the weight and the states before and after, and the gradient. Nothing here changes a tensor of the run. Samples are on the CPU.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SETTINGS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay",
 )  # fmt: skip
 RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Lion": "lion", "Muon": "muon"}
-"""The classes of optimizers that are computed again, and those derived from them."""
+"""The optimizer classes that are recomputed. Derived classes are too."""
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """Copy evenly spread elements of this rank's part of a tensor to the CPU; 1-D, the same places at every call.
+    """Copy evenly spread elements of this rank's shard to the CPU; 1-D, the same places at every call.
 
-    The stride has no divisor in common with the last dim, so that every column is met.
+    The stride is coprime to the last dim, so the elements cover every column.
     """
     flat = local_of(tensor.detach()).reshape(-1)
     stride = max(1, -(-flat.numel() // ELEMENTS))
@@ -53,14 +53,14 @@ class Sample:
     Args:
         name: in the model, or its place in the optimizer's groups.
         dtype: of the parameter.
-        settings: those of its group that the rule reads.
+        settings: the settings of its group that the rule reads.
         rule: a key of ``narrowgauge.checks.step_rules.DEFINITIONS``, or empty.
         weight, states: before the step, 1-D.
-        gradient: as the rule receives it, after what the optimizer does with it in its step; ``None`` where there was none.
+        gradient: the input of the rule, after the optimizer's own scaling and clipping; ``None`` without a gradient.
         weight_after, states_after: after the step.
-        count, count_before: steps that the optimizer counts for it after this one, and before.
+        count, count_before: the optimizer's count of steps for the parameter, after this step and before.
         listed: how often the groups list it.
-        roundings: of the weight and the states that are stored in a narrower format than float32, by name.
+        roundings: of the weight and the states stored below float32, by name.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Sample:
 
 @dataclass
 class SampledStep:
-    """A step: its samples by name, the norm of all gradients, the optimizer's own factor, and why nothing can be compared."""
+    """A step: its samples by name, the norm of all gradients, the optimizer's clip factor, and why nothing is compared."""
 
     step: int
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
     """Return the parameters of an optimizer by name, each once.
 
     Args:
-        names: of the model's parameters, by their id; another one is named by its place in the optimizer.
+        names: of the model's parameters, by their id. Other parameters are named by their place in the optimizer.
 
     Example:
         >>> weight, other = torch.zeros(1), torch.zeros(1)
@@ -120,10 +120,10 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 
 
 def rule_of(optimizer: torch.optim.Optimizer, parameter: Tensor | None = None) -> str:
-    """Return the rule that an optimizer claims to be: that of its class, or of the class that it is derived from.
+    """Return the rule of an optimizer's class, or of the class that it is derived from.
 
     Args:
-        parameter: one of its own; ours may step vectors by another rule than matrices.
+        parameter: one of the optimizer's. Our optimizers may step vectors by another rule than matrices.
     """
     for kind in type(optimizer).__mro__:
         if kind.__name__ in RULES and kind.__module__.partition(".")[0] in ("torch", "narrowgauge"):
@@ -134,12 +134,12 @@ def rule_of(optimizer: torch.optim.Optimizer, parameter: Tensor | None = None) -
 
 
 def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
-    """Return the stored weight: of our optimizers with what they keep beside it."""
+    """Return the stored weight. For our optimizers include its tail or other low bits."""
     return optimizer.stored(parameter) if isinstance(optimizer, Optimizer) else parameter
 
 
 def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """Return what an optimizer stores of a parameter, by name: of ours the weight with its tail, and the states of any."""
+    """Return the stored tensors of a parameter by name: any optimizer's states, and the weight with its tail for ours."""
     if not isinstance(optimizer, Optimizer):
         return dict(optimizer.state.get(parameter, {}))
     stored: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
 
 
 def count_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
-    """Return the number of steps that an optimizer has counted for a parameter; 0 where it does not count."""
+    """Return an optimizer's count of steps for a parameter, or 0 without a count."""
     if isinstance(optimizer, Optimizer):
         state = optimizer.state_of(parameter)
         return 0 if state is None else state.step
@@ -173,7 +173,7 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapp
     """
     released = getattr(optimizer, "released", ())
     step = SampledStep(number)
-    # GradScaler sets these two for the length of a step; ours tell afterwards what they did.
+    # GradScaler sets these two during a step. Our optimizers report skips and factors afterwards.
     found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found_inf is not None and bool(found_inf):
         step.why_not = "a gradient is not finite: the step is skipped"
@@ -204,7 +204,7 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapp
 
 
 def complete(step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """Add what the step made of each parameter, and multiply gradients by the factor with which the optimizer did."""
+    """Add the results of the step for each parameter. Multiply gradients by the optimizer's clip factor."""
     if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
         step.clip, is_skipped = optimizer.last_control.tolist()
         if is_skipped:
@@ -220,7 +220,7 @@ def complete(step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Ma
 
 
 def _gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient; ``None`` also where it is sparse, since its elements are at other places in each step."""
+    """Return the gradient. Return ``None`` if it is sparse, since its places change in each step."""
     gradient = parameter.grad
     return None if gradient is None or gradient.layout is not torch.strided else gradient
 
@@ -231,18 +231,18 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-# ── what our optimizers do within their step ────────────────────────────────────────────────────────────────────────────────
+# ── scaling and rounding in our optimizers' step ────────────────────────────────────────────────────────────────────────────
 
 
 def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) -> Tensor:
-    """Return the gradient times what the optimizer multiplies it by: ours compute in float32 with gradients of any format."""
+    """Return the gradient times the optimizer's factor. Our optimizers multiply in float32 for every format."""
     if isinstance(optimizer, Optimizer):
         return (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
     return gradient if factor == 1 else (gradient.double() * factor).to(gradient.dtype)
 
 
 def _roundings_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Rounding]:
-    """Return how the weight and the states were rounded in the last step; those in float32 or more are left out."""
+    """Return how the last step rounded the weight and the states. Skip tensors in float32 or more."""
     state = optimizer.state_of(parameter) if isinstance(optimizer, Optimizer) else None
     if state is None:
         return {}

@@ -1,9 +1,9 @@
-"""Values that a storage rounded: with which step they agree, by their likelihood.
+"""Find the step that agrees with rounded stored values, by likelihood.
 
-A stored value tells between which two neighbours of its format the computed value lay. Rounded to the nearest, it lies within
-half a spacing of it; stochastically, within one, and each neighbour has the probability that rounding gives it. So the
-probability of what was stored is known for every assumption on what was computed, and assumptions are compared by its logarithm,
-summed over elements. An assumption leaves one number free, such as the factor of the step.
+A stored value bounds the computed value: within 0.5 ulp for rounding to nearest, within 1 ulp for stochastic rounding.
+With stochastic rounding, the distances give the probability of each neighbour. So every assumption on the computed values
+gives a probability of the stored values. Assumptions are compared by the log-likelihood, summed over elements.
+An assumption has one free number, such as the factor of the step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from narrowgauge.spec.storages import Code, Storage
 
 _FLOOR = 1e-4
-"""The probability of a stored value that an assumption excludes: a few such values decide nothing."""
+"""The probability of a stored value that an assumption excludes. A few such values decide nothing."""
 _MOST_OUTSIDE = 2e-3
-"""Share of values that may be excluded where the assumption is right: the arithmetic's own rounding near a tie."""
+"""Fraction of values that a right assumption may exclude, because the arithmetic itself rounds near a tie."""
 _DECIDES = 20.0
-"""Difference of log-likelihood by which another assumption must be better than the rule: a chance of e^-20."""
+"""Least gain in log-likelihood of another assumption over the rule: a chance of e^-20."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Rounding:
     Args:
         code: of its storage.
         storage: the storage.
-        ends: of a code scaled by row, for each element the exponent of the power of two at which the window of its row ends.
+        ends: for a code scaled by row, each element's exponent of the power of two at which its row's window ends.
         unit: relative rounding error of an operation that made the values: 2^-24 in float32.
-        carried: the relative error with which the arithmetic adds to what was stored before.
-        read: the relative error with which the rule reads what was stored; Kahan's order reads the visible weight.
-        least: the absolute error of an operation on values near zero.
+        carried: relative error of adding to the old stored value.
+        read: relative error of reading the stored value. Kahan's order reads the visible weight.
+        least: absolute error of an operation on values near zero.
     """
 
     code: Code
@@ -52,7 +52,7 @@ class Rounding:
         return self if self.ends is None else replace(self, ends=self.ends[places])
 
     def spacing(self, values: Tensor) -> Tensor:
-        """Return the distance from stored values to the next larger in magnitude, float64.
+        """Return the distance from stored values to the next larger magnitude, float64.
 
         Example:
             >>> from narrowgauge.spec.storages import STORAGES
@@ -65,11 +65,11 @@ class Rounding:
         code, lowest = self.code, self._lowest(values)
         exponents = torch.where(values == 0, lowest, torch.frexp(values.abs()).exponent.double() - 1)
         spacing = 2.0 ** (exponents.maximum(lowest) - math.log2(code.spacings))
-        # The low part of an expansion ends at the format's own subnormals, unless it has a finer scale of its own.
+        # The low part of an expansion ends at the format's own subnormals, unless it has a finer scale.
         return spacing if code.scaled or code.parts == 1 else spacing.maximum(2.0 ** (lowest - code.mantissa_bits))
 
     def spacing_below(self, values: Tensor) -> Tensor:
-        """Return the distance to the next smaller in magnitude: half as much from a power of two."""
+        """Return the distance to the next smaller magnitude. It is half as large at a power of two."""
         mantissas, exponents = torch.frexp(values.abs())
         is_power = (mantissas == 0.5) & (exponents - 1 > self._lowest(values)) & (self.code.parts == 1)
         return self.spacing(values) * torch.where(is_power, 0.5, 1.0).double()
@@ -79,7 +79,7 @@ class Rounding:
         return lowest if self.ends is None else lowest + self.ends
 
     def is_bounded(self, values: Tensor) -> Tensor:
-        """Return where a code does not simply round: at the smallest value that it holds, and beyond the largest."""
+        """Mark values that a code does not simply round: near its smallest value, and beyond its largest."""
         code, lowest = self.code, self._lowest(values)
         below = (values.abs() < 2.0 ** (lowest - code.mantissa_bits + 1)) & code.hold
         return below | ((values.abs() >= 2.0 ** (lowest + code.highest - code.lowest)) & code.is_window)
@@ -87,7 +87,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Assumption:
-    """What may have been computed: ``values + number × slope``, with a number that is free.
+    """Possible computed values: ``values + number × slope``, with a free number.
 
     Args:
         what: the number's name.
@@ -112,19 +112,19 @@ class Fit:
 
     @property
     def evidence(self) -> float:
-        """Return the log-likelihood, less what a free number gains by being free: the logarithm of how sharply it was set."""
+        """Return the log-likelihood minus the cost of the free number, the log of its precision."""
         return self.likelihood - max(1.0, math.log(max(1.0, abs(self.number)) / max(self.error, 1e-12)))
 
 
 class StoredValues:
-    """What was stored, and how likely it is under an assumption.
+    """Stored values, and their likelihood under an assumption.
 
     Args:
         stored: float64, 1-D.
         before: the same values before the step.
-        expected: what the rule makes of them.
+        expected: the rule's result.
         rounding: of their storage.
-        slack: how far the arithmetic itself may take each value.
+        slack: largest error of the arithmetic for each value.
     """
 
     def __init__(self, stored: Tensor, before: Tensor, expected: Tensor, rounding: Rounding, slack: Tensor) -> None:
@@ -141,7 +141,7 @@ class StoredValues:
         return float((self.reach * self.above + self.slack).norm())
 
     def likelihood(self, values: Tensor) -> tuple[float, float]:
-        """Return the log-likelihood of what was stored if some values were computed, and the share that excludes it."""
+        """Return the log-likelihood of the stored values, given computed values, and the fraction that is excluded."""
         spacing = torch.where(values.abs() < self.stored.abs(), self.below, self.above)
         apart = ((self.stored - values).abs() - self.slack).clamp_min(0.0) / spacing
         chance = 1.0 - apart if self.is_stochastic else (apart <= self.reach).double()
@@ -162,13 +162,13 @@ class StoredValues:
         return Fit(assumption, likelihood, outside, best, width)
 
     def _weighted(self, values: Tensor, slope: Tensor) -> tuple[float, float]:
-        """Fit by least squares, each element weighed by its spacing; with a width that holds the answer for sure."""
+        """Fit by least squares, weighting each element by 1 / ulp. Return the number and a width that surely holds it."""
         target, weighed = (self.stored - values) / self.above, slope / self.above
         square = float(weighed @ weighed)
         return float(target @ weighed) / square, 4.0 / math.sqrt(square)
 
     def _in_most_intervals(self, values: Tensor, slope: Tensor) -> tuple[float, float]:
-        """Find the middle of the numbers that most elements allow, and half of their range: each allows an interval."""
+        """Find the interval of numbers that most elements allow. Return its middle and half its width."""
         moves = slope != 0
         middle = (self.stored - values)[moves] / slope[moves]
         half = ((0.5 * self.above + self.slack)[moves] / slope[moves]).abs()
@@ -181,16 +181,15 @@ class StoredValues:
 
 
 def agrees(stored: StoredValues, others: Sequence[Assumption]) -> tuple[bool, bool, Fit | None]:
-    """Compare the rule with other assumptions on what was computed.
+    """Compare the rule with other assumptions on the computed values.
 
     Returns:
-        Whether the rule agrees; whether a step that was not taken would have been seen; and else the likeliest assumption that
-        agrees, if there is one.
+        Whether the rule agrees; whether a missing step would show; and otherwise the likeliest assumption that agrees, if any.
     """
     if not len(stored.stored):
         return True, False, None
     likelihood, outside = stored.likelihood(stored.expected)
-    # No assumption has a probability above 1: where nothing speaks against the rule, nothing is likelier.
+    # No probability exceeds 1. If the rule's likelihood is near 1, no assumption can be much likelier.
     if not stored.excludes(outside) and -likelihood <= _DECIDES:
         return True, likelihood - stored.likelihood(stored.before)[0] > _DECIDES, None
     fits = [fit for assumption in others if (fit := stored.fit(assumption)) is not None]

@@ -1,8 +1,8 @@
-"""What rounding will lose of each tensor's updates, predicted from weights, states, learning rate and storage.
+"""Predict the updates of each tensor that rounding will lose, from weights, states, learning rate and storage.
 
-Each weight is moved by the step that its rule would take and rounded as its storage rounds. With Adam's moments in the state the
-step is theirs; before the first step it is a normal draw of the size that Adam's steps settle to, and at most the learning rate.
-Sums and ratios are those of the audit, so the prediction reads as the audit's measurement during the run will.
+Move each weight by the step of its rule and round it as its storage does. With Adam's moments in the state, use
+their step. Before the first step, draw from a normal distribution with the typical size of Adam's steps, clamped to the
+learning rate. The sums and ratios are the audit's, so the prediction compares directly with the audit during the run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 
 STILL = 0.9
-"""Share of the elements that the largest step does not move, from which a tensor stands still."""
+"""A tensor is frozen if the largest step leaves more than this fraction of its elements unchanged."""
 _TYPICAL = 0.23
-"""Root mean square of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
+"""RMS of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
 DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 
 def update_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield what rounding will lose: tensors that stand still, lost updates, decay, frozen moments, truncated settings."""
+    """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated settings."""
     still = [p for p in set_up.trained if _stands_still(p)]
     yield from _standing_still(still)
     yield from _lost_updates([p for p in set_up.trained if p.is_short and p not in still])
@@ -47,7 +47,7 @@ def update_readings(set_up: SetUp) -> Iterator[Reading]:
 
 
 def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
-    """Return the change that a step will make to sampled weights, float32; ``None`` where nothing tells its size yet."""
+    """Return the next step's change of sampled weights, float32. Return ``None`` if its size is unknown yet."""
     state, rate = stepped.state, stepped.rate
     mean, square = state.get("exp_avg"), state.get("exp_avg_sq")
     shape = stepped.parameter.shape
@@ -80,7 +80,7 @@ def _stands_still(stepped: SteppedParameter) -> bool:
     weight = spread(stepped.parameter)
     if not weight.count_nonzero():
         return False
-    # In either direction: downwards from a power of two the spacing is half as large.
+    # Test both directions: below a power of two the ulp is half as large.
     signs = 1 - 2 * (torch.arange(len(weight), device=weight.device) % 2).float()
     share = float(update_metrics(predicted(stepped, stepped.rate * signs, weight))["lost_fraction"])
     return share > STILL
@@ -94,7 +94,7 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         groups.setdefault((p.rate, p.storage.visible, 2.0 ** (math.frexp(typical)[1] - 1)), []).append(p)
     for (rate, visible, typical), members in groups.items():
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
-        # Upwards half a spacing, downwards from a power of two a quarter.
+        # Moving up needs 0.5 ulp. Moving down from a power of two needs 0.25 ulp.
         spacing = 2.0 ** (math.log2(typical) - members[0].storage.weight.mantissa_bits)
         ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
         needed = spacing / 4 if ones else spacing / 2
@@ -107,7 +107,7 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
 
 
 def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
-    """16-bit weights without low bits, a master copy or a compensation; SGD's before its first gradient too."""
+    """Check 16-bit weights without low bits, master copy or compensation. Skip SGD before its first gradient."""
     sums, names, worst = [], [], (2.0, "")
     for p in short:
         weight = spread(p.parameter)
@@ -153,7 +153,7 @@ def _is_swallowed(stepped: SteppedParameter) -> bool:
 
 
 def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
-    """A second moment in so few bits that its decay is rounded away, for the first group that has one."""
+    """Report the first group whose second moment has too few bits, so that its decay is rounded away."""
     for p in set_up.trained:
         betas, (bits, is_block) = p.group.get("betas"), _second_moment_bits(p)
         if bits is None or not isinstance(betas, (tuple, list)) or len(betas) < 2:
@@ -171,15 +171,15 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
             return
 
 
-# The scale of a block moves with its largest element, and random gradients reach the next code where 1 - beta2 is half a spacing:
-# torchao's 8-bit floats and 4-bit codes are unbiased at 0.95, and 1.2 to 2 times too large from 0.99 on. Its other 8-bit codes,
-# and bitsandbytes', have spacings of 1 to 3 %: within 7 % at 0.999, which is not judged.
+# The scale of a block moves with its largest element. Random gradients reach the next code where 1 - beta2 is 0.5 ulp.
+# torchao's 8-bit floats and 4-bit codes are unbiased at 0.95, and 1.2 to 2 times too large from 0.99 on. Other 8-bit codes of
+# torchao and bitsandbytes have ulps of 1 to 3 %. At 0.999 they are within 7 %, which is not judged.
 _BLOCK_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 _LEVELS_OF_4_BITS = 16
 
 
 def _second_moment_bits(stepped: SteppedParameter) -> tuple[int | None, bool]:
-    """Return the mantissa bits of a second moment that is rounded to nearest, and whether it has a scale per block."""
+    """Return the mantissa bits of a second moment rounded to nearest, and whether each block has a scale."""
     code, state = stepped.storage.exp_avg_sq, stepped.state.get("exp_avg_sq")
     if isinstance(stepped.optimizer, Optimizer):
         is_near = "exp_avg_sq" in dict(stepped.storage.states) and code.parts == 1 and code.rounding == "nearest"
@@ -197,7 +197,7 @@ def _second_moment_bits(stepped: SteppedParameter) -> tuple[int | None, bool]:
 
 
 def _truncated(set_up: SetUp) -> Iterator[Reading]:
-    """Epsilons that the format of the denominator rounds to zero, and betas that a tensor's format rounds to 1."""
+    """Report epsilons that the denominator's format rounds to zero, and betas that a tensor's format rounds to 1."""
     seen: set[str] = set()
     for p in set_up.trained:
         if isinstance(p.optimizer, Optimizer):
@@ -221,7 +221,7 @@ def _settings_in_formats(stepped: SteppedParameter) -> Iterator[tuple[str, float
         yield "eps", eps, dtype, cure
     betas = group.get("betas")
     for place, beta in enumerate(betas if isinstance(betas, (tuple, list)) else ()):
-        # A tensor holds the truncated value already: 0.999 is the beta that was meant.
+        # The tensor holds the truncated value already. The intended beta was 0.999.
         if isinstance(beta, Tensor) and beta.dtype in NARROW and float(beta) >= 1:
             yield (
                 f"beta{place + 1}",
@@ -232,7 +232,7 @@ def _settings_in_formats(stepped: SteppedParameter) -> Iterator[tuple[str, float
 
 
 def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
-    """Rules for matrices whose parameters are all flat."""
+    """Report rules for matrices whose parameters are all flat."""
     for optimizer in set_up.optimizers:
         kind, stepped = type(optimizer).__name__, [p for p in set_up.trained if p.optimizer is optimizer]
         is_for_matrices = any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion"))

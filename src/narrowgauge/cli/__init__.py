@@ -1,1 +1,1 @@
-"""The command line: commands and their flags. No decision is made here, and PyTorch is loaded only where a command needs it."""
+"""The command line: commands and their flags. Decides nothing, and loads PyTorch only in commands that need it."""

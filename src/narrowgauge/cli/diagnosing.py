@@ -1,4 +1,4 @@
-"""The command ``diagnose``: what a run shows beyond its bounds, or where two runs first differ."""
+"""The command ``diagnose``: print the readings of a run beyond their bounds, or the first difference of two runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, step: int | N
 
 
 def _record(path: Path) -> Run:
-    """Read the run that a path names, or the only one in a folder."""
+    """Read the run at a path, or the only run in a folder."""
     if path.is_file() and not is_log(path):
         raise RecordError(
             f"No run in {path}: the file is no log that can be read.", f"Name a run folder, or a {log_names()}."

@@ -1,4 +1,4 @@
-"""This machine for an issue report, and what its arithmetic gives beside that of a run or of another machine."""
+"""Describe this machine for an issue report, and compare its arithmetic with a run's or another machine's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from narrowgauge.spec import tables
 
 
 def collect() -> dict[str, str]:
-    """Return our version, the processor, the packages, and what ``torch.utils.collect_env`` says; some seconds."""
+    """Return our version, the processor, the packages, and the output of ``torch.utils.collect_env``. Takes some seconds."""
     from torch.utils.collect_env import get_pretty_env_info
 
     packages = {
@@ -31,11 +31,11 @@ def collect() -> dict[str, str]:
 
 
 def print_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool) -> None:
-    """Print the arithmetic of this machine, or what differs between two.
+    """Print the arithmetic of this machine, or the differences between two machines.
 
     Args:
-        others: run folders, or files of ``--json``; with two of them nothing is measured.
-        device: what to measure; ``None`` for the one that runs train on.
+        others: run folders, or files of ``--json``. With two of them nothing is measured.
+        device: the device to measure; ``None`` for the training device.
     """
     if len(others) > 2:
         raise click.UsageError("Two machines are compared at most.", click.get_current_context())

@@ -27,7 +27,7 @@ class CommandGroup(click.Group):
             if isinstance(output, io.TextIOWrapper):  # a terminal that shows only ASCII ends no command
                 output.reconfigure(errors="replace")
         extra["standalone_mode"] = False
-        # The words of the command line, for commands that start other processes with them.
+        # The command line, for commands that start other processes with it.
         extra.setdefault("obj", list(sys.argv[1:] if args is None else args))
         try:
             status = _recorded(super().main)(args, prog_name, **extra)
@@ -58,13 +58,13 @@ class CommandGroup(click.Group):
 
 
 def help_without_command(context: click.Context) -> None:
-    """Print the help of a group that was called without one of its commands."""
+    """Print the help of a group if no command is given."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 def _recorded(main: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a rank of torchrun write its error where torchrun looks for the first one of all ranks."""
+    """Let a rank of torchrun write its error to the file that torchrun searches for the first error."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return main
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -73,7 +73,7 @@ def _recorded(main: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _print_error(kind: str, message: str, status: int) -> int:
-    """Print an error, which is one of all ranks, on rank 0; torchrun prints the first error of any rank."""
+    """Print an error of all ranks, on rank 0. torchrun prints the first error of any rank."""
     if job.rank() == 0:
         with contextlib.suppress(OSError):  # its reader has left
             click.echo(f"{kind}: {shortened(' '.join(message.split()))}", err=True)
@@ -81,7 +81,7 @@ def _print_error(kind: str, message: str, status: int) -> int:
 
 
 def _handle_os_error(error: OSError) -> int:
-    """Report an unwritable standard output or an invalid path; any other OSError is a bug and is raised."""
+    """Report an unwritable standard output or an invalid path. Raise any other OSError: it is a bug."""
     if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return _print_error("OSError", f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2)
     if error.filename is not None or error.errno not in _UNWRITABLE:

@@ -1,4 +1,4 @@
-"""Flags of the command line: one per setting of a training run, and what several commands share."""
+"""Flags of the command line: one per setting of a training run, and the flags that several commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from narrowgauge.spec.recipes import Recipe
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
-    """A parameter parsed by ``read``, whose RecipeErrors reach the user with their advice.
+    """A parameter parsed by ``read``. The user sees the advice of its RecipeErrors.
 
     click would replace the ValueErrors of a plain function by its own error.
     """
@@ -50,7 +50,7 @@ RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notatio
 
 
 def of(names: Iterable[str], otherwise: str = "plain") -> Callable[..., list[CompletionItem]]:
-    """Complete the last name of a comma-separated list in a shell; without a match, a ``file`` or ``dir``."""
+    """Complete the last name of a comma-separated list in a shell. Without a match, complete a ``file`` or ``dir``."""
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
@@ -90,11 +90,11 @@ SECTIONS = {
     "Monitoring": "audit_every gauges_every fingerprints_every on_spike max_rollbacks log_every",
     "Several ranks": "nproc shard replicas offload narrow_gather threads verify_every",
 }
-"""The settings by the sections of a help page, in the order in which one would look for them."""
+"""The settings by the sections of a help page, in the order in which users look for them."""
 
 
 class SettingsCommand(click.Command):
-    """A command whose help shows its settings in sections, after the options that it does not share."""
+    """A command whose help lists its own options first, then the shared settings in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, a section at a time."""
@@ -110,11 +110,11 @@ class SettingsCommand(click.Command):
 
 
 def of_settings(command: str = "train") -> list[click.Parameter]:
-    """Return a flag per setting of a command; ``None`` if not given, so that a file can set it.
+    """Return a flag per setting of a command. Flags default to ``None``, so that a file can set them.
 
-    ``compare`` has all but those of one run, ``resume`` those of ranks alone.
+    ``compare`` lacks the settings of a single run. ``resume`` has only the settings of ranks.
     """
-    # Imported here: at the top, the command line imports only packages that never need torch.
+    # Imported late, because the command line's top-level imports never need torch.
     from narrowgauge.trainer.config import COMPARED, OF_A_RUN, OF_RANKS, TrainConfig, kind_of
 
     defaults = {"compare": COMPARED, "resume": dict.fromkeys(OF_RANKS, "as in run.toml")}.get(command, {})
@@ -125,7 +125,7 @@ def of_settings(command: str = "train") -> list[click.Parameter]:
         name, kind, help = field.name.replace("_", "-"), kind_of(field), field.metadata["help"]
         default = defaults.get(field.name, field.default)
         default = default.to_value() if isinstance(default, Recipe) else default
-        if field.name in defaults:  # it takes the place of a rule that the help describes
+        if field.name in defaults:  # it replaces the rule in the help
             help = help.partition("  [default")[0]
         flags.append(
             click.Option(

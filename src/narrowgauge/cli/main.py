@@ -1,7 +1,7 @@
-"""The commands: each parses its arguments, calls one function, and prints the result.
+"""The commands. Each parses its arguments, calls one function, and prints the result.
 
 Every flag of ``train`` is a field of ``TrainConfig``, a key of a ``--config`` file, and a key of ``run.toml``. Flags override
-the file, and the file overrides defaults. Commands check their input first and import PyTorch, which takes seconds, only then.
+the file, and the file overrides defaults. Commands check their input first, and import PyTorch (some seconds) only then.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _nproc = click.option(
 
 
 def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:
-    """Make glibc keep large freed buffers in this process: a training step frees and allocates the same ones again.
+    """Make glibc keep large freed buffers in this process. A training step frees and allocates the same buffers again.
 
-    By default every buffer above 32 MiB is mapped and unmapped each time, and each of its pages faults again; keeping
-    them makes a small model's compiled step faster. Does nothing without glibc, whose own maxima are 32 and 64 MiB.
+    By default every buffer above 32 MiB is mapped and unmapped each time, and all of its pages fault again. Keeping
+    the buffers makes a small model's compiled step faster. Does nothing without glibc. Its own maxima are 32 and 64 MiB.
     It changes the whole process, so only commands call it, and never the library.
     """
     if platform.libc_ver()[0] == "glibc":
@@ -51,7 +51,7 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
 
 
 def _ranks_to_start(nproc: int | None) -> int:
-    """Return how many ranks this process is to start; 0 if it is to be one."""
+    """Return how many ranks this process must start; 0 if it is the only rank."""
     from narrowgauge.distributed import job
 
     size = job.world_size()
@@ -61,7 +61,7 @@ def _ranks_to_start(nproc: int | None) -> int:
 
 
 def _require_one_process(command: str) -> None:
-    """Refuse the ranks of torchrun in a command that reads or writes the files of a run as a whole."""
+    """Refuse torchrun's ranks in a command that needs the files of a whole run."""
     from narrowgauge.distributed import job
 
     if (size := job.world_size()) > 1:

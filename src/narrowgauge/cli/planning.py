@@ -1,4 +1,4 @@
-"""``narrowgauge plan``: what fits, how fast, on which machines, and what measured times say; one command for each question."""
+"""``narrowgauge plan``: memory, speed, machines, and conclusions from measured times. One command for each question."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def _show(row: tables.Row, parts: list[tables.Table], sentences: list[str], as_j
 
 
 def show_profile(profile: Profile, as_json: bool) -> None:
-    """Print what recipes cost layer by layer, as tables or as JSON."""
+    """Print the costs of recipes layer by layer, as tables or as JSON."""
     if as_json:
         return tables.write_json(profile.rows)
     tables.write(profile.tables())

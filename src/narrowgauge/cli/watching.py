@@ -58,7 +58,7 @@ def watch_command(runs: tuple[Path, ...], port: int, opens: bool) -> None:
 def _opened(address: str, is_asked: bool) -> Iterator[None]:
     """Open an address in a browser of this desktop, if there is one.
 
-    By a file that only this user can read: all users of a machine see its command lines, and so what a browser is told to open.
+    Pass the address in a file that only this user can read. All users of a machine see its command lines.
     """
     has_desktop = sys.platform in ("win32", "darwin") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
     if not is_asked or not has_desktop or "SSH_CONNECTION" in os.environ:

@@ -1,10 +1,10 @@
 """Gauges: metrics of a model's tensors during training.
 
-Only tensors that are in memory anyway are watched: the operands of linear layers' matmuls, forward and backward; the weights and
-their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every ``every``
-steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`), measured at the end of the step
-(:mod:`narrowgauge.gauges.tensor_metrics`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of
-a few second moments is updated.
+Gauges watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward and backward; weights and
+gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every ``every``
+steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`). At the end of the step they are measured
+(:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``. On other steps only the reference of a
+few second moments is updated.
 """
 
 from __future__ import annotations
@@ -127,14 +127,14 @@ class Gauges:
         SAMPLING.is_on = bool(_OPEN)
 
     def restart(self, step: int) -> None:
-        """Continue after ``step`` steps from a loaded state; the shadow of second moments restarts."""
+        """Continue after ``step`` steps from a loaded state. The reference of second moments restarts."""
         self._forget()
         self.last = None
         self.recorder.clear()
         self.step = step
 
     def _forget(self, *_: Any) -> None:
-        """Invalidate what was read from the optimizer's states."""
+        """Invalidate the values read from the optimizer's states."""
         for part in (self.states, self.updates, self.shadow):
             part.forget()
 
@@ -145,7 +145,7 @@ class Gauges:
             undo()
         self._undos.clear()
 
-    # ── what is watched ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── watched tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach(self, patterns: Sequence[str]) -> None:
         """Hook the layers and attention modules whose names match."""
@@ -164,7 +164,7 @@ class Gauges:
         self._attach_to_body()
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
-        """Give a module its entries: an attribute instead of a closure, since layers that differ in nothing share code."""
+        """Give a module its entries. An attribute, not a closure, so that equal layers share code."""
         if hooks.has_gauges(module):
             raise NarrowgaugeError(
                 f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
@@ -174,7 +174,7 @@ class Gauges:
         self._undos.append(lambda: module.__dict__.pop("gauge_entries", None))
 
     def _attach_to_body(self) -> None:
-        """Record the input of a causal model's head as the output of its body: a chunked loss does not call the head."""
+        """Record the output of the body as the input of a causal model's head. A chunked loss does not call the head."""
         head, body = self._head, getattr(self.model, "base_model", None)
         is_causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
         if head is None or not is_causal or not isinstance(body, nn.Module) or body is self.model:
@@ -199,7 +199,7 @@ class Gauges:
         if not self.sampling:
             return
         if self.alarms is not None and getattr(self.optimizer, "grad_scale", None) is not None:
-            # A fused torch optimizer under torch.amp.GradScaler, which lets gradients overflow to find its scale.
+            # A fused torch optimizer under torch.amp.GradScaler, which finds its scale by letting gradients overflow.
             self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
             if self.shards is not None and not self.shards.share[name]:
@@ -209,7 +209,7 @@ class Gauges:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
         if self.shards is not None:
             self.shards.join_amax(self.recorder)
-        # Before the layers advance to the next step: the delayed scale belongs to the steps before this one.
+        # Do this before the layers advance to the next step: the delayed scale comes from the steps before this one.
         self.casts.note(self.recorder)
         self.updates.before_step()
 
@@ -251,7 +251,7 @@ class Gauges:
             emit(event)
 
     def _head_logits(self) -> Tensor | None:
-        """Largest logit and mean log Z of sampled positions, from the input of the head."""
+        """Return the largest logit and mean log Z of sampled positions, from the input of the head."""
         head = self._head
         name = next((n for n, m in self._layers.items() if m is head), None)
         sample = None if name is None else self.recorder.samples.get(self.recorder.index("input", name))
@@ -265,7 +265,7 @@ class Gauges:
         return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean()])
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
-        """Warn once if nothing was recorded, e.g. because the code was compiled before the gauges were attached."""
+        """Warn once if nothing was recorded, e.g. because the code was compiled before attaching the gauges."""
         seen = any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ()))
         if not self._warned and self._layers and not seen:
             self._warned = True
@@ -294,7 +294,7 @@ def _close(number: int) -> None:
 
 
 def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """The compute and storage of a model in a user's training loop, for the alarms; ``None`` where they are not known."""
+    """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
     storage = storages.find(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
     if storage is None:
@@ -317,27 +317,27 @@ def attach_gauges(
     """Measure a model during training: operands of its matmuls, gradients, weights, updates, moments and attention.
 
     Invariant: a run with gauges has the same bits as one without, eager or compiled. The host synchronizes with the device
-    once on a sampled step, and never on the others.
+    once on a sampled step, and never on other steps.
 
-    On several ranks, call it on each of them with the same arguments. If parameters are sharded (FSDP2, over a mesh of any
-    number of axes), a sampled step makes two reductions over the ranks, and every rank's record holds the same metrics of
+    On several ranks, call it on every rank with the same arguments. With sharded parameters (FSDP2, over a mesh of any
+    number of axes), a sampled step makes two reductions over the ranks. Every rank's record then holds the same metrics of
     weights, gradients, updates and moments. Amax, rms, counts, casts, histograms and the audit cover all shards. Metrics of
-    samples (outlier, kurtosis, top feature, update to weight and to ulp, moments) are the mean over the shards, weighted by
-    their sizes. Operands, attention, block scales and logits are local to each rank; logits are omitted if the head is
-    sharded. If the parameters lie on several meshes, all metrics are local.
+    samples (outlier, kurtosis, top feature, update to weight and to ulp, moments) are means over the shards, weighted by
+    their sizes. Operands, attention, block scales and logits are local to each rank. Logits are omitted if the head is
+    sharded. If the parameters are on several meshes, all metrics are local.
 
-    Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks:
-    guards on module hooks are kept, and a function may be compiled 64 times. If a module calls PyTorch's
-    ``scaled_dot_product_attention`` itself, that name refers to a recording wrapper until the gauges are detached.
+    Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.
+    Guards on module hooks are kept, and a function may be compiled 64 times. If a module calls PyTorch's
+    ``scaled_dot_product_attention``, that name refers to a recording wrapper until the gauges are detached.
 
     Args:
-        model: any module, prepared or not, compiled after this call or not at all; its linear layers, narrow experts and
-            attention modules are watched.
-        optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one; its steps are
-            counted. A Narrowgauge optimizer created without parameter names takes those of the model.
+        model: any module, prepared or not, compiled after this call or not at all. Its linear layers, low-precision experts
+            and attention modules are watched.
+        optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one. Its steps are
+            counted. A Narrowgauge optimizer created without parameter names takes the model's names.
         patterns: names of modules and parameters to watch, with shell wildcards.
         every: number of steps between samples; 0 disables sampling.
-        on_row: called with each record, see :data:`narrowgauge.runs.schema.GAUGE`; ``RunWriter.gauge`` writes it to a run folder.
+        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`). ``RunWriter.gauge`` writes it to a run folder.
         alarms: run the detectors on each record; ``ng.on_event`` receives their events.
     Returns:
         The gauges; ``last`` is their newest record, ``detach()`` removes them.

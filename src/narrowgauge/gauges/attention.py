@@ -1,13 +1,13 @@
 """Attention: queries and keys as the attention kernel reads them.
 
-They are in memory for the kernel, so recording them changes nothing. How to reach them depends on the caller of the kernel,
-which is detected from the code of the module's class:
+The kernel needs queries and keys in memory, so recording them changes nothing. There are two ways to reach them.
+The code of the module's class shows which one applies:
 
 - *Named.* Models of transformers look up the kernel by a name in their config. While gauges are attached, the look-up returns
   the same kernel in a recording wrapper. Names, configs and masks do not change.
-- *Called.* A module, ``nn.MultiheadAttention`` too, calls PyTorch's ``scaled_dot_product_attention``. While gauges are attached,
-  that name refers to a recording wrapper. The wrapper does not know its caller, so operators at the start and end of the
-  module's forward keep a stack of running modules.
+- *Called.* A module, such as ``nn.MultiheadAttention``, calls PyTorch's ``scaled_dot_product_attention``. While gauges are
+  attached, that name refers to a recording wrapper. The wrapper does not know its caller, so operators at the start and end of
+  the module's forward keep a stack of running modules.
 
 Attention without a kernel is not recorded: ``nn.MultiheadAttention`` with ``need_weights=True``, compiled ``eager`` attention of
 transformers, and compiled attention with dropout on a CPU.
@@ -35,7 +35,7 @@ Undo = Callable[[], object]
 
 
 def attention_hook_for(module: nn.Module) -> Callable[[nn.Module], Undo] | None:
-    """The function that starts recording a module's attention and returns one that stops it; ``None`` without attention."""
+    """Return the function that starts recording a module's attention. It returns one that stops. ``None`` without attention."""
     kind = type(module)
     if isinstance(module, nn.MultiheadAttention):
         return _hook_called
@@ -48,7 +48,7 @@ def attention_hook_for(module: nn.Module) -> Callable[[nn.Module], Undo] | None:
 
 
 def nothing_recorded(names: list[str], step: int) -> str:
-    """Return the warning for a model none of whose attention was recorded."""
+    """Return the warning for a model without any recorded attention."""
     return (
         f"gauges recorded no attention at step {step} in {len(names)} modules like '{names[0]}': they did not run, or not "
         "through an attention kernel (need_weights=True, and compiled, transformers' 'eager' and dropout on a CPU use none). "
@@ -57,7 +57,7 @@ def nothing_recorded(names: list[str], step: int) -> str:
 
 
 def _names(kind: type[nn.Module]) -> set[str]:
-    """Return the names used in the code of a class's forward, and in the functions it calls in the same file."""
+    """Return the names used in the code of a class's forward, and in functions that it calls in the same file."""
     names: set[str] = set()
     functions = [inspect.unwrap(kind.forward)]
     for function in functions:
@@ -78,7 +78,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _is_kernel(query: Tensor, scale: float | None, dropout: float) -> bool:
-    """Return whether queries and keys are in memory and the scale is a number (a tensor would need a sync)."""
+    """Return whether queries and keys are in memory and the scale is a number. A tensor would need a sync."""
     splits = torch.compiler.is_compiling() and query.device.type == "cpu" and dropout > 0
     return not splits and not isinstance(scale, Tensor)
 
@@ -91,7 +91,7 @@ def _record(operator: Callable[..., None], query: Tensor, key: Tensor, scale: fl
 
 
 def _values(x: Tensor) -> Tensor:
-    """Return the values of a tensor; of a scaled tensor those of the first sequence, the only one recorded."""
+    """Return the values of a tensor. For a scaled tensor return only the first sequence, which is recorded."""
     x = x.detach()
     return x._data[:1] * x._scale if isinstance(x, Scaled) else x
 
@@ -139,7 +139,7 @@ def _recording_look_up(look_up: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded(
     kernel: Callable[..., Any], name: str, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **options: Any
 ) -> Any:
-    """Return what transformers calls instead of a kernel: record, then call the kernel."""
+    """Record queries and keys, then call the kernel. transformers calls this instead of the kernel."""
     entry = entry_of(module, ATTENTION)
     if entry is not None and is_sampled(module) and not (name == "eager" and torch.compiler.is_compiling()):
         is_causal, scale = options.get("is_causal"), options.get("scaling")
@@ -163,7 +163,7 @@ def enter(entry: Tensor) -> None:
 
 @torch.library.custom_op("narrowgauge::leave_attention", mutates_args=())
 def leave(entry: Tensor) -> None:
-    """Pop the entry of a module whose forward ends, and those of the modules inside it."""
+    """Pop the entry of a module whose forward ends, and the entries of modules inside it."""
     places = [k for k, running in enumerate(_running) if running.data_ptr() == entry.data_ptr()]
     del _running[places[0] if places else len(_running) :]
 

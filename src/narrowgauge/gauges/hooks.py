@@ -1,8 +1,8 @@
-"""The hooks on a model's forward and backward; those on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
+"""The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
 
-Gauges hook with one function per kind of tensor, so that layers share compiled code. What differs between layers is an attribute
-of the module, ``gauge_entries``: the entries at :data:`INPUT`, :data:`OUTPUT_GRAD` and :data:`ATTENTION`; ``None`` for those that
-are not watched. The recorder follows passes, outputs and gradients of eager steps; a compiler passes its hooks over.
+Gauges hook with one function per kind of tensor, so that layers share compiled code. Differences between layers are in an
+attribute of the module, ``gauge_entries``: the entries at :data:`INPUT`, :data:`OUTPUT_GRAD` and :data:`ATTENTION`, ``None`` if
+not watched. The recorder follows passes, outputs and gradients of eager steps. A compiler skips its hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
 
 INPUT, OUTPUT_GRAD, ATTENTION = range(3)
-"""The places in ``gauge_entries``: of a module's input, its output's gradient, its attention."""
+"""The places in ``gauge_entries``: the module's input, its output's gradient, its attention."""
 Undo = Callable[[], object]
 
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -39,33 +39,33 @@ def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """The forward hook of a language model's body: its output is the head's input, and a chunked loss does not call the head."""
+    """Record the output of a language model's body, the head's input. A chunked loss does not call the head."""
     if is_sampled(model):
         record_tensor(as_multiplied(output[0]), entry_of(model, INPUT))
 
 
 def entry_of(module: nn.Module, place: int) -> Tensor | None:
-    """Return an entry of a module by its place in ``gauge_entries``; ``None`` for modules that are not watched."""
+    """Return an entry of a module by its place in ``gauge_entries``. Return ``None`` if it is not watched."""
     entries: Any = getattr(module, "gauge_entries", None)
     entry: Tensor | None = None if entries is None else entries[place]
     return entry
 
 
 def has_gauges(module: nn.Module) -> bool:
-    """Return whether existing gauges watch a module; the entries of a copied module belong to no gauges."""
+    """Return whether existing gauges watch a module. The entries of a copied module have no gauges."""
     entries = getattr(module, "gauge_entries", None) or ()
     return any(recorder_of(entry)[0] is not None for entry in entries if entry is not None)
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """Return the input of a layer as it is in memory for the matmul: under autocast, the cast one."""
+    """Return a layer's input as the matmul reads it: cast if autocast is on."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, including transformers' ``Conv1D`` and the projections of narrow experts."""
+    """Return whether a module is a linear layer, transformers' ``Conv1D`` or a projection of low-precision experts."""
     kinds = type(module).__mro__
     if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weight and never calls it
         return False
@@ -73,7 +73,7 @@ def multiplies(module: nn.Module) -> bool:
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name; projections of narrow experts are named like their weights."""
+    """Return the modules of a model by name. Projections of low-precision experts are named like their weights."""
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
 
@@ -83,7 +83,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
-    """Return whether another of the layers, the first with this input, already measures it."""
+    """Return whether an earlier layer with the same input measures it."""
     first = first_of_input(name)
     return first != name and first in layers
 
@@ -92,7 +92,7 @@ def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
 
 
 def follow_passes(module: nn.Module, before: Callable[[Any, Any], object], after: Callable[[Any], object]) -> Undo:
-    """Call a function before each forward pass with gradients, and one with its output, until the result is called."""
+    """Call a function before each forward pass with gradients, and another with its output, until undone."""
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
@@ -108,7 +108,7 @@ def follow_passes(module: nn.Module, before: Callable[[Any, Any], object], after
 
 
 def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
-    """Call a function with the first output of each module that has parameters, until the result is called."""
+    """Call a function with the first output of each module that has parameters, until undone."""
 
     def hook(name: str) -> Any:
         def take(module: nn.Module, args: Any, output: Any) -> None:
@@ -128,9 +128,9 @@ def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object]) -> Un
 
 
 def follow_gradients(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
-    """Call a function with the gradient that each backward pass computes of a parameter, until the result is called.
+    """Call a function with each parameter gradient that a backward pass computes, until undone.
 
-    What the loop hooked there itself comes first. FSDP2 sums gradients of other tensors, where no hook sees them.
+    The loop's own hooks run first. FSDP2 sums gradients of other tensors, out of reach of hooks.
     """
 
     def hook(name: str) -> Any:

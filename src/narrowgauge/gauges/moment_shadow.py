@@ -1,13 +1,13 @@
 """Metrics of updates and second moments, on the first values of each parameter.
 
-Two effects show only in comparison with an exact computation. A *shadow* of the second moments of a few hundred values is kept
-in float32 and updated on every step. Second moments that are rounded to nearest in a narrow format stop following it, and the
-ratio of their sums shows that long before the loss does. And the ratio of an update to the spacing of the weight's format
-predicts what rounding removes: below half a spacing, everything.
+Two effects show only beside an exact computation. A float32 reference (*shadow*) of the second moments of a few hundred values
+is updated on every step. Second moments rounded to nearest in too few bits stop following the reference. The
+ratio of their sums shows this long before the loss does. Likewise, the ratio of an update to the ulp of the weight
+predicts the loss by rounding: below 0.5 ulp, all of it.
 
-The shadow starts from the stored moments when it is attached, so it restarts after a resume.
+The reference starts from the stored moments when it is attached, so it restarts after a resume.
 
-For sharded parameters each rank measures the first values of its own shard, and the record holds the mean over the ranks. The
+For sharded parameters each rank measures the first values of its own shard. The record holds the mean over the ranks. The
 sums of the optimizer's audit are added over the ranks.
 """
 
@@ -30,21 +30,21 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name, get_format
 
 NUM_VALUES = 64
-"""Number of values measured per parameter: the first ones, or evenly spaced ones for the size of a step."""
+"""Number of values measured per parameter: the first values, or evenly spaced ones for the size of a step."""
 
 MAX_SHADOWED = 24
-"""Maximum number of parameters with a shadow, evenly spaced: a shadow costs time on every step."""
+"""Maximum number of parameters with a reference, evenly spaced. A reference costs time on every step."""
 
 
 class StateReader:
-    """Reads the first values of each parameter's states, decoded once per sample; also those of ``torch.optim``."""
+    """Read the first values of each parameter's states, decoded once per sample. Reads ``torch.optim``'s states too."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
         self._read: dict[str, dict[Tensor, Tensor | None]] = {}
 
     def leading(self, parameter: Tensor, name: str) -> Tensor | None:
-        """At most ``NUM_VALUES`` float32 values of a state, or ``None`` if there is no such state yet."""
+        """Return at most ``NUM_VALUES`` float32 values of a state, or ``None`` before the state exists."""
         if name not in self._read:
             if isinstance(self.optimizer, Optimizer):
                 values = self.optimizer.leading(self.parameters, NUM_VALUES, name)
@@ -63,7 +63,7 @@ class StateReader:
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
     def steps(self, parameter: Tensor) -> float | Tensor:
-        """Number of steps of a parameter; torch's fused optimizers count them on the device."""
+        """Return the number of steps of a parameter. torch's fused optimizers count them on the device."""
         if isinstance(self.optimizer, Optimizer):
             return self.optimizer.num_steps(parameter)
         steps: float | Tensor = self.optimizer.state.get(parameter, {}).get("step", 0)
@@ -73,8 +73,8 @@ class StateReader:
 class MomentShadow:
     """Exact second moments of the first values of some parameters.
 
-    After the first step the parameters are chosen among the given ones whose state holds ``exp_avg_sq``. If there are none,
-    nothing runs on later steps.
+    The parameters are chosen after the first step, among those with ``exp_avg_sq`` in their state. Without any,
+    later steps do nothing.
     """
 
     def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
@@ -89,12 +89,12 @@ class MomentShadow:
         self._weights_before: Tensor | None = None
 
     def before_step(self) -> None:
-        """Keep the weights that a decay in the gradient reads: the step changes them."""
+        """Save the weights that a decay in the gradient reads, because the step changes them."""
         if self._decay is not None:
             self._weights_before = torch.cat([leading_of(p.detach()) for p in self.parameters.values()]).float()
 
     def step(self) -> None:
-        """Apply the optimizer's step that has just ended, from the gradients, which still exist."""
+        """Apply the optimizer's last step, from the gradients, which still exist."""
         if not self._has_begun:
             self._begin()
             return
@@ -146,12 +146,12 @@ class MomentShadow:
         return torch.cat(parts).to(self.exact.device)
 
     def _has_moment_of_each_value(self, parameter: Tensor) -> bool:
-        """Return whether each value has a second moment; some optimizers keep one for the whole tensor."""
+        """Return whether each value has a second moment. Some optimizers have one for the whole tensor."""
         moments = self.states.leading(parameter, "exp_avg_sq")
         return moments is not None and len(moments) == min(NUM_VALUES, local_of(parameter).numel())
 
     def _without_absent(self, weight: Tensor, gradients: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-        """Interpolation weights and gradients when some parameters have no gradient: those take no step."""
+        """Return interpolation weights and gradients. Parameters without a gradient take no step."""
         zeros = [torch.zeros_like(part) for part in weight.split(self._sizes)]
         is_there = [grad is not None and grad.layout is torch.strided for grad in gradients]
         parts = zip(weight.split(self._sizes), zeros, is_there, strict=True)
@@ -163,7 +163,7 @@ class MomentShadow:
         control = getattr(self.optimizer, "last_control", None)
         if control is not None:
             return control[0], control[1]
-        # Set by torch.amp.GradScaler on a fused torch optimizer, which writes the gradients back unscaled.
+        # torch.amp.GradScaler sets this on a fused torch optimizer, which writes the gradients back unscaled.
         return None, getattr(self.optimizer, "found_inf", None)
 
     def forget(self) -> None:
@@ -180,7 +180,7 @@ class MomentShadow:
     def measure(self, packed: Packed) -> None:
         """Add each parameter's bias and frozen fraction to the metrics to fetch."""
         table = self._compared()
-        if packed.shards is not None and self.candidates:  # the same number on every rank, whatever its shadow
+        if packed.shards is not None and self.candidates:  # the same number on every rank, with any reference
             none = torch.full((2,), math.nan, dtype=torch.float64, device=next(iter(self.candidates.values())).device)
             rows = {} if table is None else dict(zip(self.parameters, table, strict=True))
             packed.add_mean("moments", torch.stack([rows.get(n, none) for n in self.candidates]), self.candidates)
@@ -195,7 +195,7 @@ class MomentShadow:
         old_stored, old_exact = self.before or (stored, self.exact)
         first = self.before is None
         self.before = stored, self.exact
-        # A change of one spacing of bfloat16, which it could represent.
+        # A change of one ulp of bfloat16, which bfloat16 could represent.
         moved = (self.exact - old_exact).abs() > old_exact * 2.0**-7
         frozen = moved & (stored == old_stored)
         pairs = zip(stored.split(self._sizes), self.exact.split(self._sizes), strict=True)
@@ -230,7 +230,7 @@ class UpdateMetrics:
         self.before = self.spread = None
 
     def measure(self, packed: Packed) -> None:
-        """After a step: add the changes and the histograms of the moments to the metrics to fetch."""
+        """Add the changes and the histograms of the moments to the metrics to fetch. Call it after a step."""
         if self.before is None or self.spread is None:
             return
         after = _joined([_spread(p) for p in self.parameters.values()])
@@ -251,7 +251,7 @@ class UpdateMetrics:
         self.forget()
 
     def _audited(self, optimizer: Optimizer, shards: Shards) -> Tensor:
-        """Return the sums of each parameter's audits that this rank reports, and their number."""
+        """Return this rank's sums of each parameter's audits, and their number."""
         optimizer.settle()
         table = torch.zeros(len(self.parameters), len(UPDATE_SUMS) + 1, dtype=torch.float64)
         for row, (name, parameter) in zip(table, self.parameters.items(), strict=True):
@@ -261,7 +261,7 @@ class UpdateMetrics:
         return table
 
     def _in_spacings(self, first: list[Tensor | None], second: list[Tensor | None]) -> Tensor:
-        """Return the ratio of the intended change to the spacing of the visible weight, for parameters with Adam's moments."""
+        """Return the intended change over the ulp of the visible weight, for parameters with Adam's moments."""
         assert self.before is not None
         groups, names = self.states.groups(), list(self.parameters.values())
         adam = [
@@ -285,7 +285,7 @@ class UpdateMetrics:
         return metrics.update_to_ulp(intended, self.before, bits)
 
     def rows(self, fetched: Mapping[str, Tensor], readings: Mapping[str, Any]) -> Row:
-        """The table ``updates`` of a record; for sharded parameters the audits of all ranks replace this rank's ``readings``."""
+        """Return the table ``updates`` of a record. With sharded parameters, use all ranks' audits instead of ``readings``."""
         if "update to weight" not in fetched:
             return {}
         if "audit" in fetched:
@@ -309,13 +309,13 @@ class UpdateMetrics:
 
 
 def _has_adam_moments(group: Mapping[str, Any], *moments: Tensor | None) -> bool:
-    """Return whether a param group is of an Adam variant, whose moments determine the intended change."""
+    """Return whether a param group is of an Adam variant. Its moments then determine the intended change."""
     betas, eps = group.get("betas", ()), group.get("adam_eps", group.get("eps"))
     return len(betas) == 2 and isinstance(eps, (int, float)) and all(moment is not None for moment in moments)
 
 
 def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """One number per parameter, float64 ``[parameters, 1]``, without a sync."""
+    """Return one number per parameter, float64 ``[parameters, 1]``, without a sync."""
     if not any(isinstance(value, Tensor) and value.device == device for value in values):
         numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
         return numbers.to(device, non_blocking=True)[:, None]
@@ -335,7 +335,7 @@ def leading_of(x: Tensor) -> Tensor:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Evenly spaced values of a tensor: the first rows of an embedding may never be used."""
+    """Return evenly spaced values of a tensor. The first rows of an embedding may never be used."""
     flat = local_of(x).detach().reshape(-1)
     return flat[:: max(1, flat.numel() // NUM_VALUES)][:NUM_VALUES]
 

@@ -1,13 +1,13 @@
 """Sampling of tensors: statistics and sampled rows of the watched tensors of one training step.
 
-During a sampled step each watched tensor costs two reductions (amax, sum of squares) and a copy of some of its rows, stored in
-an entry of its own. Everything else (histograms, outliers, the error of casts) is computed at the end of the step from the
-copied rows, batched over all tensors, and moved to the host in one transfer.
+During a sampled step each watched tensor costs two reductions (amax, sum of squares) and a copy of some of its rows.
+Each tensor has its own entry. Histograms, outliers and the error of casts are computed at the end of the step from the
+copied rows, batched over all tensors. One transfer moves them to the host.
 
 Compiled code records tensors through a custom operator with a side effect that the compiler must keep. The operator only reads
-tensors that are in memory anyway because a matmul reads them, so the surrounding code is compiled as before. It is in the graph
-only on sampled steps, which are a second version of the compiled code. Hence a step that is not sampled costs nothing, and a
-watched run has the same bits as one that is not watched.
+tensors that a matmul reads, so they are in memory anyway, and the surrounding code is compiled as before. The operator is in
+the graph only on sampled steps. They use a second version of the compiled code. Hence other steps cost nothing, and a
+watched run has the same bits as an unwatched run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUERIES = 8
 
 
 class Sampling:
-    """Whether any gauges sample the current step. Compiled code is guarded on ``is_on`` and therefore has two versions."""
+    """Whether gauges sample the current step. Compiled code is guarded on ``is_on`` and therefore has two versions."""
 
     is_on = False
 
@@ -49,7 +49,7 @@ def is_sampled(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class WatchedTensor:
-    """A tensor with an entry in the recorder; its kind is a key of ``runs.schema.TENSOR_KINDS``, or ``attention``."""
+    """A tensor with an entry in the recorder. Its kind is a key of ``runs.schema.TENSOR_KINDS``, or ``attention``."""
 
     kind: str
     name: str
@@ -62,9 +62,9 @@ class WatchedTensor:
 
 @dataclass(eq=False)
 class Recorder:
-    """Statistics and samples of the watched tensors of one model; the number of a tensor's entry is its index in ``watched``.
+    """Statistics and samples of the watched tensors of one model. An entry's number is its index in ``watched``.
 
-    Calls record only while ``is_recording``: compiled code may run its sampled version for another recorder.
+    Calls record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
     """
 
     device: torch.device
@@ -81,7 +81,7 @@ class Recorder:
         _RECORDERS.append(weakref.ref(self))
 
     def watch(self, kind: str, name: str) -> Tensor:
-        """Add a tensor, and return the handle of its entry in a graph: a tensor, so that layers share a graph; on the CPU."""
+        """Add a tensor. Return the handle of its entry, a CPU tensor, so that layers share a graph."""
         index = len(self.watched)
         self.watched.append(WatchedTensor(kind, name))
         self._index[self.watched[-1]] = index
@@ -89,7 +89,7 @@ class Recorder:
         return entry
 
     def index(self, kind: str, name: str) -> int:
-        """Return the number of a tensor's entry; -1 for one that is not watched."""
+        """Return the number of a tensor's entry; -1 if it is not watched."""
         return self._index.get(WatchedTensor(kind, name), -1)
 
     def clear(self) -> None:
@@ -101,7 +101,7 @@ class Recorder:
         return next((stats[0].device for stats in self.stats_of.values()), self.device)
 
     def stats(self, entries: Sequence[int]) -> Tensor:
-        """Amax, rms and number of non-finite values of some entries, float32 ``[entries, 3]``; NaN where nothing was recorded.
+        """Return amax, rms and number of non-finite values of entries, float32 ``[entries, 3]``; NaN if not recorded.
 
         For attention: the largest logit and the entropy.
         """
@@ -111,14 +111,14 @@ class Recorder:
         return torch.stack([row.to(device) for row in rows])
 
     def record(self, index: int, x: Tensor) -> None:
-        """Record a tensor; a later call for the same entry replaces the earlier one."""
+        """Record a tensor. A later call for the same entry replaces the earlier value."""
         if not self.is_recording or not x.numel():
             return
         if x.layout is not torch.strided:
             return
         x = x.detach()
         largest = largest_magnitude(x)
-        # Counting costs more than the two reductions; on the CPU a finite amax shows for free that the count is 0.
+        # Counting costs more than the two reductions. On the CPU a finite amax shows for free that the count is 0.
         bad = (
             torch.zeros_like(largest) if not x.is_cuda and math.isfinite(largest.item()) else nonfinite_count(x).float()
         )
@@ -126,7 +126,7 @@ class Recorder:
         self.samples[index] = sample_rows(x)
 
     def record_attention(self, index: int, query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
-        """Record the attention logits of the first sequence of a batch; query, key: ``[(batch,) heads, tokens, width]``."""
+        """Record the attention logits of a batch's first sequence; query, key: ``[(batch,) heads, tokens, width]``."""
         if not self.is_recording or not query.numel() or not key.numel():
             return
         query, key = (x[(0,) * max(0, x.ndim - 3)] for x in (query, key))
@@ -158,7 +158,7 @@ def sample_rows(x: Tensor) -> Tensor:
 
 
 def _of_all_keys(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Largest logit and mean entropy of some queries in attention without a causal mask."""
+    """Return the largest logit and mean entropy of some queries in attention without a causal mask."""
     last = torch.full((1,), key.shape[1] - 1, dtype=torch.int64, device=key.device)
     positions = [max(0, k * query.shape[1] // QUERIES - 1) for k in range(1, QUERIES + 1)]
     queries = (query[:, position, None].expand(-1, key.shape[1], -1) for position in positions)
@@ -210,12 +210,12 @@ torch_names.keep_effect(record_attention)
 
 
 class _RecordGradient(torch.autograd.Function):
-    """The identity; its backward records the gradient. Compiled code uses it in place of a tensor hook."""
+    """The identity. Its backward records the gradient. Compiled code uses it in place of a tensor hook."""
 
     @staticmethod
     def forward(ctx: object, y: Tensor, entry: Tensor) -> Tensor:
         ctx.entry = entry  # type: ignore[attr-defined]
-        # Not a view, which compiled code could not modify in place; the compiler removes the copy where it is not needed.
+        # Not a view, which compiled code could not modify in place. The compiler removes an unnecessary copy.
         return y.clone()
 
     @staticmethod
@@ -225,7 +225,7 @@ class _RecordGradient(torch.autograd.Function):
 
 
 def record_tensor(x: Tensor, entry: Tensor | None) -> None:
-    """Record a tensor; of a scaled tensor its data, which is what a cast without an amax reads."""
+    """Record a tensor. For a scaled tensor record its data, which a cast without an amax reads."""
     if entry is None:
         return
     data = x._data if isinstance(x, Scaled) else x
@@ -242,7 +242,7 @@ def record_gradient(y: Tensor, entry: Tensor | None) -> Tensor:
             return y
         recorded: Tensor = _RecordGradient.apply(y, entry)  # type: ignore[no-untyped-call]
         return recorded
-    # A hook leaves the tensor as it is, so that it may still be modified in place.
+    # A hook does not change the tensor, so it may still be modified in place.
     if y.requires_grad:
         y.register_hook(lambda grad: record_tensor(grad, entry))
     return y

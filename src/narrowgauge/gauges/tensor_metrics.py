@@ -1,7 +1,7 @@
 """Metrics of the watched tensors: from the recorder of a sampled step to one record of ``gauges.jsonl``.
 
-Samples of equal shape are batched, so that a thousand tensors take some dozens of operations. All metrics go into one vector
-that is copied to the host once. Before that, metrics of shards become metrics of whole parameters: one maximum over the ranks
+Samples of equal shape are batched, so a thousand tensors take some dozens of operations. All metrics go into one vector
+that is copied to the host once. Before that, metrics of shards become metrics of whole parameters. One maximum over the ranks
 reduces every amax, one sum everything else. Every rank makes the same calls, even if it holds nothing of a parameter.
 """
 
@@ -31,14 +31,14 @@ COUNTED = 3
 """Every third sampled value is counted in the histograms, which pool all tensors of a kind."""
 
 CastOf = Callable[[WatchedTensor], tuple[Cast | None, Tensor | None]]
-"""From a watched tensor to the cast with which it enters its matmul, and the amax of its delayed scale, if any."""
+"""Maps a watched tensor to the cast before its matmul, and the amax of its delayed scale, if any."""
 
 
 @dataclass
 class Packed:
     """Metrics on their way to the host: tensors of any shape by name, concatenated into one vector.
 
-    ``sums`` are still to be summed over the ranks; those named in ``means`` hold a numerator and a denominator.
+    ``sums`` are not yet summed over the ranks. Entries named in ``means`` hold a numerator and a denominator.
     """
 
     shards: Shards | None = None
@@ -54,7 +54,7 @@ class Packed:
         (self.parts if self.shards is None else self.sums)[name] = values.detach().double()
 
     def add_mean(self, name: str, values: Tensor, parameters: Iterable[str]) -> None:
-        """Add the mean over all shards of metrics ``[parameters, ...]``, weighted by the shards' sizes and ignoring NaN.
+        """Add the mean over all shards of metrics ``[parameters, ...]``, weighted by the shards' sizes, ignoring NaN.
 
         The parameters are the same on every rank.
         """
@@ -67,7 +67,7 @@ class Packed:
         self.add_sum(name, torch.stack([torch.where(counts, values * shares, 0.0), torch.where(counts, shares, 0.0)]))
 
     def add_histogram(self, kind: str, vectors: Sequence[Tensor], device: torch.device) -> None:
-        """Add the histogram of these vectors; histograms of weights, gradients and states cover all ranks."""
+        """Add the histogram of these vectors. Histograms of weights, gradients and states cover all ranks."""
         if self.shards is not None and kind not in ("input", "output_grad"):
             none = torch.zeros(0, dtype=torch.float32, device=device)
             self.add_sum(f"histogram {kind}", exponents(torch.cat([*vectors, none])))
@@ -126,7 +126,7 @@ def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> None:
 
 
 def _entries(recorder: Recorder, is_sharded_run: bool, *, shared: bool) -> list[int]:
-    """Return the entries that are joined over ranks, or those of this rank alone."""
+    """Return the entries joined over ranks, or the entries of this rank alone."""
     kinds = SHARED if is_sharded_run else ()
     return [index for index, watched in enumerate(recorder.watched) if (watched.kind in kinds) == shared]
 
@@ -139,7 +139,7 @@ def _add_tables(
     part: str,
     entries: Sequence[int],
 ) -> None:
-    """Add the tables of some entries, in an order that all ranks share: amax; sums; metrics of the sample."""
+    """Add the tables of some entries, in the same order on all ranks: amax; sums; metrics of the sample."""
     if not entries:
         return
     stats, shards = recorder.stats(entries).double(), packed.shards if part == "whole" else None
@@ -171,7 +171,7 @@ def exponents(values: Tensor) -> Tensor:
 
 
 def _shape_stats(samples: Tensor) -> Tensor:
-    """``[samples, 4]``: outlier, kurtosis, strongest feature, ratio of its energy to that of all other features."""
+    """Return ``[samples, 4]``: outlier, kurtosis, strongest feature, its energy over all other features' energy."""
     flat = samples.flatten(1)
     outlier = flat.abs().amax(1) / flat.square().mean(1).sqrt()
     peak = metrics.feature_peak(samples)[0]
@@ -180,13 +180,13 @@ def _shape_stats(samples: Tensor) -> Tensor:
 
 
 def _amax(recorder: Recorder, index: int, cast_of: CastOf) -> Tensor:
-    """Return the amax that scales a whole tensor: the delayed one, or else its own."""
+    """Return the amax that scales a whole tensor: the delayed amax, or else its own."""
     delayed = cast_of(recorder.watched[index])[1]
     return recorder.stats_of[index][0] if delayed is None else delayed.reshape(())
 
 
 def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
-    """Return the tables of a record from what :meth:`Packed.fetch` returned."""
+    """Return the tables of a record from the result of :meth:`Packed.fetch`."""
     tensors: Row = {}
     attention: Row = {}
     is_sharded_run = "whole sums" in fetched
@@ -216,7 +216,7 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
 
 
 def _values(stats: Sequence[float], cast: Tensor, shape: Sequence[float]) -> list[float | int | None]:
-    """Return the entry of one tensor in a record; without a cast all of its sums are zero."""
+    """Return the entry of one tensor in a record. Without a cast all of its sums are zero."""
     lost = lost_shares(cast) if cast[-1] else [None, None, None]
     return [rounded(value) for value in (*stats[:2], int(stats[2]), *lost, *shape)]
 
@@ -242,14 +242,14 @@ _SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad
 
 
 class Casts:
-    """The casts of the watched linear layers, narrow or not, as the current step makes them."""
+    """The current step's casts of the watched linear layers, at any precision."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.layers = layers
         self._delayed: dict[WatchedTensor, Tensor] = {}
 
     def note(self, recorder: Recorder) -> None:
-        """Save the delayed scales of the step that has just run, before the layers advance to the next one."""
+        """Save the delayed scales of the last step, before the layers advance to the next one."""
         self._delayed.clear()
         for index, watched in enumerate(recorder.watched):
             used = self._used(watched)
@@ -265,7 +265,7 @@ class Casts:
                 self._delayed[watched] = amax
 
     def of(self, watched: WatchedTensor) -> tuple[Cast | None, Tensor | None]:
-        """Return the cast of a tensor, and its delayed scale's magnitude; nothing where it enters as it is."""
+        """Return the cast of a tensor, and its delayed scale's magnitude. Return nothing without a cast."""
         used = self._used(watched)
         if used is None:
             return self._of_experts(watched), None
@@ -275,7 +275,7 @@ class Casts:
         return cast, self._delayed.get(watched)
 
     def _used(self, watched: WatchedTensor) -> tuple[Linear, Cast] | None:
-        """Return the narrow layer that takes a tensor, and its cast of it."""
+        """Return the low-precision layer that takes a tensor, and its cast of the tensor."""
         name = watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name
         layer = self.layers.get(name)
         if watched.kind not in _SLOTS or not isinstance(layer, Linear):
@@ -283,7 +283,7 @@ class Casts:
         return layer, layer.compute.casts[_SLOTS[watched.kind]]
 
     def _of_experts(self, watched: WatchedTensor) -> Cast | None:
-        """Return the cast by which tokens enter their experts, where no expert has a scale of its own for all of its tokens."""
+        """Return the cast of tokens before their experts, if no expert has a separate scale for its tokens."""
         layer = self.layers.get(watched.name)
         if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
             return None
@@ -311,7 +311,7 @@ def block_exponents(sample: Tensor, cast: Cast) -> Tensor:
 
 
 def lost_shares(sums: Tensor) -> list[float | None]:
-    """Underflow, overflow and SQNR of one tensor's sums of a cast; ``None`` where it has only zeros."""
+    """Return underflow, overflow and SQNR from one tensor's sums of a cast; ``None`` if all are zero."""
     loss = metrics.cast_loss(sums)
     has_values = bool(sums[metrics.CAST_SUMS.index("nonzero")])
     return [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]
@@ -327,9 +327,8 @@ SHARED = ("weight", "grad")
 class Shards:
     """The ranks that shard the parameters.
 
-    ``share`` is the fraction of each parameter's elements that this rank reports; over all ranks the fractions add up to 1, and a
-    shard with replicas is reported by the first of them. ``largest`` is the amax over all ranks of the weights and gradients
-    recorded last.
+    ``share`` is the fraction of each parameter's elements that this rank reports. Over all ranks the fractions add up to 1.
+    The first replica of a shard reports it. ``largest`` is the amax over all ranks of the last recorded weights and gradients.
     """
 
     mesh: Any
@@ -338,7 +337,7 @@ class Shards:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> Shards | None:
-        """From parameters by name; ``None`` if nothing is sharded or the shards lie on several meshes."""
+        """Make from parameters by name. ``None`` if nothing is sharded or the shards are on several meshes."""
         meshes = {p.device_mesh for p in parameters.values() if is_sharded(p)}
         if len(meshes) != 1 or not any(map(is_split_over_ranks, parameters.values())):
             return None
@@ -369,7 +368,7 @@ class Shards:
 
 
 def _share(parameter: Any, coordinate: Sequence[int]) -> float:
-    """Return the share of a parameter that the rank at a coordinate of the mesh reports."""
+    """Return the fraction of a parameter that the rank at a coordinate of the mesh reports."""
     is_whole = [p.is_replicate() for p in parameter.placements] if is_sharded(parameter) else [True] * len(coordinate)
     # Along a mesh axis that does not shard, all ranks are replicas. (``is_shard()`` is false for two sharding axes.)
     if any(index and whole for index, whole in zip(coordinate, is_whole, strict=True)):

@@ -1,8 +1,8 @@
-"""The run folder: what a run writes to disk, so that a crash costs at most the line being written.
+"""The run folder: files that a run writes to disk. A crash costs at most the line being written.
 
-``schema`` defines the columns, ``record`` reads a run, ``writer`` writes it, ``lines`` is the format of a line,
-``events`` the messages of a run, ``finding`` the words of findings, ``atomic_io`` how this
-package writes files. Nothing here needs torch.
+``schema`` defines the columns. ``record`` reads a run, ``writer`` writes it. ``lines`` defines the format of a line,
+``events`` the messages of a run, ``finding`` the words of findings. ``atomic_io`` writes files safely.
+Nothing here needs torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The measured arithmetic of a machine: what is measured, how ``run.toml`` holds it, and where two machines differ.
+"""The measured arithmetic of a machine: the probes, their form in ``run.toml``, and the comparison of two machines.
 
-Two machines, or one machine under two settings, may both be right and differ in their last bits: they add in another order, fuse
-a multiplication with an addition, or round a function's result another way. Each :class:`Probe` names one such property.
-:mod:`narrowgauge.gauges.probes` measures it under the same name, with PyTorch; results are read and compared here without it.
-They are short texts, equal where the bits are::
+Two correct machines may differ in their last bits, and so may one machine under two settings. They add in another order, fuse
+a multiplication with an addition, or round a function differently. Each :class:`Probe` names one such property.
+:mod:`narrowgauge.gauges.probes` measures the property under the same name, with PyTorch. Reading and comparing needs no torch.
+Results are short texts, equal if the bits are::
 
     [arithmetic.settings]
     torch = "2.13.0+cpu"
@@ -35,10 +35,10 @@ class Probe:
     """One property of a machine's arithmetic.
 
     Args:
-        name: what it is called in ``run.toml`` and in every table.
+        name: its name in ``run.toml`` and in every table.
         affects: how a difference between two machines shows in a run.
-        is_sum: whether it adds many terms, whose order a number of threads may change.
-        in_runs: whether a run measures it where no measurement is cached; else only ``narrowgauge show arithmetic`` does.
+        is_sum: the probe adds many terms, and the number of threads may change their order.
+        in_runs: a run measures it if no measurement is cached. Otherwise only ``narrowgauge show arithmetic`` does.
     """
 
     name: str
@@ -151,7 +151,7 @@ _ROWS = (
 )  # fmt: skip
 
 PROBES: dict[str, Probe] = {probe.name: probe for probe in _ROWS}
-"""Every probe by name, in the order in which they are measured: the quickest first."""
+"""All probes by name, in the order measured: the quickest first."""
 
 
 # ── results of two machines ────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,13 +160,13 @@ PROBES: dict[str, Probe] = {probe.name: probe for probe in _ROWS}
 TABLE = "arithmetic"
 """The table of ``run.toml``."""
 UNAVAILABLE = "unavailable"
-"""How a result begins where this machine cannot do what the probe measures; such results are not compared."""
+"""Prefix of the result if this machine cannot run the probe. Such results are not compared."""
 _MEASURE = "Measure it on that machine: narrowgauge show arithmetic --json > machine.json"
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The measured arithmetic of a machine: the settings in force, and the result of each probe that was measured."""
+    """The measured arithmetic of a machine: its active settings, and the result of each measured probe."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     results: Mapping[str, str] = field(default_factory=dict)
@@ -198,8 +198,8 @@ class ArithmeticDifference:
     """One property of the arithmetic that differs between two machines.
 
     Args:
-        probe: the row of the table; a name that this version does not know has a row without words.
-        settings: all settings that differ: name, value on the one, and value on the other.
+        probe: the row of the table. A name unknown to this version gets a row without words.
+        settings: all settings that differ: name, first value, second value.
     """
 
     probe: Probe
@@ -213,10 +213,10 @@ def differences(
 ) -> list[ArithmeticDifference]:
     """Return the probes whose results differ between two machines, in the order of the table.
 
-    Probes that only one side has measured are left out.
+    Skip probes that only one side has measured.
 
     Args:
-        one, other: measured arithmetics, or the contents of two ``run.toml``; without the table nothing is compared.
+        one, other: measured arithmetics, or the contents of two ``run.toml``. Without the table nothing is compared.
     """
     one, other = _arithmetic_in(one), _arithmetic_in(other)
     settings = changed_settings(one, other)
@@ -228,7 +228,7 @@ def differences(
 
 
 def compared(one: Arithmetic, other: Arithmetic) -> list[str]:
-    """Return the probes that were measured on both sides, those of the table first."""
+    """Return the probes measured on both sides, probes of the table first."""
     measured = [
         {name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (one, other)
     ]
@@ -238,10 +238,10 @@ def compared(one: Arithmetic, other: Arithmetic) -> list[str]:
 
 
 def origin(parted: list[ArithmeticDifference]) -> str:
-    """Return where differences between two machines come from, by the settings that differ and by the probes.
+    """Classify the cause of differences between two machines, by their settings and probes.
 
-    ``versions`` where libraries differ; ``sums`` where nothing but orders of additions differs, as with another number of
-    threads; ``machine`` where functions or roundings do too, as with other vector instructions; empty without a difference.
+    ``versions``: libraries differ. ``sums``: only orders of additions differ, as with another number of threads.
+    ``machine``: functions or roundings differ too, as with other vector instructions. Empty: no difference.
     """
     if any(name in VERSIONS for difference in parted for name, *_ in difference.settings):
         return "versions"
@@ -260,7 +260,7 @@ def changed_settings(one: Arithmetic, other: Arithmetic) -> tuple[tuple[str, str
 
 
 def read_arithmetic(path: str | Path) -> Arithmetic:
-    """Read the measured arithmetic in a run folder, a ``run.toml``, or the output of ``narrowgauge show arithmetic --json``."""
+    """Read the measured arithmetic from a run folder, a ``run.toml``, or ``narrowgauge show arithmetic --json``."""
     path = Path(path)
     if path.is_dir():
         content: Any = read_settings(path)

@@ -1,9 +1,9 @@
 """Atomic file operations: a file is complete or absent, whatever happens.
 
-A process can die between any two instructions, and a disk can fill up in the middle of a write. Neither does harm if nothing is
-changed in place: the new bytes go to a temporary file in the same folder, are synced to the disk, and take the final
-name with one rename, which is atomic. An error of the operating system becomes one
-:class:`~narrowgauge.errors.RecordError` that names the file and, on a full disk, the free bytes.
+A process can die between any two instructions. A disk can fill up in the middle of a write. So nothing is changed in place.
+The new bytes go to a temporary file in the same folder. The file is synced to the disk and gets its final name by one atomic
+rename. An error of the operating system becomes a :class:`~narrowgauge.errors.RecordError`.
+The message names the file and, on a full disk, the free bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if sys.platform != "win32":
     import fcntl
 
 TEMPORARY = ".tmp-"
-"""Prefix of every unfinished file; what a crash leaves under it may be deleted."""
+"""Prefix of every unfinished file. Files that a crash leaves under this prefix may be deleted."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -36,7 +36,7 @@ AGAIN = "give the same command again"
 
 
 def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
-    """Return an error of the operating system as a ``RecordError``, on a full disk with the free bytes."""
+    """Return a ``RecordError`` for an error of the operating system. On a full disk it gives the free bytes."""
     if error.errno not in _FULL:
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", "Check the path and who may write there.")
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -70,7 +70,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder to the disk: without it a power failure may undo a rename."""
+    """Sync a folder to the disk. Without the sync a power failure may undo a rename."""
     if sys.platform == "win32":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -86,9 +86,9 @@ def temporary_name(path: Path) -> Path:
 
 
 def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
-    """Replace a file so that any reader, at any moment and after a crash, sees the old bytes or the new ones.
+    """Replace a file. Any reader, also after a crash, sees the old bytes or the new ones.
 
-    Its folder must exist. A folder, a device or a pipe, which a rename would remove, is refused.
+    The folder must exist. Refuse a folder, a device or a pipe, because a rename would remove it.
 
     Cost: two fsyncs, a few milliseconds.
     """
@@ -107,7 +107,7 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``path`` when the block succeeds and removed when it fails.
+    """Yield a temporary folder. Rename it to ``path`` if the block succeeds, remove it if the block fails.
 
     ``path`` may be an empty folder.
     """
@@ -140,9 +140,9 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def append_whole(descriptor: int, path: Path, data: bytes) -> None:
-    """Append complete lines to a file that was opened with ``O_APPEND``: all of them, or on an error none.
+    """Append complete lines to a file opened with ``O_APPEND``. On an error append none.
 
-    One ``os.write`` where the disk has room; what was written before an error is cut off again.
+    Write by one ``os.write`` if the disk has space. After an error, truncate the file to its old length.
     """
     length = os.fstat(descriptor).st_size
     with disk_errors(path):
@@ -155,7 +155,7 @@ def append_whole(descriptor: int, path: Path, data: bytes) -> None:
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON; too deep a nesting, where Python raises ``RecursionError``, is a ``ValueError`` like any other damage."""
+    """Parse JSON. Raise ``ValueError`` also for too deep a nesting, where Python raises ``RecursionError``."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -172,10 +172,9 @@ def digest(path: Path) -> str:
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file for this process and return whether it is locked; the lock ends with the process.
+    """Lock an open file for this process and return whether it is locked. The lock ends with the process.
 
-    Where the file system has no locks the answer is ``True``. ``filelock`` would lock a file of its own, which a killed process
-    leaves behind.
+    Return ``True`` on a file system without locks. ``filelock`` would need a separate file, which a killed process leaves.
     """
     if sys.platform == "win32":
         return True

@@ -1,9 +1,9 @@
-"""Events: what happened in a run that a person should know.
+"""Events: messages for a person about a run.
 
-Metrics go to ``steps.jsonl``; an event is a sentence. Each event has a kind from the table below, its step, one sentence, and
-where they apply the detector that raised it, the tensor, the measured value, the threshold and what to do. The console,
-``events.jsonl``, TensorBoard and the report all show the same events. The sentence is for people: code that must know what
-happened reads the kind, the detector and the other columns.
+Metrics go to ``steps.jsonl``; an event is a sentence. Each event has a kind from the table below, its step and one sentence.
+Where they apply it also has the detector, the tensor, the measured value, the threshold and the advice. The console,
+``events.jsonl``, TensorBoard and the report all show the same events. The sentence is for people. Code should read
+the kind, the detector and the other columns instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ RAISED_BY: dict[str, str] = {
     "changed-settings": "a resume, with other settings than the run had",
     "changed-software": "a resume, with other versions or on another machine",
 }
-"""What raises events beside the detectors of :mod:`narrowgauge.analysis.detectors` and the checks of ``ng.check``."""
+"""Sources of events other than the detectors of :mod:`narrowgauge.analysis.detectors` and the checks of ``ng.check``."""
 
 _LISTENERS: list[Callable[[Event], object]] = []
 
@@ -73,14 +73,13 @@ class Event:
         kind: a key of :data:`KINDS`.
         step: optimizer steps done when it happened; 0 is before the first.
         message: one sentence.
-        tensor, rank: the parameter, and the process of several, that it is about.
-        value, threshold: what was measured, and what that was compared with, in the unit that the message names.
+        tensor, rank: the parameter and the rank concerned.
+        value, threshold: the measured value and its limit, in the unit that the message names.
         advice: what to do.
-        detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, a reading of a compared
-            step (:mod:`narrowgauge.analysis.kinds`), or a key of :data:`RAISED_BY`;
-            empty where nothing was judged.
-        expected, stage: of a reading: what the value should be, and the stage of the step.
-        phase, operation: of a first bad value, where the step made it, and by which operation
+        detector: the id of the source: a detector of the monitor, a check of ``ng.check``, a reading of a compared
+            step (:mod:`narrowgauge.analysis.kinds`), or a key of :data:`RAISED_BY`. Empty if nothing was judged.
+        expected, stage: of a reading: the expected value, and the stage of the step.
+        phase, operation: of a first bad value: where in the step it arose, and the operation
             (:attr:`narrowgauge.gauges.BadValue.phase`).
 
     Raises:
@@ -115,12 +114,12 @@ class Event:
 
     @property
     def sentence(self) -> str:
-        """Return what happened and what to do, without the last full stop."""
+        """Return the message and the advice, without the last full stop."""
         return sentences(self.message, self.advice).removesuffix(".")
 
     @classmethod
     def from_row(cls, row: Row) -> Event:
-        """Return the event of a row; columns that an event does not have are ignored."""
+        """Return the event of a row. Ignore columns that an event does not have."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in {"message": "", **row}.items() if name in known})
 
@@ -128,7 +127,7 @@ class Event:
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
     """Call a function with every event of every run and all gauges of this process.
 
-    Events arrive in the order in which they are written, after they were written. An exception in the callback ends the run,
+    Events arrive in the order written, after they were written. An exception in the callback ends the run,
     as any error in the training loop would.
 
     Args:
@@ -156,6 +155,6 @@ def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
-    """Call every callback with an event; writers of runs and gauges do so after writing it."""
+    """Call every callback with an event. Writers of runs and gauges do so after writing it."""
     for callback in list(_LISTENERS):
         callback(event)

@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def told(names: Iterable[str], most: int = 3) -> str:
-    """Return some names, and how many others there are.
+    """Join some names, and count the others.
 
     Example:
         >>> told(["a", "b", "c", "d", "e"]), told(["a", "b", "c", "d"]), told([])

@@ -1,7 +1,7 @@
-"""The rows of ``fingerprints.jsonl``: which of several ranks differs from the others.
+"""The rows of ``fingerprints.jsonl``: find the rank that differs from the others.
 
-Where ranks must hold the same value, the one that most of them hold is right. Two that disagree are equally suspect, except
-for the factors by which they clip their gradients: there the rank that clips nothing is wrong.
+Where ranks must hold the same value, the value of the majority is right. If two ranks disagree, both are equally suspect.
+Clip factors are the exception: the rank that clips nothing is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ APPLIED_NO_CLIP = "applied no clip"
 
 
 def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the ranks that differ from the value of more than half of all; none without such a majority; ``None`` is ignored.
+    """Return the ranks that differ from the majority's value. Without a majority return none. Ignore ``None``.
 
     Example:
         >>> odd_ranks([7, 7, 8]), odd_ranks([7, 8]), odd_ranks([None, 7, 7, 8])
@@ -28,7 +28,7 @@ def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def _unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
-    """Return the ranks that clipped nothing where others clipped, by the factors with which each multiplied its gradients.
+    """Return the ranks that clipped nothing although others clipped. The factors multiply each rank's gradients.
 
     Example:
         >>> _unclipped_ranks([0.5, 1.0]), _unclipped_ranks([1.0, 1.0]), _unclipped_ranks([0.5, 0.25])
@@ -43,9 +43,8 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     """Find where the ranks of one run disagree in a step, by its row of ``fingerprints.jsonl``.
 
     Returns:
-        ``KIND:NAME`` of what differs, the ranks that are alone with their value (none where that is not known), and a sentence
-        without its full stop. Empty where ranks agree wherever they must.
-
+        ``KIND:NAME`` of the difference, the ranks that differ from the others (none if unknown), and a sentence
+        without its full stop. Empty if ranks agree wherever they must.
     Example:
         >>> parted_in({"step": 4, "ranks": {"clip": [0.5, 1.0]}})[2]
         'the factor that clips the gradients differs in step 4: 0.5 on rank 0, 1 on rank 1; rank 1 applied no clip'
@@ -69,7 +68,7 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     if not parted:
         return "", (), ""
     key = next(iter(parted))
-    # One entry for each group of ranks that hold the same part of it: KIND:NAME, then KIND:NAME of ranks …
+    # One entry for each group of ranks that hold the same shard: KIND:NAME, then KIND:NAME of ranks …
     groups = [odd_ranks(numbers) for name, numbers in parted.items() if name.partition(" ")[0] == key]
     odd = tuple(sorted(rank for ranks in groups for rank in ranks)) if all(groups) else ()
     kind, _, name = key.partition(":")

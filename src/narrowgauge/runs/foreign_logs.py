@@ -1,10 +1,10 @@
-"""Runs of other frameworks, read from the logs that they leave: what a log does not hold stays unknown.
+"""Runs of other frameworks, read from their logs. Values that a log does not hold stay unknown.
 
-Such a run has losses, learning rates and gradient norms at the steps that were logged, and no recipe, seed, bytes or audit. It is
+Such a run has losses, learning rates and gradient norms at the logged steps. It has no recipe, seed, bytes or audit. It is
 named after its folder. :func:`narrowgauge.read_run` and ``narrowgauge report`` read it like a run folder.
 
-A log has no column that says what a number is, only the name that a framework or a user gave it. So :data:`NAMES` lists the
-usual names of each of our columns, the best first, and nothing is guessed from values: a metric under another name is not read.
+A log does not say what a number is. It only has the name that a framework or a user chose. So :data:`NAMES` lists the
+usual names of each of our columns, the best first. Nothing is guessed from values: a metric under another name is not read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "loss_scale": ("loss_scale", "train/loss_scale", "loss-scale", "Train/Samples/loss_scale", "grad_scale"),
 }  # fmt: skip
-"""The names of each column, the best first, with shell wildcards. Ours, and those of Hugging Face's Trainer, Lightning's
-tutorials and ``LearningRateMonitor``, torchtitan, and PyTorch's TensorBoard tutorial."""
+"""The names of each column, the best first, with shell wildcards. Sources: our own names, Hugging Face's Trainer,
+Lightning's tutorials and ``LearningRateMonitor``, torchtitan, and PyTorch's TensorBoard tutorial."""
 _STEPS = ("train/global_step", "trainer/global_step", "global_step", "step", "iteration", "iter", "steps", "_step")
-"""The names of a column of steps, the best first: a metric of optimizer steps before W&B's count of calls of ``wandb.log``."""
+"""The names of a column of steps, the best first. Optimizer steps come before W&B's count of ``wandb.log`` calls."""
 SOURCE = "source"
-"""The table of ``Run.run`` that names the log from which a run of another framework was read."""
+"""The table of ``Run.run`` that names the log of another framework's run."""
 
 Value = tuple[str, Any, Any]
 """A name, a step, and a value."""
@@ -62,7 +62,7 @@ def named(names: Iterable[str], column: str) -> str | None:
 
 
 def _trainer_state(path: Path) -> list[Path]:
-    """Find Hugging Face's file: itself, in a folder, or in the folder's latest checkpoint, which holds those before it."""
+    """Find Hugging Face's file: itself, in a folder, or in the folder's latest checkpoint, which repeats earlier rows."""
     if path.name == "trainer_state.json" and path.is_file():
         return [path]
     files = [
@@ -92,7 +92,7 @@ def _metrics_csv(path: Path) -> list[Path]:
 
 
 def _read_metrics_csv(files: list[Path]) -> Iterator[Value]:
-    """Yield the columns of Lightning's CSVLogger, which counts steps from 0: a row of its step 9 is of our step 10."""
+    """Yield the columns of Lightning's CSVLogger. It counts steps from 0: its step 9 is our step 10."""
     rows, names = _csv_rows(files[0].read_text(encoding="utf-8"), ",")
     if "step" not in names:
         raise ValueError("it has no column 'step'")
@@ -129,7 +129,7 @@ def _event_files(path: Path) -> list[Path]:
 
 
 def _read_event_files(files: list[Path]) -> Iterator[Value]:
-    """Yield the scalars of TensorBoard; a last record that is cut short, as in a run in progress, is left out."""
+    """Yield the scalars of TensorBoard. Skip a truncated last record, as in a run in progress."""
     try:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.compat.tensorflow_stub import errors
@@ -162,7 +162,7 @@ def _read_event_files(files: list[Path]) -> Iterator[Value]:
 
 
 def _by_ending(*endings: str) -> Callable[[Path], list[Path]]:
-    """Find a file by the end of its name; a folder may hold any such file, and none of them need be a log."""
+    """Find a file by the end of its name. A folder may hold any such file, and possibly no log."""
     return lambda path: [path] if path.suffix.lower() in endings and path.is_file() else []
 
 
@@ -171,7 +171,7 @@ def _text(files: list[Path]) -> str:
 
 
 def _read_csv(files: list[Path]) -> Iterator[Value]:
-    """Yield the numbers of a table, or of a chart that Weights & Biases exported."""
+    """Yield the numbers of a table, or of a chart exported by Weights & Biases."""
     text = _text(files)
     head = text.partition("\n")[0]
     delimiter = "\t" if "\t" in head and "," not in head else ","
@@ -199,14 +199,14 @@ def _table_values(rows: list[Any]) -> Iterator[Value]:
     for name in names:
         if name == step_name or name.endswith(("__MIN", "__MAX")):
             continue
-        metric = name.rpartition(" - ")[2].strip()  # an export of charts puts "NAME OF THE RUN - " before it
+        metric = name.rpartition(" - ")[2].strip()  # exported charts put "NAME OF THE RUN - " before it
         if metric in metrics.values():
             raise ValueError(f"it holds several runs with {metric}, and one was asked about: export one")
         metrics[name] = metric
     for number, row in enumerate(rows, 2):
         step = _number(row.get(step_name))
         if step is None:
-            continue  # a row of another kind: evaluations of a table that counts them apart
+            continue  # a row of another kind: some tables count evaluations separately
         if step != int(step):
             raise ValueError(f"line {number} has the step {row.get(step_name)}, which is not a whole number")
         for name, metric in metrics.items():
@@ -215,7 +215,7 @@ def _table_values(rows: list[Any]) -> Iterator[Value]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or the text of one; ``None`` of anything else: a table may hold times, names and media."""
+    """Return a number, or the number in a text. Return ``None`` for times, names, media and anything else."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -236,7 +236,7 @@ _IN_TEXT: dict[str, tuple[str, ...]] = {
     ),
     "loss_scale": ("loss scale", "loss_scale"),
 }  # fmt: skip
-"""What lines of logs call our columns; capitals do not count."""
+"""Names of our columns in lines of logs. Case is ignored."""
 _COLUMN_OF = {word: column for column, words in _IN_TEXT.items() for word in words}
 _NUMERAL = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
 _WORDS = "|".join(sorted(map(re.escape, _COLUMN_OF), key=len, reverse=True))
@@ -248,7 +248,7 @@ _EVALUATION = re.compile(r"\b(?:val|valid|validation|eval|evaluation)\b", re.IGN
 
 
 def _read_text(files: list[Path]) -> Iterator[Value]:
-    """Yield the values that lines of text name, at the step that the line names, or the line above which it is indented under."""
+    """Yield the values in lines of text. The step is in the line, or in the less indented line above."""
     step, restarts = None, 0
     for raw in _text(files).splitlines():
         line = _COLOURS.sub("", raw)
@@ -278,10 +278,10 @@ class LogFormat:
     """A format of logs.
 
     Args:
-        find: the files of the log in a folder, or of a file; none where there is no such log.
-        read: what they hold; raises ``ValueError`` where they are damaged.
-        is_of_folder: whether its run is named after the folder; else after the file, of which a folder may hold several.
-        counts_from_0: whether a log whose losses begin at step 0 counts its steps from 0.
+        find: return the log's files, from a folder or a file. Empty if there is no such log.
+        read: return their values. Raises ``ValueError`` if they are damaged.
+        is_of_folder: the run is named after the folder. Otherwise after the file, because a folder may hold several.
+        counts_from_0: a log whose losses begin at step 0 counts its steps from 0.
     """
 
     name: str
@@ -299,11 +299,11 @@ FORMATS = (
     LogFormat("JSON rows (.json, .jsonl)", _by_ending(".json", ".jsonl"), _read_json, is_of_folder=False),
     LogFormat("log of text (.log, .txt, .out)", _by_ending(".log", ".txt", ".out"), _read_text, is_of_folder=False),
 )
-"""Every format, in the order tried: a folder with several is read by the first."""
+"""All formats, in the order tried. The first that matches reads the folder."""
 
 
 def log_names() -> str:
-    """Return the logs that can be read, to follow "a": ``Hugging Face trainer_state.json, Lightning metrics.csv or …``."""
+    """Name the logs that can be read, to follow "a": ``Hugging Face trainer_state.json, Lightning metrics.csv or …``."""
     names = [row.name for row in FORMATS]
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
@@ -315,9 +315,9 @@ def is_log(path: Path) -> bool:
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
-    """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` where a file or folder is no log.
+    """Return the fields of the :class:`narrowgauge.Run` that a log describes. Return ``None`` without a log.
 
-    Its summary has the last losses; there is none if the log says that the run has not ended.
+    The summary has the last losses. It is ``None`` if the log says that the run has not ended.
     """
     with disk_errors(path):
         form, files = next(((form, files) for form in FORMATS if (files := form.find(path))), (None, []))
@@ -349,7 +349,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
 
 
 def _progress(file: Path) -> tuple[Row, bool]:
-    """Return the settings that a log states, and whether its run has ended: only Hugging Face's says so."""
+    """Return the settings in a log, and whether its run has ended. Only Hugging Face's log says so."""
     state = load_json(file.read_bytes()) if file.name == "trainer_state.json" else {}
     done, planned = state.get("global_step"), state.get("max_steps")
     if isinstance(done, int) and isinstance(planned, int) and planned > 0:
@@ -371,7 +371,7 @@ def _by_name(values: Iterator[Value], counts_from_0: bool) -> dict[str, dict[int
 
 
 def _rows(values: Mapping[str, Mapping[int, Any]], table: str) -> list[Row]:
-    """Return the rows of ``"steps"`` or ``"evals"``, ascending; a column that was not logged at a step is absent."""
+    """Return the rows of ``"steps"`` or ``"evals"``, ascending. A row lacks the columns not logged at its step."""
     by_step: dict[int, Row] = {}
     for column in NAMES:
         name = named(values, column) if column in (STEP if table == "steps" else EVAL) else None

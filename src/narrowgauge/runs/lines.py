@@ -1,7 +1,7 @@
-"""Lines of a run's files: how a row becomes a line of JSON, and how lines are read back.
+"""Lines of a run's files: write a row as a line of JSON, and read lines back.
 
-A row is appended by one write that ends with the newline. So a last line without one is torn, by a kill or a full disk, and is
-left out; any other line that is no row is damaged, and is refused. NaN and infinities, which JSON lacks, are stored as
+One write appends a row and its newline. So a last line without a newline is torn, by a kill or a full disk. It is dropped.
+Any other line that does not parse is damaged and refused. JSON lacks NaN and infinities, so they are stored as
 ``"nan"``, ``"inf"`` and ``"-inf"``.
 """
 
@@ -19,9 +19,9 @@ from narrowgauge.runs.atomic_io import load_json, read_bytes
 from narrowgauge.runs.schema import NOT_FINITE, TEXT, Row, wrong_value
 
 ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
-"""The kinds of rows; each has a file, ``steps.jsonl`` and so on."""
+"""The kinds of rows. Each has a file: ``steps.jsonl`` and so on."""
 STEPWISE = ("steps", "evals", "gauges", "fingerprints")
-"""The kinds that a resume writes again from its checkpoint on."""
+"""The kinds that a resume rewrites from its checkpoint on."""
 _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 
@@ -36,7 +36,7 @@ def line_of(row: Row) -> bytes:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file; a torn last line is left out, a damaged one refused."""
+    """Return the rows of a file. Drop a torn last line, refuse a damaged line."""
     data = read_bytes(file) or b""
     lines = data.split(b"\n")[:-1]
     with contextlib.suppress(ValueError, RecursionError):
@@ -57,7 +57,7 @@ def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
             row = load_json(line)
             if not isinstance(row, dict):
                 raise ValueError("not an object")
-            # Visiting each of the hundred thousand numbers of a long run would cost more than parsing them.
+            # Visiting every number of a long run (about 100,000) would cost more than parsing them.
             row = restored(row) if any(name in line for name in _QUOTED) else row
         except (ValueError, RecursionError) as error:
             raise RecordError(
@@ -69,7 +69,7 @@ def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def json_value(value: Any) -> Any:
-    """Return a value that JSON has: numbers of NumPy and PyTorch as Python's, paths as text, NaN and infinities by name."""
+    """Convert a value to JSON: numbers of NumPy and PyTorch to Python's, paths to text, NaN and infinities to names."""
     if isinstance(value, dict):
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -84,7 +84,7 @@ def json_value(value: Any) -> Any:
 
 
 def restored(value: Any, key: str = "") -> Any:
-    """Turn the names of NaN and infinities back into floats, except in columns of text."""
+    """Turn the names of NaN and infinities back into floats. Leave columns of text unchanged."""
     if isinstance(value, dict):
         return {name: restored(item, name) for name, item in value.items()}
     if isinstance(value, list):

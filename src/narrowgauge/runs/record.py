@@ -1,4 +1,4 @@
-"""The run folder: everything about a run, in files that a person can read and a crash cannot spoil.
+"""The run folder: everything about a run, in files that a person can read and a crash cannot damage.
 
 ::
 
@@ -7,12 +7,12 @@
     evals.jsonl         a row per evaluation
     events.jsonl        a row per event
     gauges.jsonl        a row per step that the gauges sampled
-    fingerprints.jsonl  a row per step whose tensors were hashed, where that was requested
+    fingerprints.jsonl  a row per hashed step, if hashing was requested
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
 
-The columns are in schema.py. Rows are appended whole, with one write each; the other two files are replaced, never edited. So a
-reader at any moment, and the resumed run after any crash, finds valid rows and at worst one torn last line, which is dropped.
+The columns are in schema.py. One write appends a whole row. The other two files are replaced, never edited. So a
+reader at any moment finds valid rows and at worst one torn last line, which is dropped. A run resumed after a crash does too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Run:
         path: the folder.
         run: ``run.toml``.
         steps, evals, events: the rows, in the order written.
-        summary: the metrics of the finished run; ``None`` while it has none.
+        summary: the metrics of the finished run; ``None`` before.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Run:
 
     @cached_property
     def gauges(self) -> list[Row]:
-        """Return the rows of ``gauges.jsonl``, read on first use: they are the longest by far."""
+        """Return the rows of ``gauges.jsonl``. Read them on first use: they are by far the largest."""
         return read_rows(self.path / "gauges.jsonl")
 
     @cached_property
@@ -70,7 +70,7 @@ class Run:
 
     @property
     def data_fingerprint(self) -> str:
-        """Return the fingerprint of the tokens that the run began with; ``RecordError`` where ``run.toml`` has none."""
+        """Return the fingerprint of the tokens at the start of the run. Raise ``RecordError`` if ``run.toml`` has none."""
         fingerprint = self._table("data").get("fingerprint")
         if not isinstance(fingerprint, str):
             problem = "no fingerprint" if fingerprint is None else f"the fingerprint {fingerprint!r}"
@@ -94,21 +94,20 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run folder, finished or not, even one that is being written.
+    """Read a run folder, finished or not, even while it is being written.
 
-    A torn last line is dropped. A damaged line anywhere else is refused, and so is a row with a value of the wrong type. The log
-    of another framework is read too (``runs/foreign_logs.py``); what it does not hold is absent.
+    Drop a torn last line. Refuse a damaged line anywhere else, and a row with a value of the wrong type. Logs
+    of other frameworks are read too (``runs/foreign_logs.py``). Values that such a log lacks are absent.
 
     Args:
-        path: the run folder; or a Hugging Face
-            ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files, or their folder; or a table (CSV, an
-            export of Weights & Biases, JSON rows) or a log of text.
+        path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
+            or their folder. Or a table (CSV, an export of Weights & Biases, JSON rows) or a log of text.
 
     Returns:
         Its content.
 
     Raises:
-        RecordError: there is no run, a file is damaged, or a newer version wrote it.
+        RecordError: the run is missing, a file is damaged, or a newer version wrote it.
 
     Example:
         >>> import tempfile, narrowgauge as ng
@@ -121,7 +120,7 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     if not is_run(path) and (log := read_log(path)) is not None:
         run_of_log = Run(**log)
-        vars(run_of_log).update(gauges=[], fingerprints=[])  # no log has them, and its path may be that of a file
+        vars(run_of_log).update(gauges=[], fingerprints=[])  # a log has neither, and its path may be a file
         return run_of_log
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
@@ -129,7 +128,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def read_settings(path: Path) -> Row:
-    """Return ``run.toml`` of a run folder; ``RecordError`` where there is none, it is damaged, or a newer version wrote it."""
+    """Return ``run.toml`` of a run folder. Raise ``RecordError`` if it is missing, damaged, or of a newer version."""
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
@@ -149,16 +148,16 @@ def read_settings(path: Path) -> Row:
 
 
 def latest_runs(path: Path, most: int = 3) -> str:
-    """Return a sentence with the newest runs in or beside a folder that is none, or else in ``runs/`` here; or nothing.
+    """Return a sentence with the newest runs in or beside a folder, or else in ``runs/`` here. Without runs return ``""``.
 
-    Example of what it says: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
+    Example of the sentence: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
     """
     latest = next((runs for place in (path, path.parent, Path("runs")) if (runs := latest_folders(place))), [])
     return f" The latest runs there: {', '.join(map(str, latest[:most]))}." if latest else ""
 
 
 def latest_folders(place: Path) -> list[Path]:
-    """Return the run folders in a folder, the newest first; none where it cannot be read."""
+    """Return the run folders in a folder, the newest first. Return none if it cannot be read."""
     try:
         files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
     except OSError:

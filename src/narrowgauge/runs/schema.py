@@ -1,17 +1,16 @@
 """The schema of a run's record: every column of every file in a run folder, defined once.
 
-Six tables describe what a run writes: :data:`STEP` (``steps.jsonl``), :data:`EVAL` (``evals.jsonl``), :data:`GAUGE`
+Six tables describe the files of a run: :data:`STEP` (``steps.jsonl``), :data:`EVAL` (``evals.jsonl``), :data:`GAUGE`
 (``gauges.jsonl``), :data:`FINGERPRINT` (``fingerprints.jsonl``), :data:`EVENT` (``events.jsonl``) and :data:`SUMMARY`
-(``summary.json``). The writer and the reader check rows against them, the console and TensorBoard take their formats and tags
-from them, and the documentation prints them. Rows may hold further columns; nothing checks those.
+(``summary.json``). The writer and the reader check rows against these tables. The console and TensorBoard take their formats
+and tags from them. The documentation prints them. Rows may hold further columns, which are not checked.
 
-A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`,
-since a thousand tensors times a thousand samples would otherwise be mostly keys::
-
+A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``. It lists the metrics in the order of :data:`METRICS`.
+A thousand tensors times a thousand samples would otherwise be mostly keys::
     {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
 
-A metric that does not apply is null; an empty table is left out. Histograms count binary exponents, pooled over all tensors
-of a kind: integers that a reader may add in any order.
+A metric that does not apply is null. An empty table is left out. Histograms count binary exponents, pooled over all tensors
+of a kind. The counts are integers, so a reader may add them in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Row = dict[str, Any]
 """One row of a record: column to value."""
 
 VERSION = 2
-"""The version of the run folder. Another one is refused."""
+"""The version of the run folder. Other versions are refused."""
 
 Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "lists", "numbers"]
 """``step``: the whole number that orders rows. ``recipe``: a name, or a table. ``lists``: name to a list of numbers.
@@ -39,10 +38,10 @@ class Column:
     Args:
         unit: of a number; empty for a ratio or a name.
         checked: readers compute with it, so a value of another type is refused.
-        tag: TensorBoard's name for it; columns without one are not shown there.
-        label: on the console, with ``{}`` for the value; the heading in the table of finished runs.
+        tag: TensorBoard's name for it. Columns without a tag are not shown there.
+        label: text on the console, with ``{}`` for the value; also the heading in the table of finished runs.
         show: formats the value for the console.
-        metrics: what each list of a ``lists`` column holds, in order, or each name of a ``numbers`` column.
+        metrics: the entries of each list of a ``lists`` column, in order, or the names of a ``numbers`` column.
     """
 
     name: str
@@ -65,7 +64,7 @@ class Column:
 
 
 def lost_share(edq: float) -> str:
-    """Return the share of updates lost on average, by an EDQ; stochastic storages may read slightly above 1: nothing was lost.
+    """Return the fraction of updates lost on average, by an EDQ. Stochastic storages may exceed 1: nothing was lost.
 
     Example:
         >>> lost_share(0.25), lost_share(1.01)
@@ -92,10 +91,10 @@ TENSOR_KINDS: dict[str, str] = {
 
 FIRST_EXPONENT = -64
 NUM_EXPONENTS = 112
-"""Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice that; smaller ones are in the
-first bin, larger ones in the last; zeros and values that are not finite are not counted."""
+"""Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice that. Smaller magnitudes are
+in the first bin, larger ones in the last. Zeros and non-finite values are not counted."""
 
-# Underflow, overflow and SQNR are those of the cast by which the tensor enters its matmul, null where it enters uncast.
+# Underflow, overflow and SQNR describe the cast before the tensor's matmul. Null without a cast.
 _TENSOR = (
     Column("amax", "number", "largest magnitude"),
     Column("rms", "number", "root mean square"),
@@ -276,7 +275,7 @@ FINGERPRINT = _table((
     ),
     Column("parted", "lists", "tensors that ranks must hold alike and do not: the hash of each rank"),
 ))  # fmt: skip
-"""``fingerprints.jsonl``: a row per step whose tensors were hashed."""
+"""``fingerprints.jsonl``: a row per hashed step."""
 
 SUMMARY = _table((
     Column("schema_version", "count", "version of the run folder"),
@@ -316,11 +315,11 @@ TABLES: dict[str, dict[str, Column]] = {
 METRICS: dict[str, dict[str, Column]] = {
     column.name: _table(column.metrics) for column in GAUGE.values() if column.type == "lists" and column.metrics
 }
-"""What the lists of each table of a ``gauges.jsonl`` row hold, in order."""
+"""The entries of the lists of each table of a ``gauges.jsonl`` row, in order."""
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
-    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` where the row does not hold it.
+    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``. Return ``None`` if it is missing.
 
     Example:
         >>> metric_of({"step": 1, "moments": {"w": [1.25, 0.0]}}, "moments", "w", "bias")
@@ -379,9 +378,9 @@ _LISTS = {kind: _checked(kind, "lists", "numbers") for kind in TABLES}
 
 
 def wrong_value(kind: str, row: Row) -> str:
-    """Return the first value in a row that does not have the type of its column, in words; empty where there is none.
+    """Describe the first value in a row that does not have the type of its column. Empty if all have.
 
-    Values that are not finite may be given by name, as in the file.
+    Non-finite values may be given by name, as in the file.
 
     Cost: about 2 µs for a row of a step.
 
@@ -424,21 +423,21 @@ def _is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is a whole number, also one written as a float; ``True`` is not."""
+    """Return whether a value is a whole number, also as a float. ``True`` does not count."""
     return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def short(value: Any) -> str:
-    """Return a value for a message, cut to forty characters."""
+    """Format a value for a message, in at most forty characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def numbers_of(kind: str, row: Row) -> dict[str, float]:
-    """Return the numbers of a row under their tags, as trackers of experiments draw them.
+    """Return the numbers of a row under their tags, as experiment trackers draw them.
 
     Args:
-        kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``; an event is its value, or 1.
+        kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``. The number of an event is its value, or 1.
         row: one row of that file.
 
     Example:

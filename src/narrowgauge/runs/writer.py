@@ -1,7 +1,7 @@
-"""The writer of a run folder.
+"""Write a run folder.
 
-Rows are appended whole, with one write each; ``run.toml`` and ``summary.json`` are replaced, never edited. The open
-``steps.jsonl`` is locked, so a run has one writer at a time, and the lock ends with its process however that ends.
+One write appends a whole row. ``run.toml`` and ``summary.json`` are replaced, never edited. The open
+``steps.jsonl`` is locked, so a run has one writer at a time. The lock ends with the process, however the process ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 
 
 class RunWriter:
-    """Writes a run folder.
+    """Write a run folder.
 
-    A reader never sees half a row, and a second writer is refused while the first one is open. A row with a value of the wrong
+    A reader never sees half a row. A second writer is refused while the first one is open. A row with a value of the wrong
     type is refused, and not written.
 
-    Use :meth:`create` for a new run and :meth:`open` to continue one; close it, or use it in a ``with`` block.
+    Use :meth:`create` for a new run and :meth:`open` to continue one. Close it, or use it in a ``with`` block.
 
     Args:
         path: the run folder.
@@ -55,10 +55,10 @@ class RunWriter:
 
         Args:
             path: the folder; absent or empty.
-            run: all settings. ``None`` values are left out, since TOML has none; ``schema_version`` is added.
+            run: all settings. ``None`` values are left out, since TOML has none. ``schema_version`` is added.
 
         Raises:
-            RecordError: something else is there, another process is writing there, or the disk refuses.
+            RecordError: the folder is not empty, another process is writing there, or the disk refuses.
         """
         writer = cls(path)
         require_free(writer.path)
@@ -82,10 +82,10 @@ class RunWriter:
 
     @classmethod
     def open(cls, path: str | Path) -> RunWriter:
-        """Continue a run: a torn last line of each file is cut off.
+        """Continue a run. Cut off a torn last line of each file.
 
         Raises:
-            RecordError: no run is there, it is newer than this version, or another process is writing it.
+            RecordError: the run is missing, a newer version wrote it, or another process is writing it.
         """
         writer = cls(path)
         writer._run = read_settings(writer.path)
@@ -99,19 +99,19 @@ class RunWriter:
         return writer
 
     def rewind(self, step: int, *, accept_lost: bool = False) -> str:
-        """Delete what came after a step, because a resume from its checkpoint writes it again.
+        """Delete everything after a step, because a resume from its checkpoint writes it again.
 
-        Deletes the rows of steps, evals, gauges and fingerprints after ``step``, and a summary of more steps. Events stay: they
-        record what happened, including what was undone.
+        Delete the rows of steps, evals, gauges and fingerprints after ``step``, and a summary of more steps. Keep the
+        events: they record what happened, including undone steps.
 
         Args:
             step: the last optimizer step to keep.
-            accept_lost: go on although rows up to ``step`` are missing.
+            accept_lost: continue although rows up to ``step`` are missing.
 
         Returns:
-            What is missing, in words; empty where nothing is.
+            A text with the missing rows; empty if none is missing.
         Raises:
-            RecordError: rows up to ``step`` are missing; nothing is cut.
+            RecordError: rows up to ``step`` are missing. The files stay unchanged.
         """
         lost = _lost_steps(self.path, step)
         if lost and not accept_lost:
@@ -127,7 +127,7 @@ class RunWriter:
         return lost
 
     def amend(self, run: Row) -> None:
-        """Replace ``run.toml``, where a resume may change what it says.
+        """Replace ``run.toml``, for a resume that changes its settings.
 
         ``run`` is as for :meth:`create`; ``schema_version`` stays.
         """
@@ -162,7 +162,7 @@ class RunWriter:
         write_whole(self.path / "summary.json", json.dumps(content, indent=1, allow_nan=False).encode() + b"\n")
 
     def sync(self) -> None:
-        """Force all rows to the disk; call it before a checkpoint, which must not outlive the rows before it."""
+        """Force all rows to the disk. Call it before a checkpoint, which must not outlive the rows before it."""
         for name in self._descriptors:
             with disk_errors(self._file(name)):
                 sync_file(self._file(name))
@@ -198,7 +198,7 @@ class RunWriter:
             )
 
     def _cut(self, name: str, step: int | None) -> None:
-        """Cut a file off at its first row after a step, or at a torn last line."""
+        """Truncate a file before its first row after a step, or before a torn last line."""
         length = 0
         for size, row in rows_with_lengths(self._file(name)):
             if step is not None and row["step"] > step:
@@ -211,7 +211,7 @@ class RunWriter:
         append_whole(self._descriptors[name], self._file(name), line_of(self._checked(name, row)))
 
     def _checked(self, kind: str, row: Row) -> Row:
-        """Return the row as JSON has it; a row that no reader would accept is refused."""
+        """Convert the row to JSON values. Refuse a row that no reader would accept."""
         written: Row = json_value(row)
         if wrong := wrong_value(kind, written):
             raise RecordError(
@@ -222,14 +222,14 @@ class RunWriter:
 
 
 def _lost_steps(path: Path, step: int) -> str:
-    """Say which rows of steps up to ``step`` a run has lost, without a full stop; empty where it has all, in order."""
+    """Name the rows up to ``step`` that a run has lost, without a full stop. Empty if all are present, in order."""
     rows = [row["step"] for row in read_rows(path / "steps.jsonl")][:step]
     missing = next((number for number in range(1, step + 1) if number > len(rows) or rows[number - 1] != number), None)
     return "" if missing is None else f"steps.jsonl lacks step {missing}"
 
 
 def require_free(path: str | Path) -> None:
-    """Refuse to create a run in a path that is a file, or a folder that holds more than a killed process leaves."""
+    """Refuse to create a run in a file or a non-empty folder. Files that a killed process leaves do not count."""
     path = Path(path)
     with disk_errors(path):
         if path.exists() and not path.is_dir():

@@ -3,7 +3,7 @@
 A comparison is a folder. It holds a run folder for each recipe and seed, and at the end ``compare.json`` and ``report.html``.
 Runs go seed by seed, so complete pairs exist whenever a comparison stops. A run that diverges is a result like any other.
 
-The same ``narrowgauge compare`` continues a stopped comparison: finished runs stay, an interrupted one resumes from its
+The same ``narrowgauge compare`` continues a stopped comparison. Finished runs stay. An interrupted run resumes from its
 checkpoint. Recipes and seeds may be added.
 """
 
@@ -61,7 +61,7 @@ def seed_numbers(seeds: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def require_distinct(recipes: Sequence[Any]) -> None:
-    """Refuse an empty list of recipes, a recipe listed twice, and two recipes of one name."""
+    """Refuse an empty list of recipes, a recipe listed twice, and two recipes with one name."""
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
     labels = [recipe_name(recipe) for recipe in recipes]
@@ -80,9 +80,9 @@ def require_distinct(recipes: Sequence[Any]) -> None:
 
 
 class RunLog:
-    """The log of a run, to which a training function writes; it adds missing step numbers and seconds.
+    """The log of a run, to which a training function writes. It adds missing step numbers and seconds.
 
-    Rows are those of :class:`narrowgauge.RunRecorder`: the detectors read them, and what they find is an event and a warning.
+    Rows are the rows of :class:`narrowgauge.RunRecorder`. The detectors read them, and each finding is an event and a warning.
     """
 
     def __init__(self, record: LoopRecord) -> None:
@@ -91,7 +91,7 @@ class RunLog:
     def step(self, row: Mapping[str, Any]) -> None:
         """Log an optimizer step: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
 
-        After :meth:`watch`, columns of the optimizer are added; so call it before the schedule's step.
+        After :meth:`watch`, columns of the optimizer are added. So call it before the schedule's step.
         """
         self._record.step(_numbers(row, "log.step"))
 
@@ -104,15 +104,15 @@ class RunLog:
 
         Args:
             model: before it is compiled, as for :func:`ng.attach_gauges`.
-            optimizer: ours, which is audited, or torch's, which is not.
-            every: steps from one sample of the gauges to the next; 0 for none.
+            optimizer: ours (with an audit) or torch's (without).
+            every: steps between samples of the gauges; 0 for none.
         Returns:
             The gauges, if there are any.
         """
         return self._record.watch(model, optimizer, every).gauges
 
     def close(self, returned: Any, recipe: str) -> None:
-        """Write the summary of a finished run from what the training function returned."""
+        """Write the summary of a finished run from the training function's result."""
         returned = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
         metrics = _numbers(returned or {}, f"the training function of {recipe}")
         summary = {**self._record.summary(recipe=recipe), **metrics}
@@ -138,8 +138,8 @@ def compare(
 ) -> Comparison:
     """Compare recipes in your own training loop.
 
-    Runs of one seed are paired, so let the seed alone decide the initial weights and the batches. A comparison needs only the
-    last validation loss of each run; every other logged metric adds a curve or a column.
+    Runs of one seed are paired, so let only the seed decide the initial weights and the batches. A comparison needs just the
+    last validation loss of each run. Every other logged metric adds a curve or a column.
 
     Args:
         train_function: called as ``train_function(recipe, seed, log)``. It trains once and returns the last validation
@@ -147,17 +147,17 @@ def compare(
             ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``), or nothing if it called
             ``log.eval({"val_loss": …})``. ``log.step({"loss": …})`` logs a step, ``log.eval`` a validation;
             ``log.watch(model, optimizer)`` adds gauges and the audit.
-        recipes: what is passed to the function, names of recipes or any others.
-        seeds: how many, from 0 on, or which ones.
-        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None`` keeps nothing. Where the function
-            raises, the finished runs are there for ``narrowgauge report``.
+        recipes: the function's arguments: names of recipes or any other names.
+        seeds: how many, from 0 on, or a sequence of seeds.
+        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None`` keeps nothing. If the function
+            raises, the finished runs stay there for ``narrowgauge report``.
         resolve: as for :func:`compare_runs`.
 
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
 
     Raises:
-        NarrowgaugeError: no recipe or seed, one named twice, a function that gives no loss, or a row that does not hold numbers.
+        NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with values that are not numbers.
         RecipeError: ``resolve`` is not above 0 and finite.
         RecordError: ``out`` is not empty.
 
@@ -229,11 +229,11 @@ def _numbers(row: Any, caller: str) -> Row:
 
 @dataclass(frozen=True)
 class Definition:
-    """What ``narrowgauge compare`` compares: recipes, seeds, and the settings that all runs share.
+    """The definition of a comparison: recipes, seeds, and the settings that all runs share.
 
     Args:
-        base: the settings of every run but its recipe, seed and folder.
-        resolve: the difference of losses that the verdict is to resolve; no run depends on it.
+        base: the settings of every run except its recipe, seed and folder.
+        resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
     """
 
     recipes: tuple[Recipe, ...]
@@ -244,7 +244,7 @@ class Definition:
     def config_of(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
         """Return the settings of one run of the comparison in ``out``.
 
-        A unit-scaled model among others keeps its own default learning rate, which is in other units.
+        A unit-scaled model among others keeps its own default learning rate, because its rate has other units.
         """
         units = {other.compute.transform == "unit" for other in self.recipes}
         lr = None if recipe.compute.transform == "unit" and len(units) > 1 else self.base.lr
@@ -298,7 +298,7 @@ def _settings_of(file: Path) -> dict[str, Any]:
 
 
 def _require_same(folder: Path, config: TrainConfig) -> None:
-    """Refuse a run that is there with other settings; what was left to rules is not compared."""
+    """Refuse an existing run with other settings. Ignore settings that rules filled in."""
     settings = {name: value for name, value in config.filled().to_dict().items() if name in FIXED}
     if changed := changed_settings(read_run(folder).config, settings, settings):
         name, before, now = changed[0]
@@ -311,7 +311,7 @@ def _require_same(folder: Path, config: TrainConfig) -> None:
 def run_comparison(
     definition: Definition, out: str | Path | None = None, stream: TextIO | None = None
 ) -> tuple[Comparison, Path]:
-    """Make the runs of a comparison that have not ended, compare them, and write the page.
+    """Make the unfinished runs of a comparison, compare them, and write the page.
 
     The same definition gives the same numbers except times, resumed or not.
 
@@ -321,7 +321,7 @@ def run_comparison(
     Returns:
         The comparison and the path of the page.
     Raises:
-        NarrowgaugeError: runs are there with other settings, or a run failed; finished runs stay.
+        NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
     model = Path(definition.base.model).name.removesuffix(".json")
@@ -359,7 +359,7 @@ def run_comparison(
 
 
 def _unigram_loss(run: Run) -> float | None:
-    """Return the loss of token frequencies on the held-out tokens of a run; ``None`` where they are gone, or none is held out."""
+    """Return the loss of token frequencies on a run's held-out tokens. ``None`` if they are missing."""
     recorded = run.run.get("data", {})
     try:
         data = open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
@@ -369,7 +369,7 @@ def _unigram_loss(run: Run) -> float | None:
 
 
 def _has_ended(folder: Path) -> bool:
-    """Return whether a folder holds a run that is finished, or that diverged and stopped."""
+    """Return whether a folder holds a finished run, or a run that diverged and stopped."""
     if not is_run(folder):
         return False
     run = read_run(folder)
@@ -384,7 +384,7 @@ def _result(run: Run) -> str:
 
 def _train(config: TrainConfig, console: Console) -> None:
     """Train a run, or resume one that was stopped. A divergence is a result like any other."""
-    # Imported here: PyTorch takes seconds to load, and a mistake in the definition is reported before.
+    # Imported late: PyTorch takes seconds to load, and a wrong definition is reported before.
     import torch
 
     from narrowgauge.distributed.job import threads_of

@@ -1,8 +1,8 @@
 """The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
 
-A field is declared once, with its default, one line of help and a constraint on its value. The command line has a flag for
-each, a ``--config`` file a key, and the record of a run holds all of them. Fields left at None are derived from others by a
-rule stated in their help; ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
+A field is declared once, with its default, one line of help and a constraint on its value. Each field is a flag of the command
+line and a key of a ``--config`` file. The record of a run holds all of them. Fields left at None are derived from others by a
+rule stated in their help. ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
 Nothing here needs PyTorch.
 """
 
@@ -47,7 +47,7 @@ def setting(
     holds: Callable[[Any], bool] = lambda _: True,
     names: Collection[str] = (),
 ) -> Any:
-    """Return a field with its default, its help, and its constraint as text and as a predicate; or its ``names``."""
+    """Return a field with its default, its help, and its constraint as text and as a predicate, or its ``names``."""
     if names:
         constraint, holds = f"one of {', '.join(names)}", names.__contains__
     metadata = {"help": help, "constraint": constraint, "holds": holds, "names": tuple(names)}
@@ -60,7 +60,7 @@ def count(default: int | None, help: str, least: int = 1) -> Any:
 
 
 def of_rules(name: str, help: str, *constraint: Any) -> Any:
-    """Return a field whose default is its update rule's; the help says AdamW's, and each other one."""
+    """Return a field whose default comes from its update rule. The help gives AdamW's default and all others."""
     usual = UPDATE_RULES["adamw"].settings[name]
     others = {row.name: row.settings.get(name) for row in UPDATE_RULES.values()}
     defaults = [f"{rule} {'has none' if value is None else value}" for rule, value in others.items() if value != usual]
@@ -74,7 +74,7 @@ def kind_of(field: dataclasses.Field[Any]) -> type:
 
 
 def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
-    """Check the type and constraint of one setting; ``where`` says in messages where it was found."""
+    """Check the type and constraint of one setting. Messages give ``where`` as its source."""
     if value is None and field.default is None:
         return
     kind = kind_of(field)
@@ -93,7 +93,7 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
 
 
 def load_settings(path: str | Path) -> dict[str, Any]:
-    """Return the table of a settings file, unchecked; of a ``run.toml`` the settings without the run's own folder."""
+    """Return the table of a settings file, unchecked. For a ``run.toml`` leave out the run's folder."""
     try:
         table = load_toml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -243,7 +243,7 @@ class TrainConfig:
 
     @property
     def betas(self) -> tuple[float, float] | None:
-        """Return the decay rates of both moments; ``None`` for a rule that takes none."""
+        """Return the decay rates of both moments; ``None`` if the rule takes none."""
         filled = self.filled()
         return None if filled.beta1 is None or filled.beta2 is None else (filled.beta1, filled.beta2)
 
@@ -268,7 +268,7 @@ class TrainConfig:
         return self.batch_size * self.sequence_length
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of one optimizer step, from 1 to ``steps``: a pure function of the settings.
+        """Return the learning rate of one optimizer step, from 1 to ``steps``. It depends only on the settings.
 
         Invariant: it rises linearly to ``lr`` at ``warmup_steps`` and, unless the schedule is constant, falls to
         ``lr * min_lr_ratio`` at ``steps``.
@@ -292,13 +292,13 @@ class TrainConfig:
         left = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
-    # ── rules for what is not set ─────────────────────────────────────────────────────────────────────────────────────
+    # ── rules for missing settings ────────────────────────────────────────────────────────────────────────────────────
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
-        """Return the same settings with those filled in that are None: by the model, by the steps, and by the update rule.
+        """Return the same settings with each None filled in: by the model, by the steps, or by the update rule.
 
         Args:
-            num_parameters: size of the model; None uses that of a preset. Without either, ``lr`` and ``compile`` may
+            num_parameters: size of the model; None uses the preset's size. Without a size, ``lr`` and ``compile`` may
                 stay None. A setting that the rule does not take stays None.
         Example:
             >>> TrainConfig(model="llama-125m").filled().lr
@@ -322,10 +322,10 @@ class TrainConfig:
         return replace(self, **values)
 
     def _why_no_rate(self) -> str:
-        """Return why a size of the model gives no learning rate, or an empty string."""
+        """Return why the model's size gives no learning rate, or an empty string."""
         if self.update_rule.rate is None:
             return self.update_rule.rate_because
-        # Unit scaling multiplies the rate of each matrix for steps of AdamW's kind and size.
+        # Unit scaling multiplies each matrix's rate for steps with AdamW's kind and size.
         is_other = self.recipe.compute.transform == "unit" and self.rule != "adamw"
         return "the usual rate of unit-scaled models is AdamW's" if is_other else ""
 
@@ -335,13 +335,13 @@ class TrainConfig:
         return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
 
     def why_uncompiled(self, num_parameters: int) -> str:
-        """Return why a model that is worth compiling is not, or an empty string."""
+        """Return why a model worth compiling is not compiled, or an empty string."""
         return _compiler_missing() if not self.compile and self._is_worth_compiling(num_parameters) else ""
 
     def located(self) -> TrainConfig:
         """Return the same settings with full paths, so that a run or a comparison can be resumed from any folder.
 
-        Invariant: idempotent; what is not a path here (a preset, ``stdlib``, a name on the hub) stays as it is.
+        Invariant: idempotent. A value that is not a path here (a preset, ``stdlib``, a name on the hub) does not change.
 
         Example:
             >>> TrainConfig(data=".").located().data == str(Path.cwd())
@@ -356,7 +356,7 @@ class TrainConfig:
         data = self.data if self.data == "stdlib" else full(self.data)
         return replace(self, model=model, data=data, tokenizer=self.tokenizer and full(self.tokenizer))
 
-    # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── refused settings ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def validated(self) -> TrainConfig:
         """Check every setting, alone and against the others, and fill in derived settings.
@@ -364,15 +364,15 @@ class TrainConfig:
         Invariant: idempotent, and nothing is written. Checks that need the model or the text happen in the loop.
 
         Returns:
-            The settings with the model's full name, ``out`` chosen, and all rules worked out.
+            The settings with the model's full name, ``out`` chosen, and all rules applied.
         Raises:
-            RecipeError: a recipe that its name or table does not say in full, or an unknown preset.
+            RecipeError: an incomplete recipe, by name or table, or an unknown preset.
             DataError: the data, the tokenizer or the model folder does not exist.
             RecordError: ``out`` is a file, or a folder that is not empty.
-            ChipError: a compiled model was requested, and nothing can be compiled here.
+            ChipError: the settings ask for a compiled model, and nothing can be compiled here.
             NarrowgaugeError: any other invalid value.
         """
-        # Imported here: the command line makes flags of these settings and does not need them.
+        # Imported late: the command line makes flags of these settings without these modules.
         from narrowgauge.runs.writer import require_free
         from narrowgauge.trainer.data.text import open_texts
 
@@ -476,7 +476,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "the settings") -> TrainConfig:
-        """Read a table from :meth:`to_dict`; missing keys have their defaults. Values are not checked against each other.
+        """Read a table from :meth:`to_dict`. Missing keys get their defaults. Values are not checked against each other.
 
         Args:
             table: settings by name; ``recipe`` is a name or a table of its own.
@@ -513,7 +513,7 @@ class TrainConfig:
 
 
 def _compiler_missing() -> str:
-    """Return why a model cannot be compiled here, or an empty string; on a GPU kernels are not C++."""
+    """Return why a model cannot be compiled here, or an empty string. GPU kernels do not need C++."""
     torch = sys.modules.get("torch")
     on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
     return switched_off() or (gpu_compiler_missing() if on_gpu else compiler_missing())

@@ -15,16 +15,16 @@ _LINE = (*_BAR, "lr", "edq")
 
 
 class PipedConsole(RichConsole):
-    """A console that leaves a pipe without a reader to the command line; rich would exit the process."""
+    """A console that leaves a closed pipe to the command line. rich would exit the process."""
 
     def on_broken_pipe(self) -> None:
         raise
 
 
 class Console:
-    """Prints the progress of one run to standard output, or a stream; without a bar, a line every ``log_every`` steps.
+    """Print the progress of one run to standard output, or a stream. Without a bar, print a line every ``log_every`` steps.
 
-    With ``log_every`` 0 it prints no lines of its own, as for a run of a comparison: messages stand beside the bar.
+    With ``log_every`` 0 print no lines, as for a run of a comparison. Messages appear beside the bar.
     """
 
     def __init__(self, num_steps: int, log_every: int, name: str = "", stream: TextIO | None = None) -> None:
@@ -52,7 +52,7 @@ class Console:
         self.progress.stop()
 
     def stage(self, what: str) -> None:
-        """Show a pulsing bar beside what happens before the first step."""
+        """Show a pulsing bar with a stage before the first step."""
         self.progress.update(self.task, metrics=what)
 
     def start(self, name: str, step: int) -> None:

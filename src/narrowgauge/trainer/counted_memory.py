@@ -1,8 +1,8 @@
-"""Count the bytes of live tensors that training takes, which a process's resident memory cannot show.
+"""Count the bytes of live tensors in training. A process's resident memory cannot show them.
 
-On a CPU the resident memory of a process is mostly libraries, compiled code and what the allocator keeps. So the bytes are
-counted: *state* from the tensors that weights, gradients and the optimizer take (``Optimizer.bytes_per_param``), *activations*
-and *peak* from every allocation and free of one step, compiled code's included, which PyTorch's profiler lists one by one
+On a CPU the resident memory of a process is mostly libraries, compiled code and the allocator's cache. So the bytes are
+counted. *State* comes from the weights, gradients and optimizer tensors (``Optimizer.bytes_per_param``). *Activations*
+and *peak* come from every allocation and free of one step, compiled code included. PyTorch's profiler lists each of them
 (``profiler.kineto_results.events()``, private: the public summary adds them up by operator, which loses the peak).
 
 Counting changes no bit. It takes some 50 ms in two steps of a run.
@@ -24,18 +24,18 @@ from narrowgauge.trainer.session import Session
 FORWARD = "narrowgauge: forward"
 """The profiler's name of a micro-batch's forward pass."""
 COUNTED_STEPS = (3, 4)
-"""Which steps since a process began are counted. The first ones compile, and of two in a row at most one is audited for the first
-time or sampled; a run's figures are those of its smaller peak."""
+"""The counted steps since a process began. The first steps compile. Of two in a row at most one is audited for the first
+time or sampled. A run's figures come from the smaller peak."""
 
 
 @dataclass
 class Allocations:
-    """The memory that a block of code took and freed, in the order of time.
+    """The memory that a block of code allocated and freed, in the order of time.
 
     Args:
-        changes: nanoseconds and bytes of each; negative where memory was freed. Memory of before the block that is freed in it is
+        changes: nanoseconds and bytes of each; negative for frees. Frees of memory from before the block are
             missing, since the profiler does not know its size.
-        forward_end: when the first range :data:`FORWARD` ended, in nanoseconds.
+        forward_end: end of the first range :data:`FORWARD`, in nanoseconds.
     """
 
     changes: list[tuple[int, int]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Allocations:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes at once above those of before.
+        """Return the largest number of bytes above the bytes at the start.
 
         Example:
             >>> Allocations([(1, 8), (2, 4), (3, -8), (4, 6)]).peak
@@ -67,9 +67,9 @@ class Allocations:
 
 @contextlib.contextmanager
 def counted_allocations(device: torch.device, is_counted: bool = True) -> Iterator[Allocations]:
-    """Count allocations of tensors on a device within the block; the result is filled in when the block ends.
+    """Count allocations of tensors on a device within the block. The result is filled in when the block ends.
 
-    Counts nothing where another profiler is active, or PyTorch was built without one.
+    Count nothing if another profiler is active, or PyTorch was built without one.
 
     Cost: about 10 µs for each operation and 50 ms for the block.
 
@@ -98,7 +98,7 @@ def counted_allocations(device: torch.device, is_counted: bool = True) -> Iterat
 
 
 def state_bytes(session: Session) -> int:
-    """Return bytes of weights, gradients, optimizer states and sums of micro-batches on this rank."""
+    """Return the bytes of this rank's weights, gradients, optimizer states and sums of micro-batches."""
     return round(bytes_per_param(session) * sum(local_of(p).numel() for p in session.model.parameters()))
 
 
@@ -109,13 +109,13 @@ def bytes_per_param(session: Session) -> float:
 
 
 def between_steps(session: Session) -> int:
-    """Return bytes that are there when a step begins: the state without gradients, and the model's buffers."""
+    """Return the bytes at the start of a step: the state without gradients, and the model's buffers."""
     gradients = sum(local_of(p).nbytes for p in session.model.parameters())
     return state_bytes(session) - gradients + sum(local_of(buffer).nbytes for buffer in session.model.buffers())
 
 
 def of_run(rows: list[Row]) -> Row:
-    """Return the counted columns of a run's summary: those of the step with the smallest peak."""
+    """Return the counted columns of a run's summary, from the step with the smallest peak."""
     counted = [row for row in rows if row.get("peak_tensor_bytes") is not None]
     least = min(counted, key=lambda row: row["peak_tensor_bytes"], default={})
     return {name: least[name] for name in ("activation_bytes", "peak_tensor_bytes") if least.get(name) is not None}

@@ -1,7 +1,7 @@
 """Export a run as a Hugging Face folder, through ``save_pretrained``.
 
-A run stores each weight as the bits that the model sees and, for many storages, a tail that the optimizer adds. The *visible*
-export is the model as it was trained and evaluated. The *float32* export includes the tails, so that training can continue
+A run stores each weight as the bits that the model sees. For many storages the optimizer adds a tail. The *visible*
+export is the model as trained and evaluated. The *float32* export includes the tails, so that training can continue
 elsewhere without losing small updates.
 """
 
@@ -29,9 +29,9 @@ Dtype = Literal["visible", "float32"]
 def export(folder: Path, out: Path, dtype: Dtype = "visible", max_shard_size: int | str = "5GB") -> Path:
     """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or absent.
 
-    ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have the bits that the model sees
-    or, with ``"float32"``, those that the optimizer stores, rounded to nearest where it stores float64. A run on a token map
-    without a tokenizer exports the model alone.
+    ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have the bits that the model sees.
+    With ``"float32"`` they are the optimizer's stored weights, rounded to nearest if it stores float64. A run on a token map
+    without a tokenizer exports only the model.
 
     Args:
         out: the folder to make; missing parents are made.
@@ -76,7 +76,7 @@ def _itemsize(dtype: torch.dtype) -> int:
 
 
 def _weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
-    """Return the entries of the model's state_dict; a tied parameter appears once, under its first name."""
+    """Return the entries of the model's state_dict. A tied parameter appears once, under its first name."""
     model, optimizer = session.model, session.optimizer
     if session.config.recipe.compute.transform == "unit":
         return _plain_weights(session, dtype)
@@ -88,7 +88,7 @@ def _weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
 
 
 def _plain_weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
-    """Return float32 weights with which the plain class computes the same as the unit-scaled model."""
+    """Return float32 weights that make the plain class equivalent to the unit-scaled model."""
     from narrowgauge.transforms.unit_scaling import plain_state_dict
 
     model = session.model

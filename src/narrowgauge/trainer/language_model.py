@@ -1,13 +1,13 @@
 """Language models built from a configuration and a seed, and their loss.
 
-The models are Hugging Face classes, so a trained model is a folder that other tools can read. A preset is an entry of
-``narrowgauge.spec.models``, a configuration whose weights are initialized here in float32 from the seed only, so that every
-recipe starts from the same weights; nothing is downloaded. A path is a folder with a ``config.json`` and, optionally,
+The models are Hugging Face classes, so a trained model is a folder that other tools can read. A preset is a configuration in
+``narrowgauge.spec.models``. Its weights are initialized here in float32 from the seed only, so that every
+recipe starts from the same weights. Nothing is downloaded. A path is a folder with a ``config.json`` and, optionally,
 weights.
 
-The loss is a *sum* over tokens, not a mean: sums of micro-batches add up to the sum of the batch, whatever their sizes,
-and are divided once at the end. With a large vocabulary the logits are the largest tensor of the whole step (2,048
-tokens times 128,256 entries times 4 bytes: 1 GB, and as much again for their gradient); the *chunked* loss computes them
+The loss is a *sum* over tokens, not a mean. Sums of micro-batches of any size add up to the sum of the batch.
+They are divided once at the end. With a large vocabulary the logits are the largest tensor of the whole step (2,048
+tokens times 128,256 entries times 4 bytes: 1 GB, and as much again for their gradient). The *chunked* loss computes them
 for a few hundred tokens at a time and keeps none.
 """
 
@@ -55,7 +55,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
             and upcast to float32; no code in them is run.
         vocab_size: number of token embeddings, instead of the configuration's. Loaded weights keep their own number, which
             must be at least this.
-        weights: the file of the weights, where :func:`require_initial_weights` has already found it.
+        weights: the file of the weights, if :func:`require_initial_weights` has already found it.
 
     Raises:
         RecipeError: no preset has that name.
@@ -80,12 +80,12 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
 
 
 def require_initial_weights(model: str) -> Path | None:
-    """Return the file of the weights that a run starts from; ``None`` where they are drawn."""
+    """Return the file of a run's initial weights; ``None`` if they are random."""
     return None if model.strip().lower() in MODELS else weights_file(_folder(model))
 
 
 def vocabulary_size(model: str) -> int | None:
-    """Return the size of the vocabulary that a tokenizer for the model is trained to; ``None`` without one."""
+    """Return the vocabulary size for training the model's tokenizer; ``None`` without one."""
     if model in MODELS:
         return MODELS[model].vocab_size
     with _unreadable_models_refused(_folder(model)):
@@ -129,7 +129,7 @@ def num_parameters(model: nn.Module) -> int:
 def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor:
     """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
 
-    Exponentials, logarithms and the sum are float32 whatever the weights are, and float64 where they are.
+    Exponentials, logarithms and the sum are float32, or float64 for float64 weights.
 
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
@@ -150,7 +150,7 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor
 
 
 def can_chunk(model: PreTrainedModel) -> bool:
-    """Return whether the chunked loss equals this model's loss: the head is a plain ``Linear``, with nothing around it.
+    """Return whether the chunked loss equals this model's loss. Its head must be a plain ``Linear`` with nothing around it.
 
     Cost: at the first call, a forward pass of 8 tokens; see :func:`ends_in_head`.
 
@@ -166,10 +166,10 @@ _ENDS_IN_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 @torch.no_grad()
 def ends_in_head(model: PreTrainedModel) -> bool:
-    """Return whether the model's logits are its head of its body's hidden states, to the bit.
+    """Return whether the model's logits are its head applied to its body's hidden states, to the bit.
 
     Some models have layers between the two (BERT), or scale or cap the logits. One forward pass of 8 tokens shows it. The
-    result is kept for the model, so that asking before ``prepare`` answers for the prepared model.
+    result is cached for the model. So a call before ``prepare`` also answers for the prepared model.
     """
     if model not in _ENDS_IN_HEAD:
         hidden: list[Any] = []
@@ -200,8 +200,8 @@ def ends_in_head(model: PreTrainedModel) -> bool:
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`` without storing the logits.
 
-    PyTorch's ``linear_cross_entropy`` sums the losses of narrow operands in their dtype (2.13: 2,048 bfloat16 losses are off by
-    0.5 to 2.7 %) and ignores autocast; here the sum is float32. ``hidden`` is ``[tokens, width]``, ``weight``
+    PyTorch's ``linear_cross_entropy`` sums the losses of 16-bit operands in their dtype (2.13: 2,048 bfloat16 losses are off by
+    0.5 to 2.7 %) and ignores autocast. Here the sum is float32. ``hidden`` is ``[tokens, width]``, ``weight``
     ``[vocabulary, width]``, ``targets`` int64 ``[tokens]``.
 
     Example:
@@ -235,19 +235,19 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-    # It hooks the embedding so that reentrant checkpoints have an input that requires a gradient; these are not reentrant.
+    # It hooks the embedding to give reentrant checkpoints an input that requires a gradient. These are not reentrant.
     model.disable_input_require_grads()
 
 
 def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor], Tensor]:
-    """:func:`loss_sum` of this model as a function of the tokens alone, compiled.
+    """Return :func:`loss_sum` of this model as a compiled function of the tokens alone.
 
-    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``, and so is the head with the
-    loss; everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for 80,
-    and the steps are as fast as those of one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md).
+    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``. The head is compiled with the
+    loss. Everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for 80.
+    The steps are as fast as with one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md).
 
-    Cost: the first call compiles; so do the first with another shape (from then on shapes are dynamic) and the first
-    without gradients.
+    Cost: the first call compiles. The first call with another shape compiles again (from then on shapes are dynamic), and
+    the first call without gradients does too.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -1,11 +1,11 @@
-"""The training loop, which can be interrupted at any moment and resumed with the same bits.
+"""The training loop. It can be interrupted at any moment and resumed with the same bits.
 
-The loop contains no arithmetic and no format; it calls ``prepare`` like any training loop. Each step is recorded before the
-next begins, and checkpoints are written atomically, so a killed run loses only the steps since its last checkpoint and
+The loop contains no arithmetic and no format. It calls ``prepare`` like any training loop. Each step is recorded before the
+next begins, and checkpoints are written atomically. So a killed run loses only the steps since its last checkpoint and
 repeats them with the same bits.
 
-Several ranks run this loop side by side. What depends on files, on the clock or on a signal is decided by rank 0, or agreed,
-so that all take the same branches; rank 0 alone writes the run folder and prints.
+Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the clock or on a signal,
+or the ranks agree, so that all take the same branches. Only rank 0 writes the run folder and prints.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | 
         screen: displays the progress; ``None`` for standard output.
         on_row: as for :class:`narrowgauge.RunRecorder`; gets each row after it was written.
     Raises:
-        NarrowgaugeError: an invalid setting; nothing is written then.
-        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
+        NarrowgaugeError: an invalid setting. Nothing is written then.
+        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
     ranks = all_ranks()
     config = ranks.of_first(lambda: config.validated().located())
@@ -90,12 +90,12 @@ def resume(
 
     Args:
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
-        accept_changes: resume even if ``run.toml`` was changed or records are missing; events record what.
-        chosen: changed settings, of ``OF_RANKS``; ``run.toml`` then has them, and an event records the step.
+        accept_changes: resume even if ``run.toml`` was changed or records are missing. Events record the changes.
+        chosen: changed settings, of ``OF_RANKS``. They are written to ``run.toml``, and an event records the step.
         screen: displays the progress; ``None`` for standard output.
         on_row: as for :class:`narrowgauge.RunRecorder`; gets each row after it was written.
     Raises:
-        RecordError: no such run, a finished one, one that another process is writing, or one whose data, settings or
+        RecordError: the run is missing or finished, another process is writing it, or its data, settings or
             records do not match its checkpoint.
     """
     folder, ranks = Path(folder), all_ranks()
@@ -149,14 +149,14 @@ def resume(
 
 
 def _shown(config: TrainConfig, screen: Screen | None) -> Any:
-    """Return a context with the caller's screen, or standard output; on other ranks than 0 nothing is shown."""
+    """Return a context with the caller's screen, or standard output. Ranks other than 0 show nothing."""
     if not all_ranks().is_first:
         return NullScreen()
     return Console(config.steps, config.log_every) if screen is None else nullcontext(screen)
 
 
 def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Dataset:
-    """Open the data on rank 0, which may tokenize text, then on the others."""
+    """Open the data on rank 0, which may tokenize text. Then open it on the others."""
     opened: list[Dataset] = []
 
     def open_here() -> str:
@@ -193,7 +193,7 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
         try:
             while session.step < config.steps:
                 judgement = recovery.judgement()
-                # With --offload a step moves its state between host and device, and is in neither alone.
+                # With --offload a step moves its state between host and device, so neither holds all of it.
                 is_counted = session.step - first_step + 1 in counted_memory.COUNTED_STEPS and not config.offload
                 with counted_memory.counted_allocations(session.device, is_counted) as allocations:
                     row = train_step(session, judgement)
@@ -206,7 +206,7 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
                 if _is_due(session.step, config.eval_every) and not is_last:
                     _evaluate(session, reporter)
                 recovery.after(row, save)
-                # A signal may reach the ranks in different steps: all stop after the same one.
+                # A signal may reach the ranks in different steps. All stop after the same step.
                 number = here.largest(signals[0] if signals else 0)
                 is_stopping = bool(number) or (session.step == config.stop_after and not is_last)
                 if is_stopping or is_last or _is_due(session.step, config.checkpoint_every):
@@ -244,7 +244,7 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
 
 
 def _summary(session: Session, reporter: Reporter, wall_seconds: float) -> Row:
-    """Return the content of ``summary.json``, after an evaluation where the last step has none yet."""
+    """Return the content of ``summary.json``. Evaluate first if the last step has no evaluation yet."""
     run = session.here.of_first(lambda: read_run(session.folder))
     losses = [row["val_loss"] for row in run.evals if row["step"] == session.step]
     return summary_of(
@@ -277,7 +277,7 @@ def _evaluate(session: Session, reporter: Reporter) -> float:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the first SIGINT or SIGTERM; a second one ends the process at once.
+    """Yield a list that receives the first SIGINT or SIGTERM. A second signal ends the process at once.
 
     The files on the disk are consistent at any moment.
     """

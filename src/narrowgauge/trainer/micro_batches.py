@@ -1,6 +1,6 @@
-"""Which micro-batches of a step a rank computes, and the sum of their losses in one order for any number of ranks.
+"""Assign the micro-batches of a step to ranks, and sum their losses in one order for any number of ranks.
 
-A micro-batch holds the same sequences for every number of ranks. Micro-batch m runs on rank ``m % ranks``, so each rank does
+A micro-batch holds the same sequences for every number of ranks. Micro-batch m runs on rank ``m % ranks``. So each rank does
 ``ceil(micro-batches / ranks)`` rounds. A rank that has none left repeats its first and contributes nothing, since every rank
 takes part in every exchange.
 """
@@ -44,9 +44,9 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
 
 
 def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
-    """Return the sum of a number of each micro-batch, added in their order, whichever rank computed them.
+    """Sum one number per micro-batch, in the order of the micro-batches, whichever rank computed them.
 
-    ``shares`` are the 0-d numbers of this rank's rounds; all ranks call it. The sum is 0-d and has the same bits on every
+    ``shares`` are the 0-d numbers of this rank's rounds. All ranks call it. The sum is 0-d and has the same bits on every
     rank and for every number of ranks.
     """
     table = torch.stack([share.detach() for share in shares])

@@ -1,6 +1,6 @@
-"""Random numbers of a model, such as those of dropout and of a router's jitter, as a function of seed, step and micro-batch.
+"""Random numbers of a model, such as dropout and router jitter, as a function of seed, step and micro-batch.
 
-So there is no generator state to save: a resumed, repeated or replayed step draws what it drew before, on any number of ranks.
+No generator state is saved. A resumed, repeated or replayed step draws the same numbers again, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 def random_numbers(seed: int, step: int, micro_batch: int, device: torch.device) -> Iterator[None]:
     """Seed the generators of Python, NumPy and PyTorch for a forward pass, and restore their states after it.
 
-    A backward pass draws nothing: masks are saved, and activation checkpointing keeps the state of the forward pass.
+    A backward pass draws nothing. Masks are saved, and activation checkpointing saves the forward pass's state.
 
     Cost: about 0.1 ms.
     """

@@ -1,10 +1,10 @@
 """Recovery from a bad step: find where it went wrong, then do what ``--on-spike`` requests.
 
-A *spike* is judged against the steps before it. Unless spikes are only reported, a step is judged before its update, so a step
-that is skipped, rolled back or stopped at changes no weight. A value that is not finite is traced in a replay of
+A *spike* is judged against the steps before it. Unless spikes are only reported, a step is judged before its update. So a
+skipped, rolled back or stopped step changes no weight. A non-finite value is traced in a replay of
 the step from the same weights and data, since such a step changes nothing. Every decision is an event in the run
-folder, written before it takes effect, so that a resumed run decides the same. Once all rollbacks are used up the run stops as
-with ``stop``: the step is saved as skipped, so that a resume continues behind it.
+folder. It is written before it takes effect, so that a resumed run decides the same. After the last rollback the run stops as
+with ``stop``. The step is saved as skipped, so that a resume continues behind it.
 
 A spike caused by the data recurs when the same batches are trained on again. So a rollback returns to the last checkpoint and
 skips the batches between it and the spike.
@@ -31,7 +31,7 @@ from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import differentiated
 
 REPLAYS = 3
-"""Failed steps per process that are replayed: each replay takes as long as some steps, and the first shows most."""
+"""Failed steps per process that are replayed. A replay takes as long as some steps, and the first shows most."""
 
 _ADVICE = "Lower --lr or look at the data of that step; narrowgauge resume continues from the last checkpoint."
 
@@ -41,7 +41,7 @@ class DivergenceError(NarrowgaugeError):
 
 
 def skipped_batches(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the rollbacks of a run, by its events: the step that it went back to, and the number of batches left out.
+    """Return the rollbacks of a run, by its events: the step to which it went back, and the number of skipped batches.
 
     Example:
         >>> skipped_batches([{"kind": "rollback", "step": 108, "to_step": 100, "batches": 8}])
@@ -60,13 +60,13 @@ class Recovery:
         session.skipped = skipped_batches(reporter.rebuild().events)
 
     def judgement(self) -> StepJudgement | None:
-        """Return the judgement of the next step before its update; ``None`` where spikes are only reported."""
+        """Return the judgement of the next step before its update; ``None`` if spikes are only reported."""
         return None if self.action == "report" else StepJudgement(self.reporter.alarms.judge)
 
     def rolls_back(self, row: Row) -> bool:
-        """Replay a failed step, and roll back if requested; a step that was undone is not recorded."""
+        """Replay a failed step, and roll back if requested. An undone step is not recorded."""
         self.why_not_back = ""
-        # A step that was applied although it failed has nothing to replay or to undo.
+        # A step applied despite its failure has nothing to replay or to undo.
         failed = self.failures.take(row, self.session.optimizer.loss_scaler, self._loss_scale()) and row["skipped"]
         if failed and self.num_replays < REPLAYS:
             self.num_replays += 1
@@ -74,10 +74,10 @@ class Recovery:
         return self.action == "rollback" and (failed or "spike" in row) and self._roll_back(row)
 
     def after(self, row: Row, save: Callable[[], None]) -> None:
-        """Report a step that was not applied, or a divergence, once the row is written; stop if requested.
+        """Report a skipped step or a divergence, once the row is written. Stop if requested.
 
         Raises:
-            DivergenceError: with ``--on-spike stop``, or where no rollback is left. The checkpoint has the step as skipped, so
+            DivergenceError: with ``--on-spike stop``, or without a rollback left. The checkpoint has the step as skipped, so
                 a resume continues behind it.
         """
         session, spike = self.session, row.get("spike")
@@ -99,7 +99,7 @@ class Recovery:
             raise DivergenceError(f"stopped after step {row['step']}: {message}.", _ADVICE)
 
     def _loss_scale(self) -> float:
-        """Return the loss scale of the last step; the scaler itself may have changed it since."""
+        """Return the loss scale of the last step. The scaler itself may have changed it since."""
         return self.session.reader.watched[0].scale
 
     def _roll_back(self, row: Row) -> bool:
@@ -107,7 +107,7 @@ class Recovery:
         if num_done >= session.config.max_rollbacks:
             self.why_not_back = f", and all {num_done} rollbacks are used up"
             return False
-        # First: a run that is killed before the event is written comes to the same decision.
+        # Do this first: a run killed before the event is written comes to the same decision.
         session.saver.wait()
         to = go_back(session.folder, session.config.checkpoint_every, session.saver.ranks)
         if to is None:
@@ -140,10 +140,10 @@ class Recovery:
 
 
 def replay_last_step(session: Session, loss_scale: float, say: Callable[[str], object]) -> tuple[int, Replay]:
-    """Replay the step that was just taken and changed nothing, from the same weights, data, random bits and loss scale.
+    """Replay the last step, which changed nothing, from the same weights, data, random bits and loss scale.
 
     Returns:
-        The rank at fault, and its result: the same on every rank.
+        The rank at fault, and its result. Both are the same on every rank.
     """
     gauges, linears = session.gauges, session.linears
     was_sampling, linears_step = gauges is not None and gauges.sampling, 0 if linears is None else linears.step
@@ -171,11 +171,11 @@ def replay_last_step(session: Session, loss_scale: float, say: Callable[[str], o
     results = session.here.gather((is_finite, result))
 
     def innocence(rank: int) -> tuple[bool, bool, bool]:
-        """Order the ranks: a sum carries the bad gradient of one rank to all, so the one whose own step went wrong is first."""
+        """Order the ranks. A sum carries one rank's bad gradient to all, so the rank whose own step failed is first."""
         is_finite, result = results[rank]
         if result.bad is None:
             return True, is_finite, not result.found
-        # A bad value that arrives in a sum is made by none of the model's modules.
+        # No module of the model makes a bad value that arrives in a sum.
         return False, is_finite, not result.bad.module
 
     rank = min(range(len(results)), key=innocence)

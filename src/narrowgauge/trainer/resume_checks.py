@@ -1,4 +1,4 @@
-"""What a run folder must hold before it is resumed, and which of its settings have changed since it began.
+"""Check a run folder before a resume: required files, and settings that changed since the run began.
 
 Every checkpoint holds the settings of its run. If ``run.toml`` has others, a resume would continue another run than the recorded
 one. So it is refused unless the change is accepted. How a run is distributed over ranks may change. Nothing here needs PyTorch.
@@ -43,7 +43,7 @@ def changed_settings(
 
 
 def run_of_trainer(folder: Path) -> Run:
-    """Return the record of a run of ``narrowgauge train``; its settings are not parsed."""
+    """Return the record of a run of ``narrowgauge train``. Its settings are not parsed."""
     run = read_run(folder)
     if "recorder" in run.run:
         raise RecordError(

@@ -1,12 +1,12 @@
-"""Compute the gradients of a run's step again with each place of its rounding left out alone: which rounding costs what.
+"""Recompute the gradients of a run's step, leaving out one place of rounding at a time: find the cost of each rounding.
 
-The model computes in float32 throughout. Where the recipe rounds (the output of a matmul, a norm or a sum of the residual stream,
-and the gradients on their way back) the value is rounded to the recipe's dtype and kept in float32, so that each place can be
-left out alone. Sums inside a kernel stay float32, as the recipe's kernels keep them. The class of a module says what is rounded
-in it: a linear layer, a norm or an attention; everything else is the residual stream. The three matmuls of a narrow linear layer
-take the layer's own casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales.
+The model computes in float32 throughout. The recipe rounds the output of a matmul, a norm or a sum of the residual stream,
+and the gradients in backward. At these places the value is rounded to the recipe's dtype and kept in float32. So each place can
+be left out alone. Sums inside a kernel stay float32, as in the recipe's kernels. A module's class decides what is rounded
+in it: a linear layer, a norm or an attention. Everything else is the residual stream. The three matmuls of a low-precision
+linear layer use the layer's own casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales.
 
-What the storage loses of an update is measured by ``ng.audit``.
+``ng.audit`` measures the storage's losses of an update.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PLACES: dict[str, str] = {
     "weight-gradients": "gradients of weights are neither rounded nor added up in the format of their weights",
     "accumulation": "gradients of micro-batches are summed in float32",
 }
-"""The places of a step's rounding, each with what leaving it out changes."""
+"""The places of a step's rounding, each with the effect of leaving it out."""
 VARIANTS: dict[str, str] = {
     "run": "nothing: the run's own kernels",
     "emulated": "nothing: every rounding of the recipe, with sums in float32",
@@ -81,13 +81,13 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RoundingPlaces:
-    """The gradients of a step with roundings left out, compared with those in float32.
+    """The gradients of a step with roundings left out, compared with the float32 gradients.
 
     Args:
-        started: the step of the checkpoint that the steps were repeated from; 0 for the initial weights.
-        mismatch: where the repeated steps first differ from the record, in a sentence; empty where they do not.
-        rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``removes``, the share
-            of the emulated gradient's squared difference that leaving the place out removes; ``None`` where it is not finite.
+        started: the step of the checkpoint from which the steps were repeated; 0 for the initial weights.
+        mismatch: a sentence about the first difference between the repeated steps and the record; empty without one.
+        rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``removes``, the
+            fraction of the emulated gradient's squared difference that leaving the place out removes; ``None`` if not finite.
     """
 
     step: int
@@ -124,18 +124,18 @@ def rounding_places(
     *,
     say: Callable[[str], object] = lambda line: None,
 ) -> RoundingPlaces:
-    """Compute the gradients of a run's step again, in float32, and with each place of their rounding left out alone.
+    """Recompute the gradients of a run's step in float32, and with each place of their rounding left out alone.
 
     Nothing in the run folder changes, not even a lock. The model is not compiled.
 
     Args:
         folder: the run folder of ``narrowgauge train``.
         step: number of the step, from 1.
-        say: called with a sentence before what takes a while.
+        say: called with a sentence before each slow part.
     Returns:
         The variants as rows; printed as a table.
     Raises:
-        RecordError: no such run or step, or its data, model or checkpoint cannot be used.
+        RecordError: the run or step is missing, or its data, model or checkpoint cannot be used.
 
     Cost: the steps since the nearest checkpoint, then about fifteen eager passes in float32; memory for two models.
     Example: ``print(narrowgauge.rounding_places("runs/first", 28))``
@@ -188,7 +188,7 @@ def require_step(folder: Path, step: int) -> Run:
 
 
 class _RecordedJudgement:
-    """Leave out the update of a step that the run left out as a spike; stands in for the trainer's judgement."""
+    """Skip the update of a step that the run skipped as a spike. Replaces the trainer's judgement."""
 
     def __init__(self, row: Row) -> None:
         self.is_left_out = "spike" in row and bool(row.get("skipped"))
@@ -209,7 +209,7 @@ def _mismatch(recorded: Row, row: Row) -> str:
 
 @contextmanager
 def _threads_of(run: Run) -> Iterator[None]:
-    """Use as many threads as the run had, since sums inside a matmul depend on them."""
+    """Use the run's number of threads, since sums inside a matmul depend on it."""
     before, recorded = torch.get_num_threads(), run.run.get("machine", {}).get("num_threads")
     torch.set_num_threads(recorded if isinstance(recorded, int) and recorded > 0 else before)
     try:
@@ -222,14 +222,14 @@ def _threads_of(run: Run) -> Iterator[None]:
 
 
 class _Gradients(NamedTuple):
-    """The gradients of a step, of loss scale 1 and not clipped, and its mean loss."""
+    """The gradients of a step, unclipped and at loss scale 1, and its mean loss."""
 
     loss: float
     tensors: Tensors
 
 
 def _compare(step: _Step) -> tuple[list[Row], float]:
-    """Return the rows of all variants and the run's loss; the run's own pass comes last, as it advances delayed scales."""
+    """Return the rows of all variants and the run's loss. The run's own pass is last, as it advances delayed scales."""
     wide, emulated = step.gradients(PLACES), step.gradients(())
     rows = [_row("emulated", emulated, wide)]
     for name in PLACES:
@@ -255,7 +255,7 @@ def _row(name: str, gradients: _Gradients, wide: _Gradients) -> Row:
 
 
 def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the norm of the difference of two sets of tensors over the norm of the second, in float64; 0 for two zeros."""
+    """Return the norm of the difference of two sets over the norm of the second, in float64; 0 for two zeros."""
     off = sum(float((tensors[name].double() - x.double()).square().sum()) for name, x in expected.items())
     whole = sum(float(x.double().square().sum()) for x in expected.values())
     return (off / whole) ** 0.5 if whole else float(off > 0)
@@ -327,14 +327,14 @@ class _Step:
 
 @dataclass(frozen=True, eq=False)
 class _Casts:
-    """The casts of one layer, except at the ``wide`` places; ``length`` is the tokens of a sequence."""
+    """The casts of one layer, except at the ``wide`` places. ``length`` is the tokens of a sequence."""
 
     layer: Linear
     wide: Collection[str]
     length: int
 
     def product(self, matmul: str, left: Tensor, right: Tensor) -> Tensor:
-        """Compute one of the three matmuls in float32, the padding of its operands cut off."""
+        """Compute one of the three matmuls in float32, without the padding of its operands."""
         slots, compute = (f"{matmul}.left", f"{matmul}.right"), self.layer.compute
         right_operand = self._operand(slots[1], right, None)
         fold = None if right_operand is None else scales_to_fold(right_operand.outer, compute, matmul)
@@ -359,7 +359,7 @@ class _Casts:
         return cast_to_slot(x, compute, cast_slot, keys=keys, history=history, sequence_length=self.length, fold=fold)
 
     def _values(self, slot: str, x: Tensor, operand: Operand | None, fold: Tensor | None = None) -> Tensor:
-        """Return the float32 values of an operand, in the layout of its tensor; padded only where it is rotated."""
+        """Return the float32 values of an operand, in the layout of its tensor. Pad only a rotated operand."""
         cast = self.layer.compute.casts[slot]
         is_rotated = cast.rotation != "none"
         if operand is None:
@@ -405,11 +405,11 @@ _MOVES = frozenset((
     "index_select", "detach", "to", "float", "type_as", "masked_fill", "where", "narrow", "t", "movedim", "swapaxes",
     "__get__", "neg", "__neg__", "abs", "relu", "embedding", "roll", "flip", "dropout", "apply",
 ))  # fmt: skip
-"""Functions whose results are their arguments' values: nothing is rounded."""
+"""Functions that only move values: nothing is rounded."""
 _INSIDE_NORM = "inside a norm"
 _ATTENTION = "scaled_dot_product_attention"
 _AUTOCAST = frozenset((_ATTENTION, "matmul", "__matmul__", "bmm", "baddbmm"))
-"""Functions that autocast computes in the narrow dtype also where everything between them is float32."""
+"""Functions that autocast computes in 16 bits even if everything between them is float32."""
 _CASTS = frozenset(("to", "type", "half", "bfloat16"))
 _DTYPE_OF = {"half": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -419,7 +419,7 @@ def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 class _Rounded(torch.autograd.Function):
-    """A value rounded to one format, and its gradient to another; ``None`` rounds nothing."""
+    """Round a value to one format, and its gradient to another. ``None`` rounds nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, to: torch.dtype | None, back: torch.dtype | None) -> Tensor:
@@ -432,7 +432,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _LookedUp(torch.autograd.Function):
-    """Rows of a weight, whose gradients are added up in a format."""
+    """Look up rows of a weight. Their gradients are added up in a format."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, dtype: torch.dtype | None) -> Tensor:
@@ -449,17 +449,17 @@ class _LookedUp(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply a function of ours, of which the mode sees nothing."""
+    """Apply one of our functions, hidden from the mode."""
     with torch._C.DisableTorchFunction():
         return cast(Tensor, function.apply(*arguments))
 
 
 class _Emulation(TorchFunctionMode):
-    """Rounds the result of every operation of a float32 model where the recipe of a session does.
+    """Round the result of every operation of a float32 model where a session's recipe rounds.
 
     Attributes:
-        wide: the places at which nothing is rounded.
-        seen: the places at which something was.
+        wide: the places without rounding.
+        seen: the places with some rounding.
     """
 
     def __init__(self, plain: Session, session: Session) -> None:
@@ -497,7 +497,7 @@ class _Emulation(TorchFunctionMode):
                 self.seen.add("own-casts")
                 return args[0] if "own-casts" in self.wide else _apply(_Rounded, args[0], dtypes[0], dtypes[0])
         if name == _ATTENTION and self.dtype is not None and "attention" not in self.wide:
-            # The kernel itself, since it rounds inside: attention weights before they multiply the values, and again in backward.
+            # The kernel itself, since it rounds inside: attention weights before they multiply the values, and in backward.
             self.seen.add("attention")
             args, kwargs = tree_map(lambda x: x.to(self.dtype) if _is_value(x) else x, (args, kwargs))
             return func(*args, **kwargs).float()
@@ -548,7 +548,7 @@ class _Emulation(TorchFunctionMode):
         return tree_map(lambda x: self.round(x, after, self.stream) if _is_value(x) else x, output)
 
     def _gradient_dtype(self, name: str) -> torch.dtype | None:
-        """Return the format in which the gradient of a module's weight is held; ``None`` where nothing is rounded."""
+        """Return the format that stores the gradient of a module's weight; ``None`` without rounding."""
         dtype = self._dtypes[f"{name}.weight"]
         if dtype is torch.float32:
             return None
@@ -556,7 +556,7 @@ class _Emulation(TorchFunctionMode):
         return None if "weight-gradients" in self.wide else dtype
 
     def _embedding(self, name: str, module: Any, ids: Tensor) -> Tensor:
-        """Look up rows; their gradient is added up in the format of the weight, token by token."""
+        """Look up rows. Their gradient is added up in the format of the weight, token by token."""
         y = _apply(_LookedUp, module.weight, ids, module.padding_idx, self._gradient_dtype(name))
         return self.round(y, "residual", self.stream)
 
@@ -565,7 +565,7 @@ class _Emulation(TorchFunctionMode):
         layers = {} if self.session.linears is None else self.session.linears.layers
         layer, dtype, weight = layers.get(name), self._gradient_dtype(name), module.weight
         if dtype is not None:
-            # The gradient is rounded as it arrives, before those of the weight's other uses are added.
+            # Round the gradient as it arrives, before the gradients of the weight's other uses are added.
             weight = _apply(_Rounded, weight, None, dtype)
         weight = weight.t() if is_transposed(module) else weight
         if isinstance(layer, Linear) and not layer.compute.is_wide:
@@ -585,7 +585,7 @@ class _Emulation(TorchFunctionMode):
 
 
 def _places_of(module: nn.Module) -> tuple[str | None, str | None]:
-    """Return the place of a module's own operations, and of its output; ``None`` where nothing is rounded."""
+    """Return the place of a module's own operations, and the place of its output; ``None`` without rounding."""
     kind = type(module).__name__.lower()
     if is_linear(module) or isinstance(module, nn.Embedding):
         return None, None

@@ -1,8 +1,8 @@
-"""A session: a model, its optimizer and its data at some step; building, saving and loading it.
+"""A session: a model, its optimizer and its data at some step. Build, save and load it.
 
-The state of a session is a function of its settings and of the checkpoint it was loaded from: initial weights and the order
-of the data come from the seed, random bits of rounding from (seed, step). Nothing else is saved, and a restored session
-continues with the same bits as one that was never interrupted.
+The state of a session is a function of its settings and its checkpoint. The seed gives the initial weights and the order
+of the data. (seed, step) gives the random bits of rounding. Nothing else is saved. A restored session
+continues with the same bits as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class Session:
     Args:
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
-        linears: the model's narrow layers, if its recipe has any.
-        reduction: sums the gradients of micro-batches over ranks; ``None`` for one process that has nothing to sum.
+        linears: the model's low-precision layers, if its recipe has any.
+        reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
         step, tokens: optimizer steps done, and tokens trained on.
-        seconds: wall time up to the last checkpoint, with that of earlier processes.
+        seconds: wall time up to the last checkpoint, including earlier processes.
         audit_total: the audit's sums over the whole run.
         gauges: while attached; see :meth:`watched`.
-        skipped: rollbacks: the step that the run went back to, and the number of batches it leaves out from there on.
+        skipped: rollbacks: the step to which the run went back, and the number of batches skipped from there on.
         batch_crc: checksum of the last step's tokens, of all ranks together.
-        data_seconds: how long that step waited for them.
+        data_seconds: the last step's wait for its tokens.
     """
 
     config: TrainConfig
@@ -121,7 +121,7 @@ class Session:
 
     @property
     def batch_index(self) -> int:
-        """Return the place of the next step's batch in the data: its step, and the batches that rollbacks left out."""
+        """Return the place of the next step's batch in the data: its step plus the batches skipped by rollbacks."""
         return self.step + sum(batches for step, batches in self.skipped if step <= self.step)
 
     def tokens_of(self, part: MicroBatch) -> Tensor:
@@ -140,7 +140,7 @@ class Session:
         return [tokens.to(self.device) for tokens in batch]
 
     def reshard(self) -> None:
-        """Free what FSDP2 has gathered and no backward pass has freed, so that parameters are shards again."""
+        """Free FSDP2's gathered parameters that no backward pass has freed, so that parameters are shards again."""
         for module in fsdp_modules(self.model):
             module.reshard()
 
@@ -153,7 +153,7 @@ class Session:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Attach gauges as configured; must enclose the first step, whose compiled code calls them."""
+        """Attach gauges as configured. Must enclose the first step, whose compiled code calls them."""
         if not self.config.gauges_every:
             yield
             return
@@ -190,7 +190,7 @@ class Session:
         self.saver.save(self.step, tensors, state, self.config.keep_checkpoints + extra)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> dict[str, Any]:
-        """Load the latest good checkpoint and return its settings; without one, stay at step 0 and return none."""
+        """Load the latest good checkpoint and return its settings. Without one, stay at step 0 and return none."""
         self.saver.wait()
         checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
         return {} if checkpoint is None else self.load(checkpoint)
@@ -199,7 +199,7 @@ class Session:
         """Load a good checkpoint, and return the settings in it.
 
         Raises:
-            RecordError: it is of another model or rule, or gives other weights than were saved.
+            RecordError: it is of another model or rule, or its weights differ from the saved ones.
         """
         state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
         saved_rule = state["settings"].get("rule", "adamw")
@@ -239,7 +239,7 @@ class Session:
 def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Path | None = None) -> Session:
     """Build a session at step 0, with the settings filled in for the model.
 
-    ``initial_weights`` is the file of the weights to start from, where it is known already.
+    ``initial_weights`` is the file of the initial weights, if already known.
     """
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed, weights=initial_weights)
     config = config.filled(language_model.num_parameters(model))
@@ -285,7 +285,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
         )
         accumulator.allocate()  # so that a run resumed at its end counts them too
-    # One process sums its micro-batches by itself, unless their order must not count.
+    # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if mesh is not None or is_order_invariant else None
     if reduction is not None:
         if accumulator is not None:
@@ -302,7 +302,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
     """Return the summed loss of a batch in the recipe's compute, compiled or not."""
     recipe = config.recipe
-    # The chunked loss uses the head's weight and not the head: casts around a kept head would be skipped.
+    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
     large = model.config.vocab_size >= language_model.LARGE_VOCABULARY and not recipe.keep
     chunked = large and language_model.can_chunk(model)
     summed: Callable[[Tensor], Tensor]
@@ -340,7 +340,7 @@ def describe(session: Session) -> dict[str, Any]:
 
 
 def load(folder: str | Path) -> Session:
-    """Load the session of a run folder at its newest good checkpoint, for export or sampling: not compiled, without gauges."""
+    """Load a run folder's session at its newest good checkpoint, for export or sampling. Not compiled, no gauges."""
     folder = Path(folder)
     run = run_of_trainer(folder)
     config = dataclasses.replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False)
@@ -356,7 +356,7 @@ def load(folder: str | Path) -> Session:
 
 
 def data_of_run(run: Run, config: TrainConfig, stage: Callable[[str], None] = lambda what: None) -> Dataset:
-    """Open the tokens that a run began with; make them again from the text where the cache has lost them."""
+    """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
         data = open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))

@@ -1,10 +1,10 @@
-"""One optimizer step and its record, one evaluation, and what ranks verify between steps.
+"""One optimizer step and its record, one evaluation, and the verification of ranks between steps.
 
-The step contains no arithmetic and no format; it uses what ``prepare`` returns like any training loop. With ``--on-spike`` the
-step is judged before the update, and a spike changes nothing.
+The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training loop. With ``--on-spike``
+the step is judged before the update, and a spike changes nothing.
 
 On several ranks, every ``verify_every`` steps, the states of all ranks are compared and one micro-batch is computed by all of
-them. States are also compared before a checkpoint is written, so that the last checkpoint is always from before the damage.
+them. States are also compared before a checkpoint is written. So the last checkpoint is always from before the damage.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StepClock:
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     """Take one optimizer step, and return its row of ``steps.jsonl``.
 
-    ``judgement`` judges the step before the update, which is left out where the step is a spike.
+    ``judgement`` judges the step before the update. A spike gets no update.
     """
     config, optimizer, clock = session.config, session.optimizer, StepClock(session.device)
     session.reader.begin()
@@ -82,7 +82,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     clock.mark()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    # Reading the loss synchronizes anyway; settling here puts a skip and an audit into the record of this step.
+    # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
     clock.mark()
     session.step += 1
@@ -112,10 +112,10 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
 
 
 def differentiate(session: Session) -> Tensor:
-    """Compute the step's loss and leave the sum of all its micro-batches' gradients in ``p.grad``, over all ranks.
+    """Compute the step's loss. Leave the sum of all its micro-batches' gradients in ``p.grad``, over all ranks.
 
     Returns:
-        The loss, 0-d; the same bits on every rank, and for every number of them.
+        The loss, 0-d, with the same bits on every rank and for every number of ranks.
     """
     scaler = session.optimizer.loss_scaler
     # A cache of casts of sharded weights would keep the whole model on each rank.
@@ -128,7 +128,7 @@ def differentiate(session: Session) -> Tensor:
 
 
 def differentiated(session: Session, scale: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Differentiate this rank's micro-batches, each loss multiplied by ``scale``; yields the losses as they were, detached."""
+    """Differentiate this rank's micro-batches, each loss multiplied by ``scale``. Yield the unscaled losses, detached."""
     reduction = session.reduction
     if reduction is not None:
         reduction.set_step(session.step)
@@ -142,7 +142,7 @@ def differentiated(session: Session, scale: Callable[[Tensor], Tensor]) -> Itera
 
 
 def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[MicroBatch, Tensor]]:
-    """Yield this rank's micro-batches of the next step, each with its share of the step's loss.
+    """Yield this rank's micro-batches of the next step, each with its fraction of the step's loss.
 
     ``loss`` replaces the session's own.
     """
@@ -155,7 +155,7 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
 
 
 def loss_of(session: Session, part: MicroBatch, tokens: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a micro-batch's share of the loss of the next step."""
+    """Return a micro-batch's fraction of the loss of the next step."""
     config, reduction = session.config, session.reduction
     first = part.number * config.micro_batch_size
     if session.linears is not None:
@@ -193,7 +193,7 @@ def evaluate(session: Session) -> float:
 
 
 def verify(session: Session) -> None:
-    """Compare what the ranks hold, and what they compute from one micro-batch of the next step; another one each time.
+    """Compare the ranks' states, and their results for one micro-batch of the next step, another one each time.
 
     A difference raises CorruptionError on all ranks.
     """

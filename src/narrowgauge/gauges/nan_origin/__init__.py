@@ -1,1 +1,1 @@
-"""The origin of a NaN or infinity: a training step is replayed and every operation of it is checked."""
+"""Find the origin of a NaN or infinity: replay a training step and check every operation."""

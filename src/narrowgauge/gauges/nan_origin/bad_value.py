@@ -1,8 +1,8 @@
-"""Bad values: the description of the operation that made the first NaN or infinity of a step.
+"""Bad values: describe the operation that made the first NaN or infinity of a step.
 
-A report answers what its reader would look up next: which operation of which module, in forward or backward, the range and dtype
-of its operands, and whether the value reached the loss or a gradient. All of it is collected when the operation runs, while its
-operands still exist.
+A report names the module and the operation that failed, in forward or backward. It gives the range and dtype
+of the operands, and says whether the value reached the loss or a gradient. All of it is collected when the operation
+runs, while its operands still exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Operand:
 
     Args:
         position: index among the operation's floating-point operands.
-        name: the parameter or buffer that it is or is a view of, or else the name of the operation's argument.
+        name: the parameter or buffer (or a view of it), or else the name of the operation's argument.
         shape, dtype: of the tensor; the dtype as PyTorch names it.
         amin, amax: the smallest nonzero and the largest finite magnitude; ``None`` if there is none.
         num_nonfinite: number of NaNs and infinities.
@@ -58,18 +58,18 @@ class BadValue:
     """The first non-finite value of a step and the operation that made it.
 
     Args:
-        phase: ``input``: it existed before any operation; ``forward``; ``backward``; ``backward-recompute``: in the
+        phase: ``input``: the value existed before any operation; ``forward``; ``backward``; ``backward-recompute``: in the
             recomputation of activation checkpointing.
         module: dotted name of the innermost module; ``""`` outside the model's modules.
-        operation: name of the operation in PyTorch; for ``input`` the first one that read the tensor.
-        what: ``nan`` or ``inf`` (no NaN).
-        shape, dtype: of the result that holds it, or of the input.
+        operation: name of the operation in PyTorch; for ``input`` the first reader of the tensor.
+        what: ``nan`` or ``inf`` (without NaN).
+        shape, dtype: of the bad result, or of the input.
         num_bad, num_values: number of non-finite values, and of all values.
         place: index of the first non-finite value.
         operands: the operands; for ``input`` the tensor itself.
         parameter: the parameter, buffer or argument that was non-finite before, or whose gradient was being accumulated.
-        compute: name of the module's compute, if it is a narrow layer.
-        reached: where it arrived: ``the loss`` or ``the gradient of NAME``.
+        compute: name of the module's compute, if it is a low-precision layer.
+        reached: its destination: ``the loss`` or ``the gradient of NAME``.
     """
 
     phase: Phase
@@ -88,7 +88,7 @@ class BadValue:
 
     @property
     def tensor(self) -> str:
-        """Return the tensor that an event about it names: the parameter, or else the module."""
+        """Return the tensor's name for an event: the parameter, or else the module."""
         return self.parameter or self.module
 
     @property
@@ -98,7 +98,7 @@ class BadValue:
 
     @property
     def advice(self) -> str:
-        """Return what to do, if that is clear."""
+        """Return advice, if the remedy is clear."""
         if self.phase == "input":
             is_stored = self.parameter is not None and not self.parameter.startswith("argument ")
             stored = "the update that wrote it, or the checkpoint it was loaded from"

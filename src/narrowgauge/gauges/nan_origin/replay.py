@@ -1,9 +1,9 @@
-"""Replay: a failed step is computed again with every operation traced.
+"""Replay: repeat a failed step with every operation traced.
 
-A NaN in the loss does not show where it began: it spreads everywhere within a few operations. Tracing every operation finds the
-first one at fault, but is too expensive for every step. Therefore nothing is traced until a step has failed; then the same step
-is computed once more. It runs eagerly even if the model is compiled, because the inside of a fused kernel cannot be traced. Eager
-execution may produce other bits than the compiled step, so the result says whether the failure was reproduced (:func:`replay`).
+A NaN in the loss does not show its origin, because NaNs spread everywhere within a few operations. Tracing every operation
+finds the first failure, but is too expensive for every step. Therefore nothing is traced until a step has failed. Then the
+same step runs once more. It runs eagerly even if the model is compiled, because the inside of a fused kernel cannot be traced.
+Eager execution may differ in bits from the compiled step. The result says whether the failure was reproduced (:func:`replay`).
 
 The step must be repeatable: the same batch, the same weights, no update.
 """
@@ -30,17 +30,17 @@ def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | Non
     """Return the operation that made the first NaN or infinity to reach a step's loss or gradients.
 
     Invariant: the step runs eagerly, including compiled parts. Gradients, buffers and PyTorch's random state are restored
-    bit for bit; no hooks remain, and nothing is recompiled. An infinity that reaches neither the loss nor a gradient (an
+    bit for bit. No hooks remain, and nothing is recompiled. An infinity that reaches neither the loss nor a gradient (an
     attention mask) is not reported.
 
     Args:
-        model: its modules, parameters and buffers are named in the report.
-        step: computes forward and backward of the whole step, with all its micro-batches, from gradients that are ``None``;
-            returns the loss, or several. It must not change the weights.
+        model: the report names its modules, parameters and buffers.
+        step: computes forward and backward of the whole step, with all its micro-batches, from gradients that are ``None``.
+            Returns the loss, or several. It must not change the weights.
     Returns:
         The description of the operation, or ``None`` if loss and gradients are finite.
 
-    Cost: nothing until it is called; then one eager step with one more read of every result and, on a GPU, a synchronization
+    Cost: nothing until called. Then one eager step with another read of every result and, on a GPU, a synchronization
     per operation. An eager step may need more memory than a compiled one.
     Example:
         >>> _ = torch.manual_seed(0)
@@ -66,10 +66,10 @@ class Replay:
     """The result of repeating a failed step.
 
     Args:
-        reproduced: ``eager``: the eager step fails too, and ``bad`` describes where; ``compiled``: only the step as it was
-            run fails; ``not``: neither fails.
+        reproduced: ``eager``: the eager step fails too, and ``bad`` describes where; ``compiled``: only the original step
+            fails; ``not``: neither fails.
         bad: the first non-finite value.
-        found: what was non-finite in the step as it was run: ``the loss``, ``the gradient of NAME``.
+        found: the non-finite tensor of the original step: ``the loss``, ``the gradient of NAME``.
     """
 
     reproduced: Literal["eager", "compiled", "not"]
@@ -102,18 +102,18 @@ def replay(
     say: Callable[[str], object] | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> Replay:
-    """Repeat a failed step: eagerly with tracing and, if that is finite, as it was run.
+    """Repeat a failed step: eagerly with tracing and, if the result is finite, in its original form.
 
     Invariant: as for :func:`first_bad_value`, for both.
 
     Args:
         model, step: as for :func:`first_bad_value`.
-        compiled_step: the step as it was run; ``None``: ``step`` itself, whose compiled parts are then compiled.
+        compiled_step: the step in its original form; ``None``: ``step`` itself with its compiled parts.
         say: called with a sentence before each of the two.
-        agree: from whether this rank has found something to whether any of the ranks that replay the step together has; they
+        agree: turns this rank's result (whether it found something) into whether any rank did. The ranks
             need each other for every step, so all must take the same steps.
     Returns:
-        Which of them failed, and the first non-finite value if it was found.
+        Which of the steps failed, and the first non-finite value if it was found.
 
     Cost: one or two steps; see :func:`first_bad_value`.
     Example:
@@ -136,7 +136,7 @@ def replay(
 
 
 def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
-    """Return what is non-finite after a step without tracing."""
+    """Return the non-finite tensors after a step without tracing."""
     with put_back(model):
         values = tree_leaves(step())
         tensors = [value for value in values if isinstance(value, Tensor)]

@@ -1,17 +1,16 @@
-"""Tracing: every operation of a training step, forward and backward, with its operands and results.
+"""Trace every operation of a training step, forward and backward, with its operands and results.
 
-The first non-finite tensor is often harmless: attention masks are filled with -inf, and the values discarded by ``where`` can be
-anything. Therefore non-finite values are traced. An operation that produces one from finite operands is a *source*. An operation
-that propagates one inherits the source of its operands. Only sources that reach the loss or a gradient count, and the earliest of
-them is reported. A requested infinity (a fill, a mask passed as a tensor) is *deliberate*: an operation that turns it into a NaN
-is a source of its own, e.g. the softmax of a fully masked row.
+The first non-finite tensor is often harmless. Attention masks are filled with -inf, and the values discarded by ``where`` can
+be anything. Therefore non-finite values are traced. An operation that produces one from finite operands is a *source*. One
+that propagates one inherits the source of its operands. Only sources that reach the loss or a gradient count. The earliest is
+reported. A requested infinity (a fill, a mask passed as a tensor) is *deliberate*. An operation that turns it into a NaN
+is a new source, e.g. the softmax of a fully masked row.
 
-Operations are traced below autograd, which includes backward, autocast and the recomputation of activation checkpointing; a
-custom operator is one operation. In forward, hooks identify the module. In backward there are no hooks: PyTorch numbers the
-nodes of the autograd graph in order of creation, so a node belongs to the innermost module whose range of numbers contains it.
+Operations are traced below autograd, which includes backward, autocast and the recomputation of activation checkpointing. A
+custom operator is one operation. In forward, hooks identify the module. Backward has no hooks. But PyTorch numbers the
+nodes of the autograd graph in order of creation. So a node belongs to the innermost module whose range of numbers contains it.
 
-The schema of a PyTorch operator declares what it writes and which results are views; three short tables list what a schema does
-not declare.
+The schema of a PyTorch operator declares its writes and its views. Three short tables list the undeclared ones.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from narrowgauge.torch_names import plain_name
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The operation at which non-finite values began; ``order`` is its index in execution order."""
+    """The operation that first produced the non-finite values. ``order`` is its index in execution order."""
 
     order: int
     bad: BadValue
@@ -48,7 +47,7 @@ class Source:
 
 
 class NanTracer(TorchDispatchMode):
-    """A dispatch mode that traces every operation of a model's step; :meth:`first_cause` returns the first one at fault.
+    """A dispatch mode that traces every operation of a model's step. :meth:`first_cause` returns the first faulty one.
 
     Cost: a minimum and a maximum of every result, and a synchronization each time.
     """
@@ -95,7 +94,7 @@ class NanTracer(TorchDispatchMode):
     def first_cause(self, loss: Any) -> BadValue | None:
         """Return the earliest source of a non-finite loss or gradient; ``None`` if all are finite.
 
-        ``loss`` is what the step returned: tensors, numbers, or ``None``.
+        ``loss`` is the step's result: tensors, numbers, or ``None``.
         """
         reached = list(self.reached)
         for value in tree_leaves(loss):
@@ -121,11 +120,11 @@ class NanTracer(TorchDispatchMode):
         self._count += 1
         written, ignored = writes(func)
         operands = named_tensors(func, args, kwargs, ignored)
-        # Copy what is about to be modified in place.
+        # Copy tensors before they are modified in place.
         before = {id(x): x.detach().clone() for name, x in operands if name.partition("[")[0] in written}
         result = func(*args, **kwargs)
         if getattr(func, "namespace", "") == "c10d":
-            # What a collective still receives is memory that nobody has written yet.
+            # A collective's pending receive buffer is not written yet.
             for work in tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]  # of the class that c10d registers
@@ -146,7 +145,7 @@ class NanTracer(TorchDispatchMode):
                 continue
             kinds = nonfinite_kinds(result)
             if not kinds:
-                # Memory is reused; a finite view of a non-finite tensor was not written as a whole.
+                # Memory is reused. A finite view of a non-finite tensor does not cover the whole tensor.
                 if not writes(func)[0]:
                     self._forget(result)
                 continue
@@ -160,7 +159,7 @@ class NanTracer(TorchDispatchMode):
                 self.worst = source
 
     def _origin(self, func: Any, operands: list[tuple[str, Tensor]], kinds: Kinds) -> Source | None:
-        """Return the source that explains a result of these kinds; ``None`` if the operation is a source itself."""
+        """Return the source that explains a result of these kinds. ``None`` if the operation is a source itself."""
         bad = [
             (present, self._source(x, present, operator_name(func)))
             for _, x in operands
@@ -175,7 +174,7 @@ class NanTracer(TorchDispatchMode):
         return min(chosen, key=lambda source: source.order, default=None)
 
     def _source(self, x: Tensor, kinds: Kinds, reader: str) -> Source:
-        """Return the source of a non-finite tensor: the operation that made it, or the tensor itself if no operation did."""
+        """Return the source of a non-finite tensor: the operation that made it, or else the tensor itself."""
         original = self._copied.get(id(x), x)
         for _, part in parts_of(original):
             weak, source = self.sources.get(part.untyped_storage()._cdata, (None, None))
@@ -269,7 +268,7 @@ class NanTracer(TorchDispatchMode):
         return next((name for first, end, name in self._spans if first <= number < end), "")
 
 
-# ── what an operator reads and writes, and which values are bad ───────────────────────────────────────────────────────
+# ── reads, writes and bad values of an operator ───────────────────────────────────────────────────────────────────────
 
 Kinds = frozenset[str]
 
@@ -278,7 +277,7 @@ _OVERWRITES = {
     "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
     "geometric_", "set_", "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-# Operators that write given numbers: an infinity among those is deliberate.
+# Operators that write given numbers. A given infinity is deliberate.
 _FILLS = {
     "full", "full_like", "new_full", "scalar_tensor", "fill", "fill_", "masked_fill", "masked_fill_", "where",
     "constant_pad_nd", "index_fill", "index_fill_",
@@ -286,7 +285,7 @@ _FILLS = {
 
 
 def nonfinite_kinds(x: Tensor) -> Kinds:
-    """Which of ``nan``, ``+inf`` and ``-inf`` a tensor holds; only ``nan`` if it holds a NaN."""
+    """Return the non-finite kinds in a tensor, of ``nan``, ``+inf`` and ``-inf``; only ``nan`` if it holds a NaN."""
     kinds: set[str] = set()
     for _, part in parts_of(x):
         low, high = torch.stack(_wide(part).aminmax()).tolist()
@@ -297,7 +296,7 @@ def nonfinite_kinds(x: Tensor) -> Kinds:
 
 
 def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of a tensor, by attribute: itself, or the inner tensors of a subclass."""
+    """Yield the floating-point tensors of a tensor, by attribute: itself, or the inner tensors of a subclass."""
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
             # A DTensor names its mesh as well.
@@ -340,7 +339,7 @@ class Labels:
             self._named.setdefault(part.untyped_storage()._cdata, []).append((name, part.detach()))
 
     def find(self, x: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name of the tensor that ``x`` is or is a view of, and that tensor."""
+        """Find the tensor that ``x`` is or is a view of. Return its name and the tensor."""
         for _, part in parts_of(x):
             place = part.storage_offset()
             for name, named in self._named.get(part.untyped_storage()._cdata, ()):
@@ -390,7 +389,7 @@ def _operand(position: int, name: str, x: Tensor) -> Operand:
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Chunks of a tensor with their offsets: a full GPU has no room for copies of the whole."""
+    """Yield chunks of a tensor with their offsets. A full GPU cannot hold copies of the whole."""
     start = 0
     for (chunk,) in flat_chunks(x.detach()):
         yield (chunk.abs() if chunk.dtype.is_complex else _wide(chunk)), start
@@ -416,7 +415,7 @@ def packet_name(func: Any) -> str:
 
 @lru_cache(None)
 def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the arguments that it writes to, and those of them whose previous values it does not read."""
+    """Return the arguments that it writes to, and the subset whose old values it does not read."""
     schema = getattr(func, "_schema", None)
     written = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
     ignored = [a.name for a in written if a.is_out or packet_name(func) in _OVERWRITES]
@@ -424,7 +423,7 @@ def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def is_deliberate(func: Any, arguments: Any) -> bool:
-    """Return whether a non-finite result is intended: it was given an infinity to write, or returns uninitialized memory."""
+    """Return whether a non-finite result is intended: a given infinity, or uninitialized memory."""
     name, numbers = packet_name(func), [value for value in tree_leaves(arguments) if isinstance(value, float)]
     # torch.where makes tensors of its numbers, NaN too.
     has_number = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)

@@ -1,1 +1,1 @@
-"""Probes of the machine's own arithmetic: the order of its sums, where it rounds, what it drops."""
+"""Probes of the machine's arithmetic: the order of its sums, its roundings, and lost values."""

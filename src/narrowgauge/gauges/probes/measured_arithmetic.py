@@ -1,9 +1,9 @@
-"""This machine's arithmetic: measured, or read from the cache of what was measured before under the same settings.
+"""This machine's arithmetic: measured, or read from the cache of an earlier measurement under the same settings.
 
 Bits depend on the processor, the versions, the number of threads and the switches, and on nothing else here. So a measurement is
 cached under these (``NARROWGAUGE_CACHE``), and later runs read it.
 
-Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. Only
+Measuring draws no random numbers and changes no setting of PyTorch. So a run has the same bits with and without it. Only
 ``narrowgauge show arithmetic`` changes the number of threads, for the one probe that compares them.
 """
 
@@ -30,7 +30,7 @@ _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
 )  # fmt: skip
-# Those by which the libraries choose their kernels.
+# Variables by which the libraries choose their kernels.
 _SETS = (
     "sse4_2", "avx", "fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8",
     "asimd", "bf16", "sve", "sve2",
@@ -39,7 +39,7 @@ _LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v
 
 
 def settings_in_force(device: torch.device) -> dict[str, str]:
-    """Return the settings of a device under which its arithmetic is cached, and by which differences are explained.
+    """Return the settings of a device. They are the key of its cached arithmetic, and explain differences.
 
     Cost: less than a millisecond.
     Example:
@@ -59,7 +59,7 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         **{name: match[1] for name, match in libraries.items() if match},
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
-        # No function tells: a product does.
+        # No function returns this mode, but a product shows it.
         "subnormals set": "flushed" if float(torch.tensor(2.0**-100, dtype=torch.float32) * 2.0**-40) == 0 else "kept",
         **(_cuda_settings() if device.type == "cuda" else {}),
         **{name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
@@ -85,7 +85,7 @@ _measured: dict[Path, Arithmetic] = {}
 def arithmetic_of_run(device: torch.device) -> Arithmetic:
     """Return the arithmetic of a device for the record of a run: measured in this process, cached, or measured now.
 
-    Cost: a second under settings that are not cached, else less than a millisecond.
+    Cost: a second under settings that are not cached, otherwise less than a millisecond.
     """
     with _plain_mode():
         settings = settings_in_force(device)
@@ -108,7 +108,7 @@ def measure_arithmetic(device: torch.device) -> Arithmetic:
 def _measure(device: torch.device, settings: dict[str, str], names: Sequence[str]) -> Arithmetic:
     arithmetic = Arithmetic(settings, {name: _result(name, device) for name in names})
     file = _cache_file(settings)
-    with contextlib.suppress(OSError, NarrowgaugeError):  # a folder that cannot be written costs the next run a second
+    with contextlib.suppress(OSError, NarrowgaugeError):  # an unwritable folder costs the next run a second
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, (json.dumps(arithmetic.to_toml(), indent=1) + "\n").encode())
     return arithmetic
@@ -134,7 +134,7 @@ def _plain_mode() -> Iterator[None]:
 
 
 def _result(name: str, device: torch.device) -> str:
-    """Return the result of one probe, also where PyTorch refuses the operation on this device."""
+    """Return the result of one probe. If PyTorch refuses the operation on this device, say so."""
     try:
         return _MEASUREMENTS[name](device)
     except (RuntimeError, NotImplementedError) as error:

@@ -1,6 +1,6 @@
-"""Where a machine rounds, and what it drops: subnormals, multiply-adds, operands and sums of matmuls, last bits of functions.
+"""Probe where a machine rounds: subnormals, multiply-adds, operands and sums of matmuls, last bits of functions.
 
-All probes take the same numbers on every machine, made from integers alone, and return short texts or hashes of bits.
+All probes take the same numbers on every machine, made from integers alone. They return short texts or hashes of bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PRIME = 2**31 - 1
 
 
 def fractions(number: int) -> Tensor:
-    """float64 fractions in [0, 1), multiples of 2^-20, in an order without a pattern; on the CPU.
+    """Return float64 fractions in [0, 1), multiples of 2^-20, in an order without a pattern; on the CPU.
 
     Example:
         >>> bool((fractions(5) * 2**20 % 1 == 0).all())
@@ -34,7 +34,7 @@ def between(low: float, high: float, number: int) -> Tensor:
 
 
 def across_exponents(low: float, high: float, number: int) -> Tensor:
-    """Positive float32 values of every binary exponent from ``low`` to below ``high``, equally often."""
+    """Return positive float32 values of every binary exponent from ``low`` to below ``high``, equally often."""
     exponents = int(low) + torch.arange(number, dtype=torch.int64, device="cpu") % int(high - low)
     return torch.ldexp(1 + fractions(number), exponents).float()
 
@@ -48,14 +48,14 @@ def bits_of(values: Tensor) -> str:
 # ── roundings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# A product of 1 + 2^-12 with itself is 1 + 2^-11 + 2^-24, a tie: rounded to float32 it loses its last term, fused it does not.
+# (1 + 2^-12)² = 1 + 2^-11 + 2^-24 is a tie. Rounded to float32 it loses its last term, fused it does not.
 _FACTOR = 1 + 2.0**-12
 _ROUNDED_PRODUCT = 1 + 2.0**-11
 _ONES = 4096
 
 
 def measure_subnormals(device: torch.device) -> str:
-    """Return whether elementwise products keep subnormals, of as many elements as all threads share: the mode is a thread's."""
+    """Return whether elementwise products keep subnormals. Use enough elements for all threads: the mode is per thread."""
     return _subnormals(lambda left, right: torch.full((1 << 17,), left, dtype=torch.float32, device=device) * right)
 
 
@@ -77,7 +77,7 @@ def _subnormals(multiply: Callable[[float, float], Tensor]) -> str:
 
 
 def measure_matmul_inputs(device: torch.device) -> str:
-    """Return the significant bits that survive of float32 operands: 24, 11 for TF32, 8 for bfloat16."""
+    """Return the surviving significant bits of float32 operands: 24, 11 for TF32, 8 for bfloat16."""
     widths = range(1, 25)
     values = torch.tensor([1 + 2.0 ** (1 - bits) for bits in widths], dtype=torch.float32, device=device)
     left = torch.zeros(256, 256, dtype=torch.float32, device=device)
@@ -90,7 +90,7 @@ def measure_matmul_inputs(device: torch.device) -> str:
 
 
 def measure_accumulators(device: torch.device) -> str:
-    """Return how far sums of ones count: a bfloat16 accumulator stops at 256, a float16 one at 2,048."""
+    """Return how far sums of ones count. A bfloat16 accumulator stops at 256, a float16 one at 2,048."""
 
     def matmul(dtype: torch.dtype) -> float:
         ones = torch.ones(32, _ONES, dtype=dtype, device=device)
@@ -106,7 +106,7 @@ def measure_accumulators(device: torch.device) -> str:
 
 
 def measure_fused_multiply_add(device: torch.device) -> str:
-    """Which operations keep the exact product until it is added."""
+    """Return the operations that keep the exact product until the addition."""
 
     def full(value: float) -> Tensor:
         return torch.full((67,), value, dtype=torch.float32, device=device)
@@ -126,7 +126,7 @@ def measure_fused_multiply_add(device: torch.device) -> str:
 
 
 def _fused_word(result: Tensor) -> str:
-    """Return whether the low half of a product survived: in all elements, in none, or in those of a vector alone."""
+    """Return whether the low half of a product survived: in all elements, in none, or only inside vectors."""
     share = float((result != 0).double().mean())
     return "fused" if share == 1 else "rounded" if share == 0 else "fused in part"
 
@@ -148,23 +148,23 @@ ROUNDINGS: dict[str, Callable[[torch.device], str]] = {
     "matmul accumulator": measure_accumulators,
     "fused multiply-add": measure_fused_multiply_add,
 }
-"""By name: what measures it on a device."""
+"""For each name, the function that measures it on a device."""
 
 
 # ── functions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# No standard says how exp or tanh are rounded, so libraries differ, and so do the kernels of one library: a vector's lanes use
-# another polynomial than the loop over the elements that are left over. Every processor rounds division and square root
-# correctly, but not every kernel does. The reference is the float64 function on the CPU, whose own error is 2^-29 of what is
-# measured.
+# No standard defines the rounding of exp or tanh, so libraries differ. Kernels of one library differ too: vector lanes use
+# another polynomial than the loop over the remaining elements. Every processor rounds division and square root
+# correctly, but not every kernel does. The reference is the float64 function on the CPU. Its error is 2^-29 of the measured
+# error.
 
 
-_NUM_VALUES = 4099  # not a multiple of a vector's width: the elements left over are measured too
+_NUM_VALUES = 4099  # not a multiple of a vector's width, to measure the remaining elements too
 _NUM_ALONE = 256
 
 
 def _divide(values: Tensor) -> Tensor:
-    """Divide by a number between 3/4 and 5/4 that is exact: the values are multiples of 2^-19."""
+    """Divide by an exact number between 3/4 and 5/4. The values are multiples of 2^-19."""
     return values / values.abs().mul(0.5).add(0.75)
 
 
@@ -183,11 +183,11 @@ FUNCTIONS: dict[str, tuple[Function, Callable[[float, float, int], Tensor], floa
     "sin": (torch.sin, between, -2048, 2048),
     "cos": (torch.cos, between, -2048, 2048),
 }
-"""By name: the function, how the float32 values on which it is measured are spread, and their interval."""
+"""For each name: the function, the spacing of its float32 test values, and their interval."""
 
 
 def measure_function(name: str, device: torch.device) -> str:
-    """The largest error of a row of :data:`FUNCTIONS`, how many results differ outside of a vector, and the hash of its bits.
+    """Return a function's largest error, its number of differing results outside vectors, and the hash of its bits.
 
     Example:
         >>> measure_function("division", torch.device("cpu"))
@@ -206,7 +206,7 @@ def measure_function(name: str, device: torch.device) -> str:
 
 
 def max_error(results: Tensor, exact: Tensor) -> float:
-    """Return the largest distance of float32 results from the exact float64 ones, in units in the last place of float32.
+    """Return the largest distance of float32 results from the exact float64 results, in float32 ulps.
 
     Example:
         >>> max_error(torch.tensor([1.0]), torch.tensor([1 + 2.0**-24], dtype=torch.float64))
@@ -240,15 +240,15 @@ SUMS: dict[str, tuple[Function, int, int]] = {
     "attention": (_attention, 512, 1024),
     "sum of a tensor": (lambda rows: rows.sum(), 4, 65536),
 }
-"""Operations that add many terms: each with the rows and the length of its operand."""
+"""Operations that add many terms, with the rows and the length of their operands."""
 
 
 def measure_sum(name: str, device: torch.device) -> str:
-    """Hash the bits of an operation of :data:`SUMS`: another order of its additions, or another rounding, gives others.
+    """Hash the bits of an operation of :data:`SUMS`. Another order of additions or another rounding gives other bits.
 
     Cost: some milliseconds on a CPU.
     """
     add, number, length = SUMS[name]
     values = between(-1.0, 1.0, number * length).view(number, length)
-    rows = values * values * values  # of too many bits for sums that are exact in any order
+    rows = values * values * values  # too many bits for exact sums in any order
     return f"bits #{bits_of(add(rows.to(device)).flatten()[:4096])}"

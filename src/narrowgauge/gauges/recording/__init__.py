@@ -1,1 +1,1 @@
-"""The record of a run, whoever runs the loop: the row of each step, its fingerprints, and where they go."""
+"""The record of a run in any loop: the row of each step, its fingerprints, and their destinations."""

@@ -1,17 +1,17 @@
-"""Fingerprints of a training step: what two runs computed, tensor by tensor, in 64 bits each.
+"""Fingerprints of a training step: the tensors that two runs computed, in 64 bits each.
 
-Two runs that should be equal differ in every later digit once they differ in one. To find that one, a step can record a hash and
-the norm of each of its tensors, in the order in which they are made: weights that are not as the last step left them, the
-tokens, the output of each module with parameters, the gradients from the last parameter to the first, then the stored weights
-and moments after the update. ``narrowgauge diagnose RUN OTHER`` reads on from the first entry that differs.
+Once two equal runs differ in one digit, they differ in every later one. To find the first, a step can record a hash and
+the norm of each of its tensors, in the order of computation. First come weights that changed since the last step, then
+the tokens, the output of each module with parameters, and the gradients from the last parameter to the first. After the update
+come the stored weights and moments. ``narrowgauge diagnose RUN OTHER`` compares from the first different entry on.
 
-A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor, so it depends neither on how
-a tensor is sharded nor on which rank computed which micro-batch.
+A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor. So it depends neither on
+sharding nor on which rank computed which micro-batch.
 
-It does not say on which rank two runs diverge. So each rank also hashes what it has itself, in one number for each kind of
-tensor: the tokens and outputs of its micro-batches, what it sent into the sum of the gradients, its shard of the sum, the factor
-by which the clip multiplied it, and its shard of the stored weights and moments. What several ranks must hold alike is compared
-at once: if one rank alone leaves out the clip, that shows in the same step.
+Fingerprints do not show the rank on which two runs diverge. So each rank also hashes its own tensors, in one number for each
+kind: the tokens and outputs of its micro-batches, its addend to the sum of the gradients, its shard of the sum, the factor
+of the clip, and its shard of the stored weights and moments. Values that ranks must share are compared
+at once. If one rank skips the clip, it shows in the same step.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ STATE = "state"
 
 @dataclass(eq=False)
 class Fingerprints:
-    """Records the fingerprints of a run's steps; all ranks make all calls.
+    """Record the fingerprints of a run's steps. All ranks make all calls.
 
     Args:
-        optimizer: ours, or any other, whose states are those that ``optimizer.state`` holds as plain tensors.
+        optimizer: ours, or any other. Another optimizer's states are the plain tensors in ``optimizer.state``.
         every: steps between two records; 0 never.
-        sees_outputs: the model runs eagerly, so that its modules' outputs exist; a compiled model is not hooked, since hooks
-            would change what is compiled.
-        first: a step that is recorded, too; 0 for none.
+        sees_outputs: the model runs eagerly, so that its modules' outputs exist. A compiled model is not hooked, since hooks
+            would change the compiled code.
+        first: another step to record; 0 for none.
 
     Attributes:
         is_on: whether the current step is recorded.
@@ -81,7 +81,7 @@ class Fingerprints:
     def begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``.
 
-        If the step before was recorded, weights and moments that have changed since, without an update, are the first entries.
+        If the last step was recorded, the first entries are weights and moments that changed since without an update.
         """
         self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
         self._entries, self._held = {}, {}
@@ -98,11 +98,11 @@ class Fingerprints:
             self._ranks.changed({key: number for key, number in local.items() if number != self._left["own"].get(key)})
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
-        """Return a context in which what this rank sends into the sum of the gradients is recorded."""
+        """Return a context that records this rank's addend to the sum of the gradients."""
         return reduction.shown_to(self._ranks.sent) if self.is_on and reduction is not None else nullcontext()
 
     def computed(self, gradient: Tensor, place: int) -> None:
-        """Record what a backward pass of this rank computed of a parameter, before ranks sum it.
+        """Record a parameter gradient from this rank's backward pass, before ranks sum it.
 
         Args:
             place: of the parameter, from 1.
@@ -112,12 +112,12 @@ class Fingerprints:
 
     @contextmanager
     def micro_batch(self, tokens: Tensor | None, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
-        """A context in which the forward pass of one micro-batch is recorded.
+        """Record the forward pass of one micro-batch in this context.
 
         Args:
-            tokens: int64 ``[sequences, tokens]``; ``None`` where the model takes none.
+            tokens: int64 ``[sequences, tokens]``; ``None`` if the model takes none.
             first_sequence: its place in the step.
-            is_absent: another rank computes the same micro-batch, and this one does not count.
+            is_absent: another rank computes the same micro-batch, so this one does not count.
         """
         if is_absent or not self.is_on:
             yield
@@ -144,7 +144,7 @@ class Fingerprints:
         entry[2] += x.numel()
 
     def before_first(self, step: int) -> None:
-        """Record the state from which a process starts: the initial one, or a checkpoint's."""
+        """Record the initial state of a process, fresh or from a checkpoint."""
         self.begin(0)
         self.states(step)
 
@@ -178,7 +178,7 @@ class Fingerprints:
         self._entries["clip:factor"] = [fingerprint(control[:1]), self._ranks.factor, numel]
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
-        """What is stored, by ``KIND:NAME``: of every parameter the weight, and once it was stepped, its states, kind by kind."""
+        """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped, its states, kind by kind."""
         by_kind: dict[str, dict[str, Tensor]] = {}
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
@@ -210,7 +210,7 @@ class Fingerprints:
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor whose elements have bits of their own, perhaps sharded: no subclass that decodes them."""
+    """Return whether a value is a plain tensor, possibly sharded, and not a subclass that decodes its elements."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_complex():
         return False
     return type(x) in (Tensor, nn.Parameter) or is_sharded(x)
@@ -232,7 +232,7 @@ def _joined(entries: list[list[float]]) -> list[float]:
 
 
 def _sum_of_squares(x: Tensor) -> float:
-    """In float64, in any order: norms are compared within a tolerance, fingerprints exactly. Of a DTensor, of the whole."""
+    """Sum squares in float64, in any order: norms have a tolerance, fingerprints not. Sum the whole of a DTensor."""
     if is_sharded(x):
         total: Any = x.detach().to(torch.float64).square().sum()
         return float(total.full_tensor())
@@ -246,12 +246,12 @@ _SHOWN = 8
 """Tensors that are named where ranks differ; in the next step all do."""
 _MODULUS = 1 << 64
 _LEAF = 0x9E37_79B9_7F4A_7C15
-"""Odd, so that the offsets of what is sent one after the other lie apart."""
+"""Odd, so that the offsets of successive gradients are far from each other."""
 
 
 @dataclass(eq=False)
 class RankFingerprints:
-    """What one rank holds, sends and applies in a recorded step; all ranks call :meth:`row`."""
+    """One rank's tensors, sent gradients and clip factor in a recorded step. All ranks call :meth:`row`."""
 
     here: Ranks
     factor: float | None = None
@@ -263,12 +263,12 @@ class RankFingerprints:
         self._own, self._alike, self._num_sent, self.factor = {}, {}, 0, None
 
     def sent(self, gradient: Tensor) -> None:
-        """Take the flat gradients that this rank sends into the sum, in the order in which it sends them."""
+        """Take the flat gradients that this rank adds to the sum, in order."""
         self._num_sent += 1
         self.computed(gradient, self._num_sent)
 
     def computed(self, gradient: Tensor, place: int) -> None:
-        """Add gradients to what this rank sends, with a place of their own."""
+        """Add gradients to this rank's sent gradients, each with its own place."""
         number = fingerprint(gradient, offset=place * _LEAF % (1 << 62))
         self._own["sent"] = (self._own.get("sent", 0) + number) % _MODULUS
 
@@ -281,7 +281,7 @@ class RankFingerprints:
     def held(self, named: Mapping[str, Tensor], local: Mapping[str, int]) -> None:
         """Take this rank's shards of some tensors, by ``KIND:NAME``, and the fingerprints of these shards.
 
-        A DTensor says which other ranks hold the same shard.
+        A DTensor knows which other ranks hold the same shard.
         """
         if self.here.size == 1:
             return
@@ -299,7 +299,7 @@ class RankFingerprints:
     def row(self) -> Row:
         """Return the columns ``ranks`` and ``parted``; none for a single process.
 
-        Cost: a gather of some hundred bytes per rank; where ranks differ, another of one number for each tensor.
+        Cost: a gather of some hundred bytes per rank. If ranks differ, another gather of one number for each tensor.
         """
         if self.here.size == 1:
             return {}
@@ -316,7 +316,7 @@ class RankFingerprints:
         return row
 
     def _parted(self) -> Row:
-        """The first tensors whose replicas differ, each with the number of every rank; ``None`` of a rank that has none."""
+        """Return the first tensors with different replicas, with each rank's number. ``None`` for a rank without it."""
         numbers_here: dict[tuple[str, tuple[int, ...]], int] = {}
         for groups in self._alike.values():
             numbers_here |= {(key, ranks): number for ranks, named in groups.items() for key, number in named.items()}
@@ -325,7 +325,7 @@ class RankFingerprints:
         parted: Row = {}
         for key, ranks in names:
             if _differ((key, ranks), of_all):
-                # Shards have groups of their own, whose numbers may differ between groups.
+                # Shards have separate groups. Their numbers may differ between groups.
                 name = f"{key} of {in_words(ranks)}" if key in parted else key
                 parted[name] = [
                     numbers.get((key, ranks)) if rank in ranks else None for rank, numbers in enumerate(of_all)
@@ -345,7 +345,7 @@ def require_alike(row: Row) -> None:
     """Raise if a row of ``fingerprints.jsonl`` shows ranks with different values that must be equal.
 
     Raises:
-        CorruptionError: naming the tensor, and the rank where one is alone.
+        CorruptionError: names the tensor, and the rank if only one differs.
     """
     tensor, odd, sentence = parted_in(row)
     if tensor:

@@ -1,8 +1,8 @@
-"""Fingerprints of a loop that is not the trainer's.
+"""Fingerprints of a user's loop.
 
-The trainer calls :class:`~narrowgauge.gauges.recording.fingerprints.Fingerprints` at each place of a step. Here hooks do: a
-forward pass with gradients is a micro-batch, and the optimizer's step has the gradients before it and the states behind it. On
-several ranks hooks on the parameters see what this rank's backward passes compute, before ``DistributedDataParallel`` sums it.
+The trainer calls :class:`~narrowgauge.gauges.recording.fingerprints.Fingerprints` at each place of a step. Here hooks do it. A
+forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it and the states after it. On
+several ranks, hooks on the parameters read this rank's gradients before ``DistributedDataParallel`` sums them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from narrowgauge.torch_hooks import follow_steps
 
 
 class LoopFingerprints:
-    """Follows the steps of a loop.
+    """Follow the steps of a loop.
 
     Args:
-        model: whose tensors are recorded.
-        called: the model as the loop calls it, or the part of it that it calls.
-        optimizer: that steps it, without wrappers.
-        every: steps between fingerprints; the start and the first step have some, too. 0 for none.
-        here: the ranks, all of which make all calls.
-        on_formats: called once, with what :func:`formats_of` says of the first forward pass.
-        on_failure: called with a sentence where no more can be recorded; on several ranks, which wait for each other, the
+        model: its tensors are recorded.
+        called: the model as the loop calls it, or the called part.
+        optimizer: the model's, without wrappers.
+        every: steps between fingerprints. The start and the first step have fingerprints too. 0 for none.
+        here: the ranks. All ranks make all calls.
+        on_formats: called once, with :func:`formats_of` of the first forward pass.
+        on_failure: called with a sentence if recording must end. On several ranks, which wait for each other, the
             error is raised instead.
 
     Attributes:
-        prints: what was recorded last.
+        prints: the last recorded fingerprints.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class LoopFingerprints:
         self._hooks.callback(follow_steps(optimizer, self._before_step, self._after_step).remove)
 
     def start(self, step: int) -> None:
-        """Record what a process starts from after ``step`` steps: the first weights, or a checkpoint's."""
+        """Record the state after ``step`` steps: the first weights, or a checkpoint's."""
         self._guarded(lambda: self.prints.before_first(step))
 
     def begin(self, step: int) -> None:
-        """Begin the step that ends as number ``step``; what the loop changes before its first pass was changed between steps."""
+        """Begin the step that ends as number ``step``. Changes by the loop before its first pass count as between steps."""
         self._pass.close()
         self._backward.close()
         self._step, self._num_sequences, self._is_past_backward, self._has_begun = step, 0, False, False
@@ -88,7 +88,7 @@ class LoopFingerprints:
         self._guarded(lambda: self.prints.computed(gradient, self._places[name]))
 
     def _before_pass(self, args: Any, kwargs: Any) -> None:
-        if self._is_past_backward:  # what is computed from here on is none of the step's passes
+        if self._is_past_backward:  # later computations are not passes of the step
             return
         self._begin()
         if self.prints.is_on:
@@ -136,5 +136,5 @@ class LoopFingerprints:
 
 
 def _tokens_in(inputs: list[Any]) -> Tensor | None:
-    """Return the first input of a forward pass that is of integers with two dims: batch, sequence."""
+    """Return the first integer input of a forward pass with two dims: batch, sequence."""
     return next((t for t in inputs if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point()), None)

@@ -1,7 +1,7 @@
-"""What the bits of a run may depend on: the versions, the machine and its arithmetic, described and compared.
+"""Describe and compare everything on which the bits of a run may depend: versions, the machine and its arithmetic.
 
-``run.toml`` holds them as they were when the run began. Other versions or another machine may change bits; a resume
-notes what differs and continues.
+``run.toml`` holds them as they were at the start of the run. Other versions or another machine may change bits. A resume
+notes the differences and continues.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from narrowgauge.spec.formats import FORMATS
 from narrowgauge.torch_names import graph_dtypes
 
 _OF_ONE_FORMAT = {name: row for name, row in COMPUTES.items() if name in FORMATS and row.is_wide}
-"""The computes that only multiply numbers of one format; ``multiplies`` in ``run.toml`` lists the native ones."""
+"""The computes that only multiply numbers of one format. ``multiplies`` in ``run.toml`` lists the native ones."""
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
 def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]:
-    """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``; packages that are missing are left out.
+    """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``. Leave out missing packages.
 
-    Cost: a second where this machine's arithmetic has not been measured under these settings, else milliseconds.
+    Cost: a second if this machine's arithmetic has not been measured under these settings, otherwise milliseconds.
     Example:
         >>> sorted(describe_process(torch.device("cpu")))
         ['arithmetic', 'machine', 'versions']
@@ -73,16 +73,16 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def formats_of(output: Any) -> Row:
-    """Return the formats in which a forward pass computed what its outputs were made of; nothing where no output has a graph.
+    """Return the formats in which a forward pass computed. Empty if no output has a graph.
 
-    No dtype of a parameter says them: autocast, a framework's wrapper or a cast in the model's code may narrow what lies between.
+    Dtypes of parameters do not show these formats: autocast, a wrapper or a cast in the model's code may use others.
     The graph that autograd builds has the dtype of every result.
 
     Args:
         output: of a model: a tensor, or tensors in a tuple or a mapping.
     Returns:
-        ``formats``, the dtypes of all results as names with commas; float32 has the format its matmuls round to beside it.
-        ``unseen`` is true where functions outside PyTorch, or a compiled part, computed something whose formats no graph shows.
+        ``formats``, the dtypes of all results as names with commas. float32 is followed by the format its matmuls round to.
+        ``unseen`` is true if functions outside PyTorch, or a compiled part, hide the formats of some results.
 
     Example:
         >>> formats_of(nn.Linear(4, 2)(torch.ones(1, 4)))
@@ -101,7 +101,7 @@ def formats_of(output: Any) -> Row:
     return {"formats": formats, **({"unseen": True} if is_unseen else {})}
 
 
-# ── what has changed since a run began ──────────────────────────────────────────────────────────────────────────────
+# ── changes since a run began ───────────────────────────────────────────────────────────────────────────────────────
 
 _BITS_DEPEND_ON = (
     ("versions", "narrowgauge", "narrowgauge"),
@@ -114,9 +114,9 @@ _BITS_DEPEND_ON = (
 
 
 def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = "resumes") -> list[str]:
-    """Changes since a run began that may change its bits: a sentence each, without a full stop.
+    """Describe changes since a run began that may change its bits: a sentence each, without a full stop.
 
-    ``recorded`` is the run's ``run.toml``, whose missing entries are not compared; ``present`` is :func:`describe_process` here.
+    ``recorded`` is the run's ``run.toml``. Its missing entries are not compared. ``present`` is :func:`describe_process` here.
 
     Example:
         >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
@@ -136,7 +136,7 @@ def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = 
 
 
 def _parted_by(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """The names of what differs in the measured arithmetic, at most five; a table that cannot be read is not compared."""
+    """Name at most five differences of the measured arithmetic. Skip a table that cannot be read."""
     try:
         names = [difference.probe.name for difference in arithmetic.differences(recorded, present)]
     except RecordError:

@@ -1,9 +1,9 @@
-"""A run folder for any training loop: what ``narrowgauge train`` records of its own runs.
+"""A run folder for any training loop, as ``narrowgauge train`` writes for its own runs.
 
-:class:`RunRecorder` opens the folder, describes the run, and goes back in it. :class:`LoopRecord` numbers the steps of a loop,
-builds their rows with the :class:`~narrowgauge.gauges.recording.step_row.StepReader` that the trainer uses too, and hands them to
-a :class:`~narrowgauge.gauges.recording.run_reporter.Reporter`; the log of :func:`narrowgauge.compare` uses it as well.
-All that a resumed loop needs is in the rows: nothing of the recorder belongs in a checkpoint.
+:class:`RunRecorder` opens the folder, describes the run, and goes back in it. :class:`LoopRecord` numbers the steps of a loop.
+It builds their rows with :class:`~narrowgauge.gauges.recording.step_row.StepReader`, as the trainer does, and passes them to
+a :class:`~narrowgauge.gauges.recording.run_reporter.Reporter`. The log of :func:`narrowgauge.compare` uses it as well.
+A resumed loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
 """
 
 from __future__ import annotations
@@ -62,32 +62,32 @@ from narrowgauge.torch_names import plain_name
 class RunRecorder:
     """Record a training loop of your own in a run folder, as ``narrowgauge train`` records its runs.
 
-    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder as they read the trainer's. A loop computes
-    the same bits with and without a recorder. What the detectors find becomes an event, a :class:`RunNotice` and a call of
-    ``ng.on_event``'s callbacks.
+    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder like the trainer's. A loop computes
+    the same bits with and without a recorder. Each finding of the detectors becomes an event, a :class:`RunNotice` and a call
+    of ``ng.on_event``'s callbacks.
 
-    On several ranks, all of them make all calls, and the first one writes; the losses are the first one's.
+    On several ranks, all of them make all calls, and rank 0 writes. The losses are rank 0's.
 
     Args:
         folder: the run folder; absent or empty, unless ``resume``.
-        model: as it is trained, before ``torch.compile`` if gauges are to see it.
-        optimizer: one of Narrowgauge's or of ``torch.optim``'s, perhaps in a framework's wrapper; only ours has an audit.
-        recipe: what the model was prepared with. ``None``: that of the model and the optimizer, where they have one.
+        model: the trained model, before ``torch.compile`` if gauges are to see it.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper. Only ours has an audit.
+        recipe: the recipe with which the model was prepared. ``None``: read it from the model and the optimizer, if possible.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the settings in which runs differ, and
             pair runs of one ``seed``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between those whose update is compared with the optimizer's rule; the second step is one too. 0 for
-            none. What differs becomes an event, and the step's row says what was compared.
+        audit_every: steps between comparisons of an update with the optimizer's rule. The second step is compared too. 0 for
+            none. Differences become events, and the step's row says which tensors were compared.
         max_grad_norm: the limit to which the loop clips gradients, for these comparisons.
-        ignore: kinds of readings of a step that are meant, such as ``"weights-written"`` where the loop averages weights.
-        fingerprints_every: steps between fingerprints of every tensor, by which ``narrowgauge diagnose RUN OTHER`` finds the
-            first one that differs; the start and the first step have some, too. 0 for none.
-        called: the part of the model whose forward pass the loop calls, where that is not the model's own; for fingerprints.
-        on_row: called as ``on_row(kind, row)`` after each row is written, on the first rank; ``kind`` is ``"steps"``,
+        ignore: kinds of intended readings of a step, such as ``"weights-written"`` if the loop averages weights.
+        fingerprints_every: steps between fingerprints of every tensor. With them ``narrowgauge diagnose RUN OTHER`` finds
+            the first different tensor. The start and the first step have fingerprints too. 0 for none.
+        called: the part of the model whose forward pass the loop calls, if not the model itself; for fingerprints.
+        on_row: called as ``on_row(kind, row)`` after each row is written, on rank 0; ``kind`` is ``"steps"``,
             ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. For Weights & Biases:
-            ``lambda kind, row: wandb.log(row)``. For TensorBoard, where only numbers are drawn:
+            ``lambda kind, row: wandb.log(row)``. For TensorBoard, which draws only numbers:
             ``lambda kind, row: [writer.add_scalar(f"{kind}/{name}", value, row["step"]) for name, value in row.items()
-            if isinstance(value, float)]``. What it raises ends the loop.
+            if isinstance(value, float)]``. Its exceptions end the loop.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
 
     Attributes:
@@ -95,12 +95,12 @@ class RunRecorder:
 
     Raises:
         RecordError: the folder is in use.
-        RecipeError: the optimizer's storage is not the recipe's, there are several optimizers, or ``ignore`` names no
+        RecipeError: the optimizer's storage is not the recipe's, there are several optimizers, or ``ignore`` has an unknown
             kind of reading.
 
-    Cost: about 0.1 ms per step, and reading the loss from the device. Fingerprints take 3 ns an element on one CPU thread: of
+    Cost: about 0.1 ms per step, and reading the loss from the device. Fingerprints take 3 ns an element on one CPU thread, for
         weights, gradients, states and the outputs of modules. An audited step copies 4,096 elements of each tensor to the
-        host and computes their update again there.
+        host and recomputes their update there.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -201,15 +201,15 @@ class RunRecorder:
         batch: Tensor | None = None,
         **columns: Any,
     ) -> None:
-        """Record an optimizer step; call it after ``optimizer.step()`` and before the schedule's.
+        """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
 
         Args:
-            loss: of the step, in nats per token; a tensor is read here, which waits for its device.
+            loss: of the step, in nats per token. Reading a tensor waits for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            lr: learning rate of this step; ``None``: the optimizer's first group's.
-            grad_norm: gradient norm before clipping; ``None``: where our optimizer clips, its own.
+            lr: learning rate of this step; ``None``: the rate of the optimizer's first group.
+            grad_norm: gradient norm before clipping; ``None``: the norm of our optimizer, if it clips.
             seconds: of the step; ``None``: since the last call.
-            batch: the step's tokens, of any shape, whose checksum reveals repeated batches; copied to the host.
+            batch: the step's tokens, of any shape, copied to the host. Their checksum reveals repeated batches.
             columns: further columns of the row.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
@@ -249,7 +249,7 @@ class RunRecorder:
         self._record.evaluate({"val_loss": _number(loss), **columns})
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Record an event of the loop's own at the current step.
+        """Record an event of the loop at the current step.
 
         Args:
             kind: a kind of :class:`narrowgauge.Event`, such as ``"note"``.
@@ -259,10 +259,10 @@ class RunRecorder:
         self.reporter.event(Event(kind, self.num_steps, message, **fields))
 
     def go_back(self, step: int) -> None:
-        """Continue after ``step``, as the loop does: rows of later steps are deleted, since those steps are taken again.
+        """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
 
-        Call it after loading a checkpoint, in a resumed loop or after a rollback; in an empty folder too, where a loop continues
-        from another run's checkpoint.
+        Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an empty folder too, if a loop
+        continues from another run's checkpoint.
 
         Args:
             step: steps that the loaded checkpoint has done.
@@ -281,10 +281,10 @@ class RunRecorder:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
 
     def close(self, finished: bool = True) -> None:
-        """End the record; a second call does nothing.
+        """End the record. A second call does nothing.
 
         Args:
-            finished: the loop has done its last step, so ``summary.json`` is written; otherwise the run can be resumed.
+            finished: the loop has done its last step, so write ``summary.json``. Otherwise the run can be resumed.
         """
         if self._is_open:
             self._is_open = False
@@ -300,7 +300,7 @@ class RunRecorder:
     # ── the audit of steps ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, step: int) -> None:
-        """Write an event for each new reading of the set-up; another optimizer may have the parameters that are missing."""
+        """Write an event for each new reading of the set-up. Missing parameters may have another optimizer."""
         for reading in static_readings(set_up_of(self.model, self.optimizer)):
             is_known = reading.what in ("missing-parameters", "no-gradient") or (reading.what, "") in self._reported
             if reading.severity != "note" and not is_known:
@@ -308,25 +308,25 @@ class RunRecorder:
                 self.reporter.event(event_of(reading, step))
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
-        """Write an event for each reading that is new, and keep for the step's row what was compared."""
+        """Write an event for each new reading, and save the compared names for the step's row."""
         if row:
             self._recomputed = row
-        step = self.num_steps + 1 if row else self.num_steps  # what was written between steps is of the step before
+        step = self.num_steps + 1 if row else self.num_steps  # writes between steps belong to the step before
         for reading in readings:
             if (reading.what, reading.tensor) not in self._reported:
                 self._reported.add((reading.what, reading.tensor))
                 self.reporter.event(event_of(reading, step), shown=reading.severity != "note")
 
-    # ── what is written ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_at(self, step: int) -> None:
-        """Record what the loop has after so many steps, and begin the next one."""
+        """Record the loop's state after ``step`` steps, and begin the next step."""
         self._prints.start(step)
         self.reporter.fingerprint(self._prints.prints)
         self._prints.begin(step + 1)
 
     def _computes_in(self, formats: Row) -> None:
-        """Write down in which formats the model computes; after a resume, note what is no longer the same."""
+        """Record the formats in which the model computes. After a resume, note changed formats."""
         before, now = self._run["model"].get("formats"), formats["formats"]
         if before is None:
             self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
@@ -335,7 +335,7 @@ class RunRecorder:
             self.event("note", message, detector="changed-settings")
 
     def _trained(self) -> dict[str, Tensor]:
-        """Return the parameters that the optimizer steps and that are not frozen, by name."""
+        """Return the optimizer's unfrozen parameters, by name."""
         names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
         parameters = named_parameters(self.optimizer, names)
         return {name: p for name, p in parameters.items() if p.requires_grad and not p.is_meta}
@@ -353,7 +353,7 @@ class RunRecorder:
         )
 
     def _moved(self) -> dict[str, list[Any]]:
-        """Return the share of elements that moved, their number, and whether they are of 16 bits, by trained tensor."""
+        """Return the fraction of elements that moved, their number, and whether they have 16 bits, by trained tensor."""
         optimizer, moved = self.optimizer, {}
         for name, p in self._trained().items():
             was_stepped = (
@@ -387,19 +387,19 @@ class RunRecorder:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether TOML can hold it: ``Adafactor`` has an epsilon of ``None`` in a tuple."""
+    """Return whether TOML can hold a value. ``Adafactor`` has an epsilon of ``None`` in a tuple."""
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, (bool, int, float, str))
 
 
 def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:
-    """Return the writer on the first rank, one that writes nothing on the others; and the run that is continued."""
+    """Return rank 0's writer (or a null writer on other ranks) and the continued run."""
     goes_on = all_ranks().of_first(lambda: resume and is_run(folder))
     writer = first_writer(folder, lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
     return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
 
 
 def _require_one(optimizer: Any) -> None:
-    """Refuse what is no optimizer, such as a list of several."""
+    """Refuse anything but an optimizer, such as a list of several."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
             f"RunRecorder follows one optimizer, and got a {type(optimizer).__name__}.",
@@ -408,7 +408,7 @@ def _require_one(optimizer: Any) -> None:
 
 
 def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
-    """Refuse a recipe that the optimizer does not store: the record would be of another run."""
+    """Refuse a recipe whose storage is not the optimizer's. The record would describe another run."""
     if recipe is None or not isinstance(optimizer, Optimizer):
         return
     names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
@@ -421,7 +421,7 @@ def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
 
 
 def _make_room(folder: Path, step: int) -> None:
-    """Require the rows up to a step, from the first that there is; the run is no longer finished."""
+    """Require the rows up to a step, from the first existing row on. The run is no longer finished."""
     steps = {row["step"] for row in read_run(folder).steps}
     absent = [number for number in range(min(steps, default=step + 1), step + 1) if number not in steps]
     if absent:
@@ -442,7 +442,7 @@ _GO_BACK = "Lower the learning rate or look at the data of that step, and go on 
 
 
 class RunNotice(UserWarning):
-    """Something in a recorded loop that its user should look at; it is in ``events.jsonl`` too."""
+    """A warning about a recorded loop. It is in ``events.jsonl`` too."""
 
 
 class Notices(NullScreen):
@@ -453,10 +453,10 @@ class Notices(NullScreen):
 
 
 class LoopRecord:
-    """The record of a loop that is not the trainer's.
+    """The record of a user's loop.
 
-    On several ranks all of them make all calls, and the first one writes. The audit covers all ranks, also where each holds a
-    part of the parameters; a loss is the first rank's.
+    On several ranks all of them make all calls, and rank 0 writes. The audit covers all ranks, also with sharded
+    parameters. The loss is rank 0's.
 
     Attributes:
         tokens: trained on so far.
@@ -481,7 +481,7 @@ class LoopRecord:
         self.reader.begin()
 
     def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> WatchedOptimizer:
-        """Read an optimizer after each step from now on, record its alarms, and attach gauges unless ``gauges_every`` is 0."""
+        """Read an optimizer after each step from now on. Record its alarms. Attach gauges unless ``gauges_every`` is 0."""
         inner = unwrapped(optimizer)
         watched = next((known for known in self.watched if known.optimizer is inner), None)
         if watched is None:
@@ -501,7 +501,7 @@ class LoopRecord:
         return watched
 
     def _hear(self, optimizer: Optimizer) -> None:
-        """Record the alarms of an optimizer's audit, beside what its user does with them."""
+        """Record the alarms of an optimizer's audit, in addition to its user's callback."""
         before = optimizer.on_alarm
 
         def alarmed(alarms: list[Alarm]) -> None:
@@ -515,7 +515,7 @@ class LoopRecord:
             self.reporter.rebuild()
 
     def step(self, known: Row) -> Row:
-        """Record an optimizer step, and return its row; ``known`` columns replace those that are read."""
+        """Record an optimizer step, and return its row. The ``known`` columns replace columns read here."""
         row = self.reader.row(self.num_steps + 1, known, tokens_before=self.tokens)
         if (sums := self.reader.audit_sums) is not None:
             row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
@@ -529,7 +529,7 @@ class LoopRecord:
         return row
 
     def _judge(self, row: Row) -> None:
-        """Write an event if the step was skipped, and one if the run has diverged with it."""
+        """Write an event if the step was skipped, and another if the run has diverged."""
         scaler, scale = None, 1.0
         for watched in self.watched:
             if watched.ours is not None and watched.was_skipped:
@@ -547,7 +547,7 @@ class LoopRecord:
         self.reader.restart_clock()
 
     def go_back(self, step: int) -> None:
-        """Continue after ``step``: later rows are deleted, since those steps are taken again."""
+        """Continue after ``step``. Delete later rows, since the loop repeats these steps."""
         run = self.reporter.go_back(step, accept_lost=True)
         self.num_steps, self._failed = step, FailedSteps()
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
@@ -557,7 +557,7 @@ class LoopRecord:
         self._restart_clock()
 
     def summary(self, **known: Any) -> Row:
-        """``summary.json`` with the ``known`` columns; from the rows of the folder, so that resuming does not change it."""
+        """Return ``summary.json`` with the ``known`` columns, from the folder's rows. So resuming does not change it."""
         run = self.here.of_first(lambda: read_run(self.reporter.folder))
         total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
         for row in run.steps:
@@ -599,9 +599,9 @@ class LoopRecord:
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
-    """The first free folder of ``folder``, ``folder-2`` …; the last taken one for a training that goes on from a checkpoint.
+    """Return the first free folder of ``folder``, ``folder-2`` …. To continue from a checkpoint, return the last used one.
 
-    All ranks call it, and get what the first one finds: it may make the folder before another looks.
+    All ranks call it, and get rank 0's result. Rank 0 may create the folder before another rank looks.
     """
     return all_ranks().of_first(lambda: _folder_for(folder, goes_on))
 

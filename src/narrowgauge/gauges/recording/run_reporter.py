@@ -1,8 +1,8 @@
-"""Where a run's rows and events go: the run folder, the screen, the callback ``on_row``, and the detectors.
+"""The sinks of a run's rows and events: the run folder, the screen, the callback ``on_row``, and the detectors.
 
-Everything passes through here once, in the order in which it happens, whether the trainer runs the loop or a user does
-(:class:`narrowgauge.RunRecorder`). The run folder comes first, so whatever was shown was written. The detectors read only rows
-that were written, so a resumed run restores them from its own folder. On several ranks the first writes and shows; the others
+Every row and event passes through here once, in order. The trainer and users' loops (:class:`narrowgauge.RunRecorder`) both use
+it. The run folder comes first, so everything shown was written before. The detectors read only written rows.
+So a resumed run restores them from its own folder. On several ranks rank 0 writes and shows. The others
 have a writer and a screen that do nothing.
 """
 
@@ -33,7 +33,7 @@ class Screen(Protocol):
     """Shows the progress of a run."""
 
     def stage(self, what: str) -> None:
-        """Show what happens before the first step."""
+        """Show a stage before the first step."""
 
     def start(self, name: str, step: int) -> None:
         """Begin to count steps, after ``step``."""
@@ -52,15 +52,15 @@ class Screen(Protocol):
 
 
 OnRow = Callable[[str, Row], object]
-"""Takes each row as it is written: the kind, named as its file (steps, evals, gauges, events), and the row."""
+"""Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row."""
 
 
 class Reporter:
-    """Passes the rows and events of a run to all sinks.
+    """Pass the rows and events of a run to all sinks.
 
     Args:
-        on_row: called with the kind and the row after each row of steps, evaluations, gauges and events was written, on the
-            first rank alone. After a rollback the steps since the checkpoint come again.
+        on_row: called with the kind and the row after each row of steps, evaluations, gauges and events was written, only on
+            rank 0. After a rollback the steps since the checkpoint are repeated.
         is_audited: the optimizer's audit raises ``lost_updates``, so no detector does.
     """
 
@@ -83,13 +83,13 @@ class Reporter:
         return self.writer.path
 
     def go_back(self, step: int, accept_lost: bool = False) -> Run:
-        """Delete what came after ``step``, and return what is left."""
+        """Delete everything after ``step``, and return the remaining run."""
         self.writer.sync()
         self.writer.rewind(step, accept_lost=accept_lost)
         return self.rebuild()
 
     def rebuild(self) -> Run:
-        """Restore the detectors from the run folder, which the first rank reads, and return its content."""
+        """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
         run = all_ranks().of_first(lambda: read_run(self.folder))
         self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=self.is_audited)
         self.has_saturated = self.has_saturated or any(row.get("saturated") for row in run.steps)
@@ -104,8 +104,8 @@ class Reporter:
     ) -> None:
         """Take a row of ``steps.jsonl`` and the gauges' newest reading.
 
-        ``judgement`` is given where the step was judged before its update; the narrow layers in
-        ``linears`` name what saturated.
+        ``judgement`` is set if the step was judged before its update. The low-precision layers in ``linears`` give the names
+        of saturated tensors.
         """
         self.writer.step(row)
         self.console.step(row)
@@ -154,7 +154,7 @@ class Reporter:
         self._on_row("events", written.row())
 
     def lost_updates(self, alarms: list[Alarm], step: int, shown: bool = True) -> None:
-        """Write an event for each alarm of the optimizer's audit, and print the worst if ``shown``."""
+        """Write an event for each alarm of the optimizer's audit. Print the worst if ``shown``."""
         for alarm in alarms:
             self.event(
                 Event(
@@ -176,13 +176,13 @@ class Reporter:
         """Write the last event and ``summary.json``, and show it."""
         loss = summary.get("val_loss")
         message = f"after {summary['steps']} steps" if loss is None else f"validation loss {loss:.4f}"
-        # The summary comes last: it makes the run finished, and a finished run is not resumed to add what is missing.
+        # Write the summary last: it makes the run finished. A finished run is not resumed to add missing parts.
         self.event(Event("finish", summary["steps"], message))
         self.writer.summary(summary)
         self.console.summary([summary])
 
     def advise(self) -> None:
-        """Say at the end of a run in which something serious happened which command shows where."""
+        """After a run with a serious event, name the command that shows where it happened."""
         if self._serious:
             kinds = ", ".join(kind.replace("_", " ") for kind in self._serious)
             self.console.say(f"{kinds}: narrowgauge diagnose {self.folder} shows where")
@@ -202,7 +202,7 @@ class _Null(AbstractContextManager[Any]):
 
 
 class NullWriter(_Null):
-    """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing; the first rank writes the folder."""
+    """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing. Rank 0 writes the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -217,7 +217,7 @@ class NullScreen(_Null):
 
 
 def first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
-    """Return the writer of a run folder on the first rank, and a null writer on the others; all call it.
+    """Return the writer of a run folder on rank 0, and a null writer on the others. All ranks call it.
 
     An error of ``make`` is raised on all ranks.
     """

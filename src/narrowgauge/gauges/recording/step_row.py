@@ -1,11 +1,11 @@
-"""The row of a step: what the loop knows, and what is read of the clock, the optimizer and the narrow layers.
+"""The row of a step: the loop's values, and readings of the clock, the optimizer and the low-precision layers.
 
-:class:`StepReader` makes every row of ``steps.jsonl``, whoever runs the loop: the trainer, a loop with
+:class:`StepReader` makes every row of ``steps.jsonl``, for every loop: the trainer, a loop with
 :class:`narrowgauge.RunRecorder`, Lightning, the Hugging Face Trainer, torchtitan, or the function given to
-:func:`narrowgauge.compare`. A loop says when a step begins and what it knows of it; all else is read here.
+:func:`narrowgauge.compare`. A loop says when a step begins and passes its values. All else is read here.
 
-A step *fails* if its loss or its gradient norm is not finite, and a run that fails for long has diverged (:class:`FailedSteps`).
-An overflow that the loss scaler answers with a lower scale is no failure, as long as the scale can still be lowered.
+A step *fails* if its loss or its gradient norm is not finite. A run that fails for long has diverged (:class:`FailedSteps`).
+An overflow that lowers the scale of the loss scaler is not a failure, as long as the scale can still fall.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _ORDER = (
     "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "data_seconds", "gradient_seconds",
     "update_seconds", "batch_crc", "spike", "loss_scale", "saturated",
 )  # fmt: skip
-"""The columns of a row in the order in which they are written; the audit's and a loop's own come after them."""
+"""The columns of a row in the order written. Columns of the audit and of a loop come after them."""
 
 
 class WatchedOptimizer:
-    """An optimizer of a loop, which is read after each of its steps.
+    """A loop's optimizer, read after each of its steps.
 
     Args:
-        optimizer: one of Narrowgauge's or of ``torch.optim``'s, perhaps in a framework's wrapper; only ours has an audit.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper. Only ours has an audit.
 
     Attributes:
         ours: the optimizer, if it is one of Narrowgauge's.
-        gauges: those that were attached last.
-        was_skipped: whether the last step changed no weight.
+        gauges: the last attached gauges.
+        was_skipped: the last step changed no weight.
         scale: the loss scale of the current step.
     """
 
@@ -90,11 +90,11 @@ class WatchedOptimizer:
                 self.scale = float(self.ours.loss_scaler.scale_tensor)
 
     def read(self) -> tuple[Row, Tensor | None]:
-        """The columns of the last step, of the optimizer and the narrow layers, and the audit's float64 ``UPDATE_SUMS``."""
+        """Return the last step's columns of the optimizer and the layers, and the audit's float64 ``UPDATE_SUMS``."""
         group = self.optimizer.param_groups[0]
         row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
         if self.ours is None:
-            # A scaler of torch's leaves out the call of step, or the write within it.
+            # torch's scaler skips the call of step, or the write within it.
             self.was_skipped = self._before == (self._num_taken, self._num_writes())
             return row | ({"skipped": True} if self.was_skipped else {}), None
         self.ours.settle()
@@ -110,7 +110,7 @@ class WatchedOptimizer:
         return row, sums
 
     def bytes_per_param(self) -> float:
-        """Bytes of weights, gradients and states per parameter, of any optimizer as ours counts them."""
+        """Return the bytes of weights, gradients and states per parameter, as our optimizers count them."""
         if self.ours is not None:
             return self.ours.bytes_per_param()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -122,18 +122,18 @@ class WatchedOptimizer:
 
 
 _IN_A_ROW = 8
-"""Skipped steps in a row after which the first gradient that is not finite is looked for: a scaler searches for its scale."""
+"""Look for the first non-finite gradient after this many skipped steps in a row: a scaler searches for its scale."""
 
 
 class FirstNonfinite:
-    """Find the first parameter in backward whose gradient is not finite, once steps fail; nothing hangs on other steps."""
+    """Find the first parameter in backward with a non-finite gradient, once steps fail. No hooks on other steps."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._in_a_row, self._name, self._is_told = model, 0, "", False
         self._undo: Callable[[], object] | None = None
 
     def take(self, failed: bool) -> str:
-        """Count a step, and return the name of the parameter when it is found."""
+        """Count a step. Return the name of the parameter once it is found."""
         self.remove()
         self._in_a_row = self._in_a_row + 1 if failed else 0
         if self._is_told or not (self._name or self._in_a_row >= _IN_A_ROW):
@@ -155,10 +155,10 @@ class FirstNonfinite:
 
 
 class StepReader:
-    """Makes the row of each step of a loop from its watched optimizers, to which more may be added.
+    """Make the row of each step of a loop from its watched optimizers. More optimizers may be added.
 
     Attributes:
-        audit_sums: ``UPDATE_SUMS`` of the last step, float64; ``None`` where it was not audited.
+        audit_sums: ``UPDATE_SUMS`` of the last step, float64; ``None`` without an audit.
     """
 
     def __init__(self, *watched: WatchedOptimizer) -> None:
@@ -177,9 +177,9 @@ class StepReader:
         self._began = time.perf_counter()
 
     def row(self, step: int, known: Row, tokens_before: int = 0) -> Row:
-        """Return the row of ``steps.jsonl`` for a step that was just done.
+        """Return the row of ``steps.jsonl`` for the last step.
 
-        ``known`` columns replace those that are read. Its ``tokens`` and ``tokens_before`` are counted from the start of the run.
+        The ``known`` columns replace columns read here. Its ``tokens`` and ``tokens_before`` count from the start of the run.
         """
         seconds = time.perf_counter() - self._began
         row: Row = {"step": step, "seconds": seconds, **self._read(), **known}
@@ -189,7 +189,7 @@ class StepReader:
         return first | row
 
     def _read(self) -> Row:
-        """Return the columns of the last step that are read of all watched optimizers."""
+        """Return the last step's columns from all watched optimizers."""
         columns: Row = {}
         audits: list[Tensor] = []
         for watched in reversed(self.watched):  # the first one's columns count
@@ -203,7 +203,7 @@ class StepReader:
 
 
 def batch_checksum(batch: np.ndarray) -> str:
-    """Return a 64-bit checksum of a step's tokens, the sum of a hash of each sequence.
+    """Return a 64-bit checksum of a step's tokens: the sum of a hash of each sequence.
 
     Example:
         >>> batch_checksum(np.zeros((2, 3), dtype=np.int64)) == batch_checksum(np.ones((2, 3), dtype=np.int64))
@@ -214,7 +214,7 @@ def batch_checksum(batch: np.ndarray) -> str:
 
 
 def peak_memory_bytes() -> int:
-    """Peak memory so far: of the device's tensors on CUDA, of the process elsewhere."""
+    """Return the peak memory so far: the device's tensors on CUDA, the process elsewhere."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -222,7 +222,7 @@ def peak_memory_bytes() -> int:
 
 
 def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
-    """Return the record of ``summary.json``, from the rows of the run's steps and the ``known`` columns that are not ``None``.
+    """Return ``summary.json``, from the rows of the run's steps and the ``known`` columns that are not ``None``.
 
     ``audit_total`` is float64, the audit's ``UPDATE_SUMS`` over the run.
     """
@@ -234,11 +234,11 @@ def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
     return {name: value for name, value in known.items() if value is not None} | measured
 
 
-# ── what is said of a step ──────────────────────────────────────────────────────────────────────────────────────────
+# ── messages about a step ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
-    """Which gradient overflowed in the last step, and the new loss scale; all ranks call it."""
+    """Return which gradient overflowed in the last step, and the new loss scale. All ranks call it."""
     # A rank knows of the rows that it holds.
     names = list(dict.fromkeys(name for overflow in ranks.gather(optimizer.last_overflow) for name in overflow))
     scaler = optimizer.loss_scaler
@@ -248,7 +248,7 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
 
 
 def what_saturated(linears: NarrowLayers, step: int) -> str:
-    """Return the message for values that exceeded their delayed scale in the last of ``step`` steps."""
+    """Return the message for values above their delayed scale in the last of ``step`` steps."""
     counts = linears.overflows(step - 1)
     name, worst = max(counts.items(), key=lambda item: sum(item[1]))
     operand = ("input", "weight", "gradient")[worst.index(max(worst))]
@@ -280,30 +280,30 @@ class FailedSteps:
         self.in_a_row = 0
 
     def take(self, row: Row, scaler: LossScaler | None = None, scale: float = 1.0) -> bool:
-        """Count a step, and return whether it failed; ``scale`` is its loss scale, before the scaler took note of it."""
+        """Count a step, and return whether it failed. ``scale`` is its loss scale, before the scaler's update."""
         failed = not is_finite(row) and not is_rescaled(row, scaler, scale)
         self.in_a_row = self.in_a_row + 1 if failed else 0
         return failed
 
     def divergence(self, row: Row, advice: str) -> Event | None:
-        """Return the event of the step with which the run has diverged, if that is the last one counted; else ``None``."""
+        """Return the event if the run diverged with the last counted step, otherwise ``None``."""
         if self.in_a_row != FAILURES:
             return None
         return Event("divergence", row["step"], f"the last {FAILURES} steps failed: {symptom(row)}", advice=advice)
 
 
 def is_finite(row: Row) -> bool:
-    """Return whether a step's loss and gradient norm are finite; what is not known counts as finite."""
+    """Return whether a step's loss and gradient norm are finite. Unknown values count as finite."""
     return all(row.get(name) is None or math.isfinite(row[name]) for name in ("loss", "grad_norm"))
 
 
 def is_rescaled(row: Row, scaler: LossScaler | None, scale: float) -> bool:
-    """Whether the loss scaler handles a step's overflow by lowering the scale; arguments as of :meth:`FailedSteps.take`."""
+    """Return whether the loss scaler answers a step's overflow by a lower scale. Arguments as for :meth:`FailedSteps.take`."""
     return scaler is not None and math.isfinite(row.get("loss") or 0.0) and scale > scaler.floor
 
 
 def symptom(row: Row) -> str:
-    """Return what was wrong with a step, without a full stop."""
+    """Describe the failure of a step, without a full stop."""
     spike = row.get("spike")
     if spike is None:
         return f"the loss is {row.get('loss', math.nan):g} and the gradient norm {row.get('grad_norm')}"

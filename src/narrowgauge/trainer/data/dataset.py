@@ -1,10 +1,10 @@
 """Serve batches whose order is a function of (seed, step).
 
-Training divides the token stream into windows that do not overlap, and reads all of them in a new order every epoch. The
-order comes from a Feistel network, a permutation that can be evaluated at any position. There is no generator state to save, and
+Training divides the token stream into windows that do not overlap. It reads all of them in a new order every epoch. The
+order comes from a Feistel network, a permutation that can be evaluated at any position. No generator state is saved, and
 batch 7,000 needs none of the batches before it.
 
-Whether a document is held out depends on the seed and on the document's own name: adding a file moves no other document. Tokens
+The seed and a document's name decide whether the document is held out. So adding a file moves no other document. Tokens
 are neither copied nor hashed at the start of a run: ``run.toml`` names the token map and its fingerprint.
 """
 
@@ -73,7 +73,7 @@ class Dataset:
         return file if file is not None and file.is_file() else None
 
     def unigram_loss(self) -> float:
-        """Return the loss in nats per token of guessing by the frequencies of training tokens: what a model has to beat.
+        """Return the loss in nats per token of guessing by the frequencies of training tokens. A model must beat it.
 
         Frequencies are of the first ten million tokens, and one is added to each count.
         """
@@ -124,8 +124,8 @@ class Dataset:
     def valid_batches(self, batch_size: int, sequence_length: int, limit: int | None = None) -> Iterator[np.ndarray]:
         """Yield the validation sequences, int64 ``[batch_size, sequence_length + 1]``, the same ones each time.
 
-        With a ``limit`` of batches they are spread evenly over the validation data. All batches are full, so that a compiled
-        model sees one shape, unless there is less than one batch. Without validation data there are none.
+        A ``limit`` of batches are spread evenly over the validation data. All batches are full, so that a compiled model sees
+        one shape. The only exception is data smaller than one batch. Without validation data there are none.
         """
         self.require(sequence_length)
         num_windows = max(0, (self.num_valid_tokens - 1) // sequence_length)
@@ -189,7 +189,7 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
 
 
 def _split(tokens: TokenMap, held_out: float, seed: int) -> Dataset:
-    """Split a token map by document; where one side would be empty, hold out the end of the text instead."""
+    """Split a token map by document. If one side would be empty, hold out the end of the text instead."""
     ends = tokens.documents[:, 1].astype(np.int64)
     segments = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     is_valid = np.array([_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]], dtype=bool)

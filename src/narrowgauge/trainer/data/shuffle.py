@@ -1,9 +1,9 @@
-"""A stateless shuffle: the position of every sample in the epoch, computed from a formula.
+"""A stateless shuffle: a formula gives the position of every sample in the epoch.
 
-A random generator must be run from its start, or its state saved, to know what comes next. A Feistel network is a permutation
-given by a formula: it splits a number into two halves and scrambles each in turn with a hash of the other, which is
-invertible. On a range that is not a power of two it is repeated until the result is in range. The hash is keyed by (seed,
-epoch), so every epoch has its own order. Only the integer arithmetic of this file is used: no library release can change the
+A random generator must run from its start, or save its state. A Feistel network is a permutation given by a formula.
+It splits a number into two halves and scrambles each in turn with a hash of the other. This is invertible.
+On a range that is not a power of two it is repeated until the result is in range. The hash is keyed by (seed,
+epoch), so every epoch has its own order. Only this file's integer arithmetic is used. So no library release can change the
 order of an old run.
 """
 

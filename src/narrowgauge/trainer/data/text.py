@@ -1,7 +1,7 @@
 """Read training text as named documents.
 
-A document's name decides whether the document is held out, so a name never depends on other documents. A file is named by its
-path within the source; a line of ``.jsonl`` or a row of a data set by a hash of its text.
+A document's name decides whether the document is held out. So a name never depends on other documents. A file is named by its
+path within the source. A line of ``.jsonl`` or a row of a data set is named by a hash of its text.
 
 ``stdlib`` is the source of the Python standard library on this machine: 10 MB of real text, without a download.
 """

@@ -64,7 +64,7 @@ def open_tokens(
     tokenizer: str | Path | None,
     stage: Callable[[str], None] = lambda what: None,
 ) -> TokenMap:
-    """Open a token map, or tokenize text into the cache; arguments and errors as of ``prepare_data``.
+    """Open a token map, or tokenize text into the cache. Arguments and errors as for ``prepare_data``.
 
     Cost: text is read once for its checksum; the first time about 0.5 s per MB on two cores.
     """
@@ -130,9 +130,9 @@ def _tokenized(
 
 
 def write_tokens(folder: Path, texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> None:
-    """Tokenize text into an existing folder; ``tokens.json`` is written last, so a map without it is incomplete.
+    """Tokenize text into an existing folder. Write ``tokens.json`` last, so a map without it is incomplete.
 
-    Text that spells a special token is encoded like other text. Long documents are split after a newline, where no token
+    Text that spells a special token is encoded like other text. Long documents are split after a newline, only if no token
     spans the two sides.
     """
     vocab_size, tokenizer_json = tokenizer.get_vocab_size(), tokenizer.to_str()
@@ -157,9 +157,9 @@ def write_tokens(folder: Path, texts: Texts, tokenizer: Tokenizer, end_of_text: 
 
 
 def read_tokens(path: Path, *, check: bool = False) -> TokenMap:
-    """Open a token map, its folder or the ``tokens.bin`` in it; without ``documents.bin`` it is one document.
+    """Open a token map, its folder or the ``tokens.bin`` in it. Without ``documents.bin`` it is one document.
 
-    With ``check`` the files are compared with their checksums: one read, about 1 GB/s.
+    With ``check`` compare the files with their checksums: one read, about 1 GB/s.
 
     Raises:
         DataError: the map is missing, damaged, or from a newer version.
@@ -206,8 +206,8 @@ def train_tokenizer(texts: Texts, vocab_size: int, num_bytes: int) -> tuple[Toke
     The same text and size give the same tokenizer, in any process.
 
     Args:
-        vocab_size: maximum number of tokens, with the end-of-text token; a small text gives fewer.
-        num_bytes: size of the text; of more than 16 MB a sample is used.
+        vocab_size: maximum number of tokens, with the end-of-text token. A small text gives fewer.
+        num_bytes: size of the text. Above 16 MB a sample is used.
 
     Cost: about 0.3 s per MB on two cores.
     """
@@ -230,7 +230,7 @@ def train_tokenizer(texts: Texts, vocab_size: int, num_bytes: int) -> tuple[Toke
 
 
 def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
-    """Read a ``tokenizer.json``, or the one in a Hugging Face folder, and return it with its end-of-text token."""
+    """Read a ``tokenizer.json``, or the one in a Hugging Face folder. Return it with its end-of-text token."""
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
