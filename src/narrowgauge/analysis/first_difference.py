@@ -189,7 +189,7 @@ def find_parting(one: Run, other: Run) -> Parting:
             first, first_bound = differences[0], bounds[0]
         if beyond:
             at, bound = beyond[0]
-            if at is not first:  # # rounding came before, so the order within the step means little
+            if at is not first:  # rounding came before, so the order within the step means little
                 alike = [pair for pair in beyond if pair[0].stage == at.stage]
                 at, bound = max(alike, key=lambda pair: pair[0].relative / max(pair[1], 1e-300))
             return Parting(first, at, bound, len(common), step in hashed)
@@ -213,7 +213,7 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
         return rounding
     step, level = levels.get(bool(difference.tensor), (-1, 0.0))
     if step < 0 or (difference.tensor and step != difference.step - 1):
-        return math.inf if math.isfinite(difference.relative) else rounding  # # the growth of rounding is unknown
+        return math.inf if math.isfinite(difference.relative) else rounding  # the growth of rounding is unknown
     gap = difference.step - step
     return max(rounding, math.inf if gap * math.log(GROWTH) > 700 else GROWTH**gap * level)
 
@@ -248,7 +248,7 @@ def _tensors(step: int, one: Row, other: Row) -> list[Difference]:
     for key, entry in first.items():
         if key in second and entry[0] != second[key][0]:
             kind = key.partition(":")[0]
-            if kind == "tokens":  # # integers have no norm
+            if kind == "tokens":  # integers have no norm
                 differences.append(Difference(step, kind, "bits", key))
             else:
                 differences.append(Difference(step, kind, "norm", key, (entry[1], second[key][1]), int(entry[2])))

@@ -75,7 +75,7 @@ class Reading:
         over, under = abs(self.value), abs(self.bound)
         if self.expected is not None:
             over = abs(self.value - self.expected)
-        elif 0 < over < under:  # # a lower limit
+        elif 0 < over < under:  # a lower limit
             over, under = under, over
         return over / under if math.isfinite(over) and under > 0 else math.inf
 

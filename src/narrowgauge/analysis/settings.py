@@ -60,7 +60,7 @@ def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
         first, second = (run.get(table) for run in (one, other))
         if isinstance(first, dict) and isinstance(second, dict):
             for difference in _of_table(table, first, second):
-                repeats = table == "optimizer" and difference.name in named  # # its groups repeat the settings
+                repeats = table == "optimizer" and difference.name in named  # its groups repeat the settings
                 moved = table == "config" and difference.name in same and _are_places(difference)
                 if not repeats and not moved:
                     yield difference
@@ -86,7 +86,7 @@ def _of_table(
     table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[SettingDifference]:
     names = [name for name in one if name in other]
-    if table == "machine":  # # a single process records no rank count
+    if table == "machine":  # a single process records no rank count
         names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
     for name in names:
         if table == "config" and name in NOT_COMPARED:

@@ -26,7 +26,7 @@ from narrowgauge.spec.storages import VISIBLE, WIDE
 Kernels = Literal["eager", "fused"]
 EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
 """Tensors of the MLP's width that an activation function saves in eager mode, where it is several operations."""
-_STATISTIC = 4  # # bytes of a float32 per token: the scale of a norm or a row
+_STATISTIC = 4  # bytes of a float32 per token: the scale of a norm or a row
 
 
 @dataclass(frozen=True, slots=True)

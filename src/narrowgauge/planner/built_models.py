@@ -36,7 +36,7 @@ def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Archite
         ]
         with torch.device("meta"):
             model = (kinds or [AutoModelForCausalLM])[0].from_config(built)  # type: ignore[no-untyped-call]
-    except Exception as error:  # # model classes raise all kinds of errors for a configuration
+    except Exception as error:  # model classes raise all kinds of errors for a configuration
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
@@ -63,7 +63,7 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
     layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
     is_recurrent = any(_RECURRENT.search(n) for layer in layers for n, _ in layer.named_parameters())
     if is_recurrent or not (layers and heads and embedding is not None and head is not None):
-        return of_size(total, name)  # # no decoder of attention layers: plan only its state
+        return of_size(total, name)  # no decoder of attention layers: plan only its state
 
     counts: Counter[Matmul] = Counter()
     for layer in layers:

@@ -28,7 +28,7 @@ from narrowgauge.spec.toml import load_toml
 HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
 """Printed rates of the links to the host with 16 lanes, in one direction, 10^9 bytes per second."""
 _ASSUMED_HOST = "PCIe4"
-_RACK = 16  # # larger nodes are racks, and a job may take a part of a rack
+_RACK = 16  # larger nodes are racks, and a job may take a part of a rack
 
 
 @dataclass(frozen=True, slots=True)

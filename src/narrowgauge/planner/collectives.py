@@ -216,7 +216,7 @@ def parameters_of(job: Job, layers: int) -> Parameters:
     outer, share = a.outer_parameters, layers / a.num_layers
     inner = a.num_parameters - outer - a.expert_parameters
     if layout.pipeline > 1 and not a.tie_embeddings:
-        outer -= a.vocab_size * a.hidden_size  # # the head is on another stage
+        outer -= a.vocab_size * a.hidden_size  # the head is on another stage
     experts = a.expert_parameters * share / layout.expert_tensor_ranks / layout.expert
     return Parameters((inner * share + outer) / layout.tensor, experts)
 

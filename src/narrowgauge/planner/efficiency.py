@@ -23,7 +23,7 @@ SOFTWARE: tuple[str, ...] = tuple(_TABLES["software"])
 RESTARTS = 0.25
 """Extra time of a whole run over its steps, at the high end of its interval: failures, restarts, repeated work, evaluations.
 BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log). Llama 3 and MegaScale lost less than
-10 % (arXiv 2407.21783, section 3.3.4; 2402.15627). Llama 2's 7B and 13B took about a third more than their steps
+10 % (arXiv 2407.21783, section 3.3.4; 2402.15627). Llama 2's 7B and 13B took about a third more than the steps of such models
 (arXiv 2307.09288, table 2)."""
 
 

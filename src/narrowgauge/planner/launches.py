@@ -12,7 +12,7 @@ A launch file has the settings of ``narrowgauge train`` that affect the step tim
     chips = 64
     interconnect_gbit_per_second = 3200
 
-    [layout]                  # # for layouts that train does not run; it also sets the batch
+    [layout]                  # for layouts that train does not run; it also sets the batch
     shard = 64
     micro_batches = 1
 
@@ -295,7 +295,7 @@ def compare_launches(before: Launch, after: Launch) -> Regression:
             seconds = (
                 _planned(job).total * before.job.tokens_per_step / job.tokens_per_step - old.total if job else None
             )
-        except NarrowgaugeError:  # # the setting needs another changed setting
+        except NarrowgaugeError:  # the setting needs another changed setting
             seconds = None
         effects.append(Effect(name, _text(was), _text(now), seconds))
     effects.sort(key=lambda effect: -abs(effect.seconds or 0.0))

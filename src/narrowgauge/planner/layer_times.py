@@ -28,8 +28,8 @@ LOGIT_BYTES = 12
 _SCORE_BYTES = (13, 19)
 # Tensors of the residual stream that a layer moves, forward and backward: two norms (5 each), residuals (4), rotary (8).
 _STREAMS, _ROTARY_STREAMS = 14, 8
-_GATED, _UNGATED = 8, 5  # # tensors of the MLP's inner size: with a gate, with GELU
-_DISPATCHED = 8  # # stream tensors per visited expert of a token: sort and restore, in both directions
+_GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: with a gate, with GELU
+_DISPATCHED = 8  # stream tensors per visited expert of a token: sort and restore, in both directions
 
 _PLACES = {
     "attention": "model.layers.0.self_attn.",

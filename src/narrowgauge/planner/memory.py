@@ -53,7 +53,7 @@ OVERHEAD: dict[str, tuple[float, float, float]] = {
 Fragmentation is a fraction of all memory that changes during a step. In published runs the allocator reserves up to a quarter
 more than it allocates, if the chip has the memory."""
 _STEP_GROUPS = ("activations", "logits", "buffers", "gradients")
-_FORMULA_ERROR = 0.05  # # measured and counted steps differ by less
+_FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _ON_THE_WAY = "gradients of two layers"
 
 
@@ -363,7 +363,7 @@ class _Rank:
         elif layout.offload == "optimizer":
             formula = f"{two_layers} {per.optimizer:g} B: of the layer that is updated, and the next"
             add("states on their way", 2 * largest * per.optimizer, formula, _ZERO)
-        if layout.stream_ranks > 1:  # # else every rank holds it whole, and it is counted there
+        if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             width = self.a.hidden_size * self.widths.matmul
             formula = f"2 × {self.tokens:g} tokens × {width:,.0f} B"
             add("a layer's input and its gradient, gathered", 2 * self.tokens * width, formula, _SEQUENCE)
@@ -393,7 +393,7 @@ class _Rank:
         return logits(narrow + 8.0, "logits, as float32, log-softmax"), logits(12.0, _LOSS)
 
     def _chunked_loss(self, width: float) -> list[Term]:
-        """Return a chunk of logits, and for 16-bit weights the float32 head with its gradient."""
+        """Return a chunk of logits, and below float32 the head in float32 with its gradient."""
         logits = self.tokens * self.a.vocab_size
         count, head = min(CHUNK_LOGITS, logits), self.a.vocab_size * self.a.hidden_size
         if width == 4:

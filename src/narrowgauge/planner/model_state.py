@@ -40,7 +40,7 @@ class Bytes:
 
 OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
 """States of each optimizer per matrix element, with the storage's code for each state."""
-_FACTOR_BYTES = 4  # # per row and column of a matrix under Adafactor
+_FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 
 
 def is_stepped(storage: Storage, optimizer: str) -> bool:

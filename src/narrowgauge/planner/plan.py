@@ -281,7 +281,7 @@ def _search(
 def _fitting(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option | None:
     try:
         return next((option for option in _search(question, recipe, cluster, fixed) if option.fits), None)
-    except RecipeError:  # # the chips do not divide like that
+    except RecipeError:  # the chips do not divide like that
         return None
 
 
@@ -334,7 +334,7 @@ def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], nod
         tried.append(_searched(question, size, recipes))
         return any(_is_safe(option) and question.meets(option) for option in tried[-1])
 
-    met: list[int] = []  # # indices of the sizes that meet the limits
+    met: list[int] = []  # indices of the sizes that meet the limits
     for place, size in enumerate(sizes):
         met += [place] if is_met_by(size) else []
         # More chips only shorten a run. The cost varies by some per cent.

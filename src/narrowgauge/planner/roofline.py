@@ -118,7 +118,7 @@ def _moved_bytes(
 ) -> tuple[float, float]:
     """Return the bytes that a matmul reads and writes, and the extra bytes around it."""
     left, right = (SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right"))
-    [result] = set(TENSORS) - {left, right}  # # the size of the tensor that is not an operand
+    [result] = set(TENSORS) - {left, right}  # the size of the tensor that is not an operand
     read = sum(sizes[what] * _written_bytes(c, native) for what, c in ((left, product.left), (right, product.right)))
     moved = read + sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
     return moved, _extra_bytes(matmul, product, native, setting, sizes[left], sizes[right], sizes[result])

@@ -34,7 +34,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
 }
 """Dependence of a part of the time on the number of chips. Only ``divided`` shrinks with more chips."""
 
-_ALLOWED = 1.5  # # times the noise: a law may miss the points by this much, however well another law fits
+_ALLOWED = 1.5  # times the noise: a law may miss the points by this much, however well another law fits
 _MOST_UNKNOWNS = 3
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _EXAMPLE = "For instance 128:10d,256:7d (units s, min, h, d)."

@@ -1,4 +1,4 @@
-"""A page: one HTML file that opens from disk without a network and fits into a mail.
+"""A page: one HTML file that opens from disk without a network and can be sent by mail.
 
 Everything is inside: tables as plain HTML without scripts, figures as data, and compressed Plotly. A policy in the head forbids
 all requests. It allows only the two scripts of this package, by their digests. Templates escape all text from a run, so the

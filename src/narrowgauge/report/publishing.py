@@ -73,7 +73,7 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
     runs = read_runs(paths)
-    gc.freeze()  # # else Python repeatedly collects garbage among a million rows
+    gc.freeze()  # else Python repeatedly collects garbage among a million rows
     page = Path(out) if out is not None else Path(paths[0]) / "report.html"
     if page.is_dir():
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")

@@ -40,9 +40,8 @@ def render(comparison: Comparison, title: str = "", live: bool = False) -> str:
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs give the same document.
 
-    Cost: about two seconds per ten thousand steps, a third of them for the diagnosis. The document is 2 MB for Plotly plus
-    about
-        0.1 MB per run.
+    Cost: about two seconds per ten thousand steps, a third of them for the diagnosis. The document is 2 MB for
+        Plotly plus about 0.1 MB per run.
     """
     words = page_words(comparison, groups_of(comparison), title)
     sections = sections_of(words)

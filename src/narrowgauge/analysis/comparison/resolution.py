@@ -1,12 +1,13 @@
 """The smallest difference of losses that a comparison can show, and the number of seeds for a target difference.
 
 Paired differences vary from seed to seed, with a standard deviation ``s``. With ``n`` seeds the 95 % interval is ``± t s / √n``
-(Student's t with ``n - 1`` degrees of freedom). A comparison *resolves* a difference ``d`` if it shows, in four of five cases,
+(Student's t with ``n - 1`` degrees of freedom). A comparison *resolves* a difference ``d`` if it shows two things, each in four of
+five cases.
 
-* that a recipe worse by ``d`` is worse: the whole interval lies above zero;
-* that a recipe as good as the baseline is not worse by ``d``: the whole interval lies below ``d``.
+* A recipe worse by ``d`` is worse: the whole interval lies above zero.
+* A recipe as good as the baseline is not worse by ``d``: the whole interval lies below ``d``.
 
-Both need the same: at a true distance of ``d``, the mean is far enough from a bound of the interval. ``s`` is estimated from
+Both need the same. At a true distance of ``d``, the mean is far enough from a bound of the interval. ``s`` is estimated from
 the same seeds. So ``d √n / s`` must be the noncentrality at which a t test has this power. From 6 seeds on it is, within 1 %,
 the sum of the two quantiles of Student's t. For fewer seeds it is tabulated.
 

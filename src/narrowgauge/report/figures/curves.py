@@ -38,8 +38,7 @@ _BAND = " A line is the mean over a recipe's seeds, its band the range from the 
 
 
 def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> dict[str, list[Figure]]:
-    """Return all figures with data, by section. ``baseline`` is the label of the group to compare with, by default the
-    first."""
+    """Return all figures with data, by section. ``baseline`` is the label of the group to compare with (None: the first)."""
     sections: dict[str, list[Figure | None]] = {
         "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
         "cost": [loss_against_bytes(groups), loss_against_seconds(groups), time_of_a_step(groups)],

@@ -73,7 +73,7 @@ def parts_of_step(run: Run) -> dict[str, float]:
     """
     columns = {name: numbers(run, "steps", name)[_WARM_UP:] for name in ("seconds", *_RECORDED, "update_seconds")}
     order = np.argsort(columns["seconds"], kind="stable")
-    order = order[columns["seconds"][order] > 0]  # # without untimed steps
+    order = order[columns["seconds"][order] > 0]  # without untimed steps
     quarter = len(order) // 4
     middle = {name: values[order[quarter : len(order) - quarter]] for name, values in columns.items()}
     known = {name: None if np.isnan(v).all() else float(np.nanmean(v)) for name, v in middle.items()}
