@@ -1,8 +1,8 @@
 """The smallest difference of losses that a comparison can show, and the number of seeds for a target difference.
 
 Paired differences vary from seed to seed, with a standard deviation ``s``. With ``n`` seeds the 95 % interval is ``± t s / √n``
-(Student's t with ``n - 1`` degrees of freedom). A comparison *resolves* a difference ``d`` if it shows two things, each in four of
-five cases.
+(Student's t with ``n - 1`` degrees of freedom). A comparison *resolves* a difference ``d`` if it shows two things, each in four
+of five cases.
 
 * A recipe worse by ``d`` is worse: the whole interval lies above zero.
 * A recipe as good as the baseline is not worse by ``d``: the whole interval lies below ``d``.
