@@ -1,4 +1,4 @@
-"""From the rows of runs to findings: while a run goes on, between two runs, and after one."""
+"""Analyse the record of a run: while it trains, after it ended, and beside a second run."""
 
 from __future__ import annotations
 

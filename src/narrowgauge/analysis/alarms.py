@@ -1,11 +1,11 @@
 """Alarms: run all detectors over the rows of a run, and raise events.
 
 :class:`Alarms` takes every row of ``steps.jsonl`` and ``gauges.jsonl`` and returns the events that the row raises. It reads
-nothing else: no model, no clock, no random numbers. So the detectors can run again over a finished run's folder, a resumed
-run restores their state by reading its own rows, and so does a rollback, which deletes rows.
+nothing else: no model, no clock, no random numbers. So the detectors can also run over a finished run. A resumed run restores
+their state from its own rows. A rollback deletes rows, and restores the state from the remaining rows.
 
-Each occurrence raises one event: a tensor raises that kind of event again only after it has recovered, and when many tensors
-trip in the same row there is one event, for the worst of them, with the number of the others.
+Each occurrence raises one event. A tensor raises the same kind of event again only after it has recovered. Many tensors may
+trip in one row. Then one event names the worst tensor and counts the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTLING_STEPS = 100
 """Steps at the beginning while the loss scale settles: halvings and skips are not counted."""
 FEWEST_VALUES = 3
 """Fewest earlier values that make a baseline."""
-# Forward before backward: of tensors that are equally bad, the one that was computed first.
+# Forward before backward: among equally bad tensors, name the tensor that was computed first.
 _ORDER = ("weight", "input", "output", "output_grad", "grad")
 
 
@@ -44,7 +44,7 @@ class _State:
     is_active: bool = False
 
     def update(self, detector: Detector, trips: bool, recovers: bool) -> bool:
-        """Count one value, and return whether the detector becomes active with it."""
+        """Count one value. Return whether this value makes the detector active."""
         self.num_bad = self.num_bad + 1 if trips else 0
         self.num_good = self.num_good + 1 if recovers else 0
         begins = not self.is_active and self.num_bad >= detector.consecutive
@@ -76,23 +76,23 @@ class _Trip:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Smaller is worse."""
+        """Return a sort key: worse trips come first."""
         kind = (self.tensor or "").partition(":")[0]
         order = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
-        # One value that is not finite is as bad as many: the first tensor to hold one is the worst.
+        # One non-finite value is as bad as many, so the first tensor with one is the worst.
         excess = 1.0 if self.detector.kind == "nonfinite" else self.detector.excess(self.value, self.limit)
         return -excess, order
 
 
 class Alarms:
-    """Runs all detectors over the rows of a run.
+    """Run all detectors over the rows of a run.
 
-    Invariant: the events are a function of the arguments and of the rows, in their order. Rows of steps and rows of gauges are
-    independent of each other, so it does not matter how the two are interleaved.
+    Invariant: the events depend only on the arguments and on the rows, in their order. Rows of steps and rows of gauges are
+    independent, so their interleaving does not matter.
 
     Args:
-        recipe: what the run trains in, as for :func:`narrowgauge.prepare`; ``None`` where it is not known.
-        is_audited: the optimizer's audit raises ``lost_updates`` for this run, so no detector does.
+        recipe: recipe of the run, as for :func:`narrowgauge.prepare`; ``None`` if unknown.
+        is_audited: the optimizer's audit raises ``lost_updates`` for this run. Then detectors do not.
 
     Cost: about 35 µs per step, and 20 µs per tensor of a row of gauges.
 
@@ -129,14 +129,14 @@ class Alarms:
         *,
         is_audited: bool = False,
     ) -> Alarms:
-        """Return the alarms of a run that continues after a resume, or after a rollback that deleted rows.
+        """Return the alarms of a run that continues after a resume or a rollback.
 
         Args:
             recipe, is_audited: as of the class.
-            steps, gauges: the rows of ``steps.jsonl`` and ``gauges.jsonl`` that are left.
+            steps, gauges: remaining rows of ``steps.jsonl`` and ``gauges.jsonl``.
 
         Returns:
-            The alarms after these rows; the events that they raise are dropped.
+            The alarms after these rows. Their events are dropped.
 
         Example:
             >>> rows = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 31)]
@@ -154,8 +154,8 @@ class Alarms:
         """Read a row of ``steps.jsonl``, and return the events that it raises.
 
         Args:
-            row: the row just written; rows come in the order of their steps.
-            judgement: of this step by :attr:`judge`, where it was judged before its update; ``None`` judges it now.
+            row: the new row. Pass rows in the order of their steps.
+            judgement: result of :attr:`judge` before the update; ``None`` judges now.
         """
         loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
         loss = math.nan if loss is None else loss
@@ -179,9 +179,9 @@ class Alarms:
         return self._events(int(row.get("step", 0)), trips)
 
     def _step_metrics(self, row: Row, loss_spike: Spike | None, norm_spike: Spike | None) -> Metrics:
-        """Return the metrics of one step; what spiked does not count for a climb."""
+        """Return the metrics of one step. Spikes do not count for a climb."""
         loss, norm, scale = (number(row.get(name)) for name in ("loss", "grad_norm", "loss_scale"))
-        # While a loss scale is searched for, gradients overflow.
+        # Gradients overflow while the run searches for a loss scale.
         is_searching = scale is not None and bool(row.get("skipped"))
         is_wrong = not _is_finite(loss) or not (is_searching or _is_finite(norm))
         metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
@@ -197,10 +197,10 @@ class Alarms:
         return metrics
 
     def on_gauges(self, row: Row) -> list[Event]:
-        """Read a row of ``gauges.jsonl``, and return the events that it raises: at most one of each kind, for the worst tensor.
+        """Read a row of ``gauges.jsonl``, and return its events: at most one per kind, for the worst tensor.
 
         Args:
-            row: the row just written (see :data:`narrowgauge.runs.schema.GAUGE`); rows come in the order of their steps.
+            row: the new row (see :data:`narrowgauge.runs.schema.GAUGE`). Pass rows in the order of their steps.
         """
         trips = []
         for table, name, metrics in gauge_metrics(row):
@@ -219,7 +219,7 @@ class Alarms:
         return self._states[key]
 
     def _read(self, detector: Detector, name: str | None, value: float, metrics: Metrics) -> list[_Trip]:
-        """Give one value to one detector: the trip that begins with it, or nothing."""
+        """Pass one value to one detector. Return the trip that begins with it, or an empty list."""
         state = self._state(detector, name)
         limit = detector.limit(state.baseline(detector))
         if detector.relative:
@@ -262,9 +262,9 @@ _OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table ==
 
 
 def halvings(scales: Iterable[float]) -> float:
-    """Return how often a loss scale was halved, by its values in consecutive steps.
+    """Count how often a loss scale was halved, from its values in consecutive steps.
 
-    The binary logarithm of the product of its decreases; increases do not count.
+    Return the binary logarithm of the product of its decreases. Increases do not count.
 
     Example:
         >>> halvings([8.0, 4.0, 4.0, 8.0, 2.0])

@@ -1,4 +1,4 @@
-"""The columns of a run's record as arrays: read once, then shared by the diagnosis, the comparison and the page."""
+"""Columns of a run's record as arrays: read once, then shared by the diagnosis, the comparison and the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Points of one line, ``x`` ascending; NaN in ``y`` is a value that is not finite."""
+    """Store the points of one line, with ``x`` ascending. NaN in ``y`` marks a non-finite value."""
 
     x: Array
     y: Array
@@ -27,7 +27,7 @@ class Series:
 
     @property
     def gaps(self) -> list[float]:
-        """Return the places without a finite value."""
+        """Return the ``x`` of all non-finite values."""
         return self.x[np.isnan(self.y)].tolist()  # type: ignore[no-any-return]
 
     @property
@@ -37,7 +37,7 @@ class Series:
 
 
 def column(run: Run, table: str, name: str) -> Series:
-    """Return a column of ``steps`` or ``evals`` over the steps; rows that lack either entry add nothing.
+    """Return a column of ``steps`` or ``evals`` over the steps. Skip rows without the step or the value.
 
     Example:
         >>> from pathlib import Path
@@ -52,12 +52,12 @@ def column(run: Run, table: str, name: str) -> Series:
 
 
 def numbers(run: Run, table: str, name: str) -> Array:
-    """Return a column with an entry for each row; NaN where a row has no finite number."""
+    """Return a column with an entry per row; NaN without a finite number."""
     return _read(run, table, name)[0]
 
 
 def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Return a column and where rows have an entry; it is held with the run, since many readers ask for it."""
+    """Return a column, and a mask of the rows with an entry. Cache both on the run: many readers use them."""
     held = vars(run).setdefault("columns", {})
     if (table, name) not in held:
         held[table, name] = _floats(getattr(run, table), name)
@@ -69,7 +69,7 @@ def _floats(rows: list[Row], name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
         column = np.fromiter(map(itemgetter(name), rows), float, len(rows))
         if np.isfinite(column).all():
             return column, np.ones(len(rows), bool)
-    # Some rows lack it, or hold no finite number.
+    # Some rows have no entry, or no finite number.
     places = [place for place, row in enumerate(rows) if row.get(name) is not None]
     column, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
     is_known[places] = True

@@ -1,11 +1,11 @@
-"""The diagnosis of one run: the readings beyond their bound, earliest first, and what the record cannot show.
+"""Diagnosis of one run: readings beyond their bound, earliest first, and areas that the record does not show.
 
-A run of the trainer or of ``ng.RunRecorder`` had its detectors beside it, and its events are their alarms. Over the rows of any
-other record they run here. Counts over the whole record come beside them: steps that were skipped or failed, a loss scale that
-began anew, ranks that differ, states that a resume changed, updates that a storage lost, weights that never moved.
+Runs of the trainer and of ``ng.RunRecorder`` have detectors, and their events are alarms. Over any other record the
+detectors run here. The diagnosis adds counts over the whole record: skipped or failed steps, restarts of the loss scale,
+differing ranks, states changed by a resume, updates lost by a storage, unmoved weights.
 
-A run without a reading is not a run without a fault: a label that is shifted leaves rows like any others. So the answer lists
-what was looked at, and what this record cannot show.
+A run without a reading may still have a fault: shifted labels leave normal rows. So the diagnosis lists the areas it looked
+at, and the areas that this record cannot show.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ if TYPE_CHECKING:
     from narrowgauge.analysis.two_runs import TwoRuns
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
-"""Kinds of events that are no alarms; skipped steps are counted from their rows."""
+"""Kinds of events that are not alarms. Skipped steps are counted from their rows."""
 CHANGES = frozenset({"changed-settings", "changed-software"})
-"""Detectors of notes that are readings nevertheless: the two sides of a resume differ."""
+"""Detectors of notes that do become readings: the software or settings changed at a resume."""
 _CONSECUTIVE = 3
-"""Samples in a row beyond a bound before it is a reading, as for the detectors of the same metrics."""
+"""Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
 FEWEST_STEPS = 50
-"""Applied steps from which an unmoved weight is a reading."""
+"""Minimum number of applied steps before an unmoved weight is a reading."""
 STAGE_OF_TENSOR: dict[str, str] = {
     "input": "forward", "output": "forward", "output_grad": "gradient", "grad": "gradient", "weight": "storage",
     "exp_avg": "storage", "exp_avg_sq": "storage",
 }  # fmt: skip
-"""The stage of what a detector reads of a tensor, by the tensor's kind."""
+"""Stage of a tensor's reading, by the tensor's kind."""
 STAGE_OF_OTHERS: dict[str, str] = {
     **dict.fromkeys((*CHANGES, "rest"), "between steps"), "recomputation": "gradient", "replicas": "optimizer step",
     "rollback": "loss", "divergence": "loss", "checkpoint_damaged": "storage", "corruption": "between steps",
 }  # fmt: skip
-"""The stage of what no detector and no check raised, by the ``detector`` or ``kind`` of its event."""
+"""Stage of an event without a detector or check, by its ``detector`` or ``kind``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a run's record shows beyond its bounds; ``print`` shows it as a table.
+    """Hold the findings about one run; ``print`` shows a table.
 
     Args:
-        name: of the run.
-        readings: beyond their bound, by step, then by stage of the step, then the largest excess first.
-        unseen: what the record cannot show, each with the one flag or call that would; empty text where nothing would.
-        looked_at: what the record shows.
-        num_steps, num_applied: recorded steps, and those whose update was applied.
-        notes: what of the record could not be read, a sentence each.
+        name: name of the run.
+        readings: beyond their bound. Sorted by step, stage, and excess (largest first).
+        unseen: areas that the record cannot show, each with the one flag or call that records it; empty text if none does.
+        looked_at: areas that the record shows.
+        num_steps, num_applied: recorded steps, and steps with an applied update.
+        notes: unreadable parts of the record, a sentence each.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Return the verdict in one sentence."""
         skipped = self.num_steps - self.num_applied
         watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
         if not self.readings:
@@ -126,21 +126,21 @@ def diagnose(run: str | Path | Run, other: str | Path | Run) -> TwoRuns: ...
 
 
 def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Diagnosis | TwoRuns:
-    """Show what of a run's record lies beyond its bound, or where two runs first differ.
+    """Show the readings of a run beyond their bound, or find the first difference of two runs.
 
-    Nothing is guessed: each reading is a number of the record beside the number that it is compared with.
+    Nothing is guessed: each reading is a recorded number and its expected value or limit.
 
     Args:
-        run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+        run: a run folder, the log of another framework, or a result of :func:`narrowgauge.read_run`.
         other: a second run that should have been equal.
 
     Returns:
-        The readings beyond their bound and what the record cannot show; of two runs, where they differ.
+        The readings beyond their bound, and the areas that the record cannot show. For two runs, their differences.
 
     Raises:
         RecordError: there is no run, or its record is damaged.
 
-    Cost: below a second for 10,000 steps; longer where detectors have yet to run over samples of many tensors.
+    Cost: below a second for 10,000 steps. It takes longer if detectors must first run over samples of many tensors.
 
     Example:
         >>> import tempfile, narrowgauge as ng
@@ -196,12 +196,12 @@ def _notes(run: Run) -> Iterator[str]:
 
 
 class Area(NamedTuple):
-    """Something about a run that a record may show.
+    """Describe an area that a record may show.
 
     Args:
-        reads: ``table.column`` of the record, any of which shows it.
-        trainer, recorder, log: what records it in a run of ``narrowgauge train``, in a loop with ``ng.RunRecorder``, and for the
-            log of another framework; empty where nothing there does.
+        reads: columns as ``table.column``. Any of them shows the area.
+        trainer, recorder, log: how to record it with ``narrowgauge train``, with ``ng.RunRecorder``, or in the log of another
+            framework; empty if impossible.
     """
 
     name: str
@@ -232,12 +232,12 @@ AREAS: tuple[Area, ...] = (
 
 
 def loop_of(run: Run) -> str:
-    """Return how a record came about: ``trainer``, ``recorder`` or ``log``."""
+    """Return the source of a record: ``trainer``, ``recorder`` or ``log``."""
     return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
 
 
 def looked_at(run: Run) -> tuple[str, ...]:
-    """Return the areas that the record shows, with how many elements moved where that is known."""
+    """Return the areas that the record shows, with the number of moved elements if known."""
     moved = _moved(run)
     areas = [area.name for area in AREAS if _is_shown(run, area)]
     if moved:
@@ -248,7 +248,7 @@ def looked_at(run: Run) -> tuple[str, ...]:
 
 
 def unseen(run: Run) -> dict[str, str]:
-    """Return the areas that the record does not show, each with what would; empty text where nothing does."""
+    """Return the areas that the record does not show, each with a way to record it; empty text if there is none."""
     loop = loop_of(run)
     rows = [row for row in _compared(run) if isinstance(row.get("unseen"), dict)]
     compared = [row["unseen"] for row in rows if row.get("compared")]
@@ -275,7 +275,7 @@ def _compared(run: Run) -> list[Row]:
 
 
 def rows_of(run: Run, table: str) -> list[Row]:
-    """Return the rows of a table, such as ``gauges``; none where its file is damaged."""
+    """Return the rows of a table, such as ``gauges``. Return an empty list if its file is damaged."""
     try:
         return getattr(run, table)  # type: ignore[no-any-return]
     except RecordError:
@@ -286,7 +286,7 @@ def rows_of(run: Run, table: str) -> list[Row]:
 
 
 def recorded_readings(run: Run, skipped: list[int]) -> list[Reading]:
-    """Return what a run's record shows beyond its bounds, earliest first; each ``what`` of a tensor once, at its first step."""
+    """Return the readings of a run beyond their bounds, earliest first. Keep the first step of each tensor and ``what``."""
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
     counts = (_steps(run, skipped), _scale(run, skipped), _ranks(run), _resumes(run), _audits(run, recipe), _moments(run),
@@ -299,7 +299,7 @@ def recorded_readings(run: Run, skipped: list[int]) -> list[Reading]:
 
 
 def _first(readings: list[Reading]) -> Reading:
-    """Return the first of several readings of one thing, with their number in its advice."""
+    """Return the first of several readings of one thing. Add their number to its advice."""
     first, steps = min(readings, key=lambda r: r.step), {reading.step for reading in readings}
     if len(steps) == 1:
         return first
@@ -307,7 +307,7 @@ def _first(readings: list[Reading]) -> Reading:
 
 
 def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
-    """Return the alarms among a run's events, and those that its rows raise where no detector ran beside it."""
+    """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
     recorded = [event for event in run.events if _is_alarm(event)]
     config = run.run.get("config")
     if "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None):
@@ -354,7 +354,7 @@ def _stage(event: Row, kind: str, detector: str) -> str:
 def skipped_steps(run: Run) -> list[int]:
     """Return the steps whose update was not applied.
 
-    A loss that is finite after a gradient that is not shows that the step between them was skipped, whoever wrote the log.
+    A finite loss after a non-finite gradient shows that the step between was skipped, in any log.
     """
     marked = {step_of(event) for event in run.events if event.get("kind") == "skip"}
     marked |= set(_where(run, "skipped"))
@@ -367,7 +367,7 @@ def skipped_steps(run: Run) -> list[int]:
 
 
 def _where(run: Run, flag: str) -> list[int]:
-    """Return the steps at which a flag is set."""
+    """Return the steps with a flag set."""
     line = column(run, "steps", flag)
     return [int(step) for step in line.x[np.nan_to_num(line.y) != 0]]
 
@@ -391,7 +391,7 @@ def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """A loss scale doubles at most from one step to the next; a resume that forgets it begins anew."""
+    """Detect restarts of the loss scale: from step to step it at most doubles, unless a resume forgets it."""
     scales = column(run, "steps", "loss_scale")
     for (before, low), (step, high) in pairwise(zip(map(int, scales.x), scales.y.tolist(), strict=True)):
         if step > before and low > 0 and high > low * 2.0 ** min(step - before, 60):
@@ -409,7 +409,7 @@ def _ranks(run: Run) -> Iterator[Reading]:
 
 
 def _resumes(run: Run) -> Iterator[Reading]:
-    """A resume hashes the state that it loaded: the same step twice, which must have the same bits."""
+    """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state bit for bit."""
     for before, row in pairwise(rows_of(run, "fingerprints")):
         if step_of(row) != step_of(before):
             continue
@@ -421,9 +421,9 @@ def _resumes(run: Run) -> Iterator[Reading]:
 
 
 def effective_rate(run: Run) -> tuple[float, str] | None:
-    """Return the factor by which the learning rate was effectively multiplied, and its interval in words.
+    """Return the factor on the effective learning rate, and its interval in words.
 
-    That of the audited steps, else what ``ng.check`` predicted when the record began; ``None`` where neither is recorded.
+    Use the audited steps, or the prediction of ``ng.check`` at the start. Return ``None`` if neither is recorded.
     """
     values = column(run, "steps", "edq").finite.tolist()
     if len(values) > 1:
@@ -435,7 +435,7 @@ def effective_rate(run: Run) -> tuple[float, str] | None:
 
 
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
-    """What the audit of all parameters measured beyond the bounds of the detectors of single tensors."""
+    """Yield readings of the audit over all parameters, beyond the bounds of the single-tensor detectors."""
     facts = Facts(storage=recipe.storage if recipe is not None else None)
     for name in ("lost-updates", "lost-decay", "noise"):
         detector, length = DETECTORS[name], 0
@@ -462,7 +462,7 @@ def _of_audit(run: Run, detector: Detector, facts: Facts, value: float, step: in
 
 
 def _moments(run: Run) -> Iterator[Reading]:
-    """Second moments whose sum is not that of an exact float32 copy."""
+    """Yield second moments whose sum differs from an exact float32 copy."""
     place, lengths = list(METRICS["moments"]).index("bias"), dict[str, int]()
     for row in rows_of(run, "gauges"):
         for name, values in (row.get("moments") or {}).items():
@@ -476,7 +476,7 @@ def _moments(run: Run) -> Iterator[Reading]:
 
 
 def _moved(run: Run) -> dict[str, tuple[float, int]]:
-    """Return, by trained tensor, the share of its elements that moved since the start, and their number."""
+    """Return the moved fraction of elements since the start and their number, by trained tensor."""
     moved = (run.summary or {}).get("moved")
     if not isinstance(moved, dict):
         return {}
@@ -488,7 +488,7 @@ def _moved(run: Run) -> dict[str, tuple[float, int]]:
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Tensors of 16 bits most of whose elements never moved, and any that did not move at all, though they had a gradient."""
+    """Yield 16-bit tensors with mostly unmoved elements, and any tensor that never moved despite a gradient."""
     applied, moved = len(run.steps) - len(skipped), _moved(run)
     if applied < FEWEST_STEPS:
         return

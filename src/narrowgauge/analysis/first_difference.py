@@ -1,16 +1,16 @@
-"""The first difference of two runs: step, stage, tensor and rank, by the rows and fingerprints that both recorded.
+"""The first difference of two runs: step, stage, tensor and rank, from the rows and fingerprints of both.
 
-A step reads tokens, computes outputs, a loss and gradients, clips them, and updates weights and states. Each column of a record
-and each kind of fingerprint belongs to one stage. Fingerprints are in the order in which a step makes them, so the first that
-differs is where the step went another way. Where both runs trained on equally many ranks, their hashes by rank show whether one
-rank alone did.
+A step reads tokens, computes outputs, a loss and gradients, clips gradients, and updates weights and states. Each column and
+each kind of fingerprint belongs to one stage. Fingerprints are in the order of computation. So the first differing fingerprint
+shows where the runs diverged. If both runs trained on equally many ranks, their hashes by rank show whether only one rank
+differs.
 
-A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, and so does a mean over n tokens. From
-step to step differences grow, since training amplifies them, but not by much in one step. So a difference within rounding does
-not end the search: what exceeds both its own rounding and what the step before can have grown to has another reason.
+A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n. The same holds for a mean over n
+tokens. Training amplifies differences from step to step, but not by much in one step. So a difference within rounding does not
+end the search. A larger difference has another reason: it exceeds its own rounding and the growth since the step before.
 
-Source: the expected error of n independent roundings (Higham 2002, section 2.8); envelopes in place of one tolerance: TTrace
-(2506.09280).
+Source: the expected error of n independent roundings (Higham 2002, section 2.8); one tolerance per tensor instead of one for
+all: TTrace (2506.09280).
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.notation import parse
 
 COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skipped")
-"""The compared columns of a step's row; times and bytes differ in any two runs."""
+"""Compared columns of a step's row. Times and bytes differ between any two runs."""
 EXACT = frozenset({"held", "tokens", "batch_crc", "lr", "loss_scale", "skipped"})
-"""What no rounding changes."""
+"""Values that rounding cannot change."""
 _KINDS = list(STAGE_OF)
 
 ENVELOPE = 32.0
-"""How many times the expected rounding of a norm still counts as rounding: roundings are not independent."""
+"""Multiple of a norm's expected rounding error that still counts as rounding, since rounding errors are not independent."""
 LEAST = 2.0**-20
-"""A relative difference that always counts as rounding, eight spacings of float32: losses and norms are sums in float32, whose
-errors do not average out. Other orders of the sums of a float32 model changed losses and norms by up to 1.4e-7."""
+"""Relative difference that always counts as rounding: eight ulps of float32. Losses and norms are float32 sums, whose errors do
+not average out. Reordering the sums of a float32 model changed losses and norms by up to 1.4e-7."""
 GROWTH = 30.0
-"""Factor within which the largest difference grows in one step; measured on tiny models: below 6."""
+"""Maximum growth factor of the largest difference in one step. Measured on tiny models: below 6."""
 _SHARED = 0.5
-"""The least share of a kind's tensors that both runs have for the others to be an answer: else they are named otherwise."""
+"""Minimum fraction of a kind's tensors in both runs. Below it, the runs name tensors differently, and we skip the kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One column or tensor of a step in which two runs differ.
+    """Describe one differing column or tensor of a step.
 
     Args:
         kind: a key of :data:`~narrowgauge.analysis.reading.STAGE_OF`.
-        what: the column, or of a tensor ``norm``, ``bits`` or ``only-in-one-run``.
+        what: the column. For a tensor: ``norm``, ``bits`` or ``only-in-one-run``.
         tensor: the fingerprint, as ``KIND:NAME``; empty for a column.
-        values: of both runs; of a tensor its norms; NaN where only bits are known.
-        numel: elements of the tensor; of a column, tokens of the step; 0 where not known.
-        ranks: the only ranks that differ; empty where all do, or it is not known.
-        note: what the ranks of one run disagree on, in words.
-        only_in: 0 or 1: the run that alone has this tensor.
+        values: of both runs. For a tensor: its norms. NaN if only bits are known.
+        numel: elements of the tensor; for a column, tokens of the step; 0 if unknown.
+        ranks: the differing ranks; empty if all differ or unknown.
+        note: disagreement among the ranks of one run, in words.
+        only_in: 0 or 1: the only run with this tensor.
     """
 
     step: int
@@ -79,17 +79,17 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Return the difference over the larger value; infinite where no rounding explains it."""
+        """Return the difference over the larger value; infinite if rounding cannot explain it."""
         relative = relative_difference(*self.values)
         return math.inf if self.kind in EXACT or math.isnan(relative) else relative
 
     @property
     def place(self) -> str:
-        """Return the tensor or column, and the stage, for a sentence."""
+        """Return the tensor or column, and the stage, as part of a sentence."""
         return f"{self.tensor or self.what} ({self.stage})"
 
     def reading(self, bound: float) -> Reading:
-        """Return it as a reading: the second run's value, the first's, and the distance that ``bound`` allows."""
+        """Return a reading: the second run's value, the first's, and the distance within ``bound``."""
         one, other = self.values
         if math.isnan(one) and math.isnan(other):
             return Reading(self.step, self.stage, self.tensor, self.what)
@@ -98,15 +98,14 @@ class Difference:
 
 
 class Parting(NamedTuple):
-    """Where two runs differ.
+    """Hold the first differences of two runs.
 
     Args:
-        first: the very first difference, however small; ``None`` where all that both recorded is equal.
-        beyond: the first difference beyond its bound, if there is one. Where rounding came before, it is the one with the
-            largest excess of the earliest stage.
-        bound: the relative difference up to which rounding explains ``beyond``, or else ``first``.
-        num_common: steps that both recorded.
-        is_hashed: whether both recorded fingerprints of that step.
+        first: the first difference of any size; ``None`` if all common records are equal.
+        beyond: the first difference beyond its bound, if any. If rounding came first, the largest excess of the earliest stage.
+        bound: the relative difference that rounding explains, for ``beyond`` or else ``first``.
+        num_common: number of steps that both recorded.
+        is_hashed: both recorded fingerprints of that step.
     """
 
     first: Difference | None
@@ -117,7 +116,7 @@ class Parting(NamedTuple):
 
 
 def relative_difference(one: float, other: float) -> float:
-    """Return the difference of two values over the larger magnitude; NaN where one is.
+    """Return the difference of two values over the larger magnitude; NaN if either is NaN.
 
     Example:
         >>> relative_difference(2.0, 2.5), relative_difference(0.0, 0.0)
@@ -128,19 +127,19 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; NaN equals NaN, and checksums of two lengths, from two versions, count as equal."""
+    """Return whether two values are equal. NaN equals NaN. Checksums of two lengths, from two versions, count as equal."""
     if isinstance(one, str) and isinstance(other, str) and len(one) != len(other):
         return True
     return bool(one == other) or (one != one and other != other)
 
 
 def roundoff(*runs: Run) -> float:
-    """Return the unit roundoff of the tensors between two matmuls, the largest of some runs; bfloat16's where not recorded."""
+    """Return the largest unit roundoff of tensors between two matmuls, over some runs; bfloat16's if unrecorded."""
     return max(max(FORMATS[name].epsilon for name in _formats_of(run)) / 2 for run in runs)
 
 
 def _formats_of(run: Run) -> tuple[str, ...]:
-    """Return the formats between two matmuls: those of the recipe, else those that the graph of a forward pass had."""
+    """Return the formats between two matmuls, from the recipe, or else from the graph of a forward pass."""
     with suppress(NarrowgaugeError, KeyError, AttributeError):
         recipe = parse(run.run.get("config", {}).get("recipe", ""))
         return recipe.compute.dtype, recipe.storage.visible
@@ -153,7 +152,7 @@ def _formats_of(run: Run) -> tuple[str, ...]:
 
 
 def rounding_of(numel: int, u: float) -> float:
-    """Return the relative difference up to which a norm or a mean of ``numel`` values counts as rounded differently.
+    """Return the relative difference of a norm or mean of ``numel`` values that still counts as rounding.
 
     Example:
         >>> rounding_of(1024, 2.0**-8)
@@ -166,7 +165,7 @@ def rounding_of(numel: int, u: float) -> float:
 
 
 def find_parting(one: Run, other: Run) -> Parting:
-    """Find where two runs differ first, and where first beyond rounding."""
+    """Find the first difference of two runs, and the first difference beyond rounding."""
     rows = _by_step(one.steps), _by_step(other.steps)
     prints = _by_step(rows_of(one, "fingerprints")), _by_step(rows_of(other, "fingerprints"))
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
@@ -190,7 +189,7 @@ def find_parting(one: Run, other: Run) -> Parting:
             first, first_bound = differences[0], bounds[0]
         if beyond:
             at, bound = beyond[0]
-            if at is not first:  # rounding came before, so that the order in the step says little
+            if at is not first:  # rounding came before, so the order within the step means little
                 alike = [pair for pair in beyond if pair[0].stage == at.stage]
                 at, bound = max(alike, key=lambda pair: pair[0].relative / max(pair[1], 1e-300))
             return Parting(first, at, bound, len(common), step in hashed)
@@ -205,22 +204,22 @@ def find_parting(one: Run, other: Run) -> Parting:
 
 
 def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, float]], is_later: bool) -> float:
-    """Return the relative difference that rounding explains, its growth since the last recorded step included.
+    """Return the relative difference that rounding explains, including growth since the last recorded step.
 
-    ``levels`` are the step and the largest difference of that step, of tensors and of columns.
+    ``levels`` hold that step and its largest difference, for tensors and for columns.
     """
     rounding = 0.0 if difference.kind in EXACT else rounding_of(difference.numel, u)
     if not is_later or difference.kind in EXACT:
         return rounding
     step, level = levels.get(bool(difference.tensor), (-1, 0.0))
     if step < 0 or (difference.tensor and step != difference.step - 1):
-        return math.inf if math.isfinite(difference.relative) else rounding  # nothing says how far rounding has grown
+        return math.inf if math.isfinite(difference.relative) else rounding  # the growth of rounding is unknown
     gap = difference.step - step
     return max(rounding, math.inf if gap * math.log(GROWTH) > 700 else GROWTH**gap * level)
 
 
 def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
-    """Return the first row of each step; a resume writes the fingerprints of its checkpoint once more."""
+    """Return the first row of each step. A resume repeats the fingerprints of its checkpoint."""
     return {step_of(row): row for row in reversed(rows)}
 
 
@@ -236,7 +235,7 @@ def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapp
 
 
 def _tokens_of(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> int:
-    """Return the tokens of a step, by its row, or else by the fingerprint of its batch; 0 where neither tells."""
+    """Return the tokens of a step from its row, or else from its batch's fingerprint; 0 if unknown."""
     if counted := int((number(rows[0].get(step, {}).get("tokens")) or 0) // max(1, step)):
         return counted
     tensors = prints[0].get(step, {}).get("tensors", {})
@@ -249,7 +248,7 @@ def _tensors(step: int, one: Row, other: Row) -> list[Difference]:
     for key, entry in first.items():
         if key in second and entry[0] != second[key][0]:
             kind = key.partition(":")[0]
-            if kind == "tokens":  # whole numbers have no norm
+            if kind == "tokens":  # integers have no norm
                 differences.append(Difference(step, kind, "bits", key))
             else:
                 differences.append(Difference(step, kind, "norm", key, (entry[1], second[key][1]), int(entry[2])))
@@ -257,7 +256,7 @@ def _tensors(step: int, one: Row, other: Row) -> list[Difference]:
 
 
 def _lacking(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield the first tensor of each kind that only one of the runs has, where both recorded most of its kind."""
+    """Yield the first tensor of each kind that only one run has, if both recorded most of that kind."""
     for kind in ("held", "output", "sent", "grad", "weight", "exp_avg", "exp_avg_sq", "state"):
         names = [[key for key in difference if key.startswith(f"{kind}:")] for difference in (first, second)]
         shared = set(names[0]) & set(names[1])
@@ -268,7 +267,7 @@ def _lacking(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> 
 
 
 def _ranks(step: int, one: Row, other: Row) -> Iterator[Difference]:
-    """By the hashes of what each rank holds, and by what the ranks of one of the two runs disagree on."""
+    """Compare the hashes of each rank, and the disagreements among the ranks of one run."""
     first, second = one.get("ranks") or {}, other.get("ranks") or {}
     for kind in STAGE_OF:
         mine, its = first.get(kind), second.get(kind)
@@ -276,7 +275,7 @@ def _ranks(step: int, one: Row, other: Row) -> Iterator[Difference]:
             continue
         odd = tuple(rank for rank, (here, there) in enumerate(zip(mine, its, strict=True)) if here != there)
         if odd:
-            # Where all differ, the layouts may too: then a rank holds another shard.
+            # If all ranks differ, the layouts may differ too. Then ranks hold other shards.
             if len(odd) < len(mine):
                 values = (float(mine[odd[0]]), float(its[odd[0]])) if kind == "clip" else (math.nan, math.nan)
                 yield Difference(step, kind, "factor" if kind == "clip" else "bits", values=values, ranks=odd)
@@ -288,7 +287,7 @@ def _ranks(step: int, one: Row, other: Row) -> Iterator[Difference]:
 
 
 def _with_ranks(differences: list[Difference]) -> list[Difference]:
-    """Give ranks and notes to the tensors of the same stage, and leave out what names ranks alone where a tensor is named."""
+    """Add ranks and notes to tensors of the same stage. Drop rank-only differences if a tensor is named."""
     joined = []
     for difference in differences:
         alike = [one for one in differences if one.stage == difference.stage]
@@ -306,7 +305,7 @@ def _with_ranks(differences: list[Difference]) -> list[Difference]:
 
 
 def _stopped(one: Run, other: Run) -> Iterator[Difference]:
-    """Where one of the two stopped because its ranks found damage that the record does not show yet."""
+    """Yield a difference if only one run stopped because of damage between its ranks that the rows do not show yet."""
     differences = [
         next((event for event in run.events if event.get("kind") == "corruption"), None) for run in (one, other)
     ]
@@ -321,7 +320,7 @@ def _stopped(one: Run, other: Run) -> Iterator[Difference]:
 
 
 def _evaluations(one: Run, other: Run, rows: Sequence[Mapping[int, Row]]) -> Iterator[Difference]:
-    """The first evaluation that differs: of other weights, where the next step differs too; else of another evaluation."""
+    """Yield the first differing evaluation: of other weights if the next step differs too, else of another evaluation."""
     losses = [{step_of(row): number(row.get("val_loss")) for row in run.evals} for run in (one, other)]
     for step in sorted(losses[0].keys() & losses[1].keys()):
         mine, its = losses[0][step], losses[1][step]

@@ -1,8 +1,8 @@
-"""The kinds of readings: one table of what is measured, its bound, the bound's source, and what to do.
+"""Kinds of readings: a table with the measured value, its bound, the bound's source, and the advice.
 
-``kinds.toml`` has a row for each number of ``ng.check``, of the check of the optimizer's step, of the counts over a record and of
-the comparison of two runs. Detectors (:mod:`narrowgauge.analysis.detectors`) are rows of the same table, which also say when an
-alarm begins. ``narrowgauge show checks`` prints all of them.
+``kinds.toml`` has a row for each number of ``ng.check``, the check of the optimizer's step, the counts over a record, and the
+comparison of two runs. Detectors (:mod:`narrowgauge.analysis.detectors`) are rows of the same table. Their rows also say when
+an alarm begins. ``narrowgauge show checks`` prints all rows.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, te
 from narrowgauge.spec.toml import load_toml
 
 STEP = "audit_every"
-"""The kinds that the check of the optimizer's step reads."""
+"""Kinds that the check of the optimizer's step reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of reading.
+    """Describe one kind of reading.
 
     Args:
-        by: the command or call that measures it.
+        by: command or call that measures it.
         stage: a key of :data:`narrowgauge.analysis.reading.STAGES`.
-        value: what the number is.
-        bound: of the value, or of its distance to what is expected.
-        advice: a template, filled with what was measured.
-        source: of the bound.
+        value: meaning of the number.
+        bound: of the value, or of its distance to the expected value.
+        advice: a template for the measured values.
+        source: source of the bound.
     """
 
     name: str
@@ -80,7 +80,7 @@ def kind_rows() -> list[Row]:
 
 
 def kind_table() -> Table:
-    """Return what ``narrowgauge show checks`` prints."""
+    """Return the table that ``narrowgauge show checks`` prints."""
     columns = (
         *name_columns(reading="name"), *text_columns(measured_by="by", value="value"), *number_columns(bound="bound"),
         *text_columns(source_of_the_bound="source"),

@@ -1,6 +1,6 @@
-"""A reading: one number of a run, where it was measured, and the bound that it is compared with.
+"""A reading: one measured number of a run, its place, and its bound.
 
-Events, detectors, counts and differences of two runs all become readings, in one order, one table and one set of JSON fields.
+Events, detectors, counts and differences of two runs all become readings. They share one order, one table and one JSON format.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _ORDER = list(STAGES)
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A measured number beside its bound.
+    """Hold a measured number and its bound.
 
     Args:
         step: optimizer step, from 1; 0 is before the first.
         stage: a key of :data:`STAGES`.
-        tensor: as ``KIND:NAME`` or a parameter's name; empty where it is about the whole step.
-        what: the name of the quantity, detector or check.
-        value: the measured number; ``None`` where only a difference of bits is known.
-        expected: the number that it should be, if there is one.
-        bound: the largest allowed ``|value - expected|``; without ``expected`` the limit of ``value`` itself.
-        advice: what it means and what to do, in sentences.
+        tensor: ``KIND:NAME`` or a parameter's name; empty for the whole step.
+        what: name of the quantity, detector or check.
+        value: measured number; ``None`` if only bits are known to differ.
+        expected: expected number, if any.
+        bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.
+        advice: meaning and next action, in sentences.
         severity: a key of :data:`narrowgauge.runs.finding.SEVERITIES`.
 
     Example:
@@ -69,13 +69,13 @@ class Reading:
 
     @property
     def excess(self) -> float:
-        """Return how many times its bound the value is; infinite where that is not known."""
+        """Return the value as a multiple of its bound; infinite if unknown."""
         if self.value is None or self.bound is None:
             return math.inf
         over, under = abs(self.value), abs(self.bound)
         if self.expected is not None:
             over = abs(self.value - self.expected)
-        elif 0 < over < under:  # a limit from below
+        elif 0 < over < under:  # a lower limit
             over, under = under, over
         return over / under if math.isfinite(over) and under > 0 else math.inf
 
@@ -85,7 +85,7 @@ class Reading:
 
 
 def in_order(readings: Iterable[Reading]) -> list[Reading]:
-    """Sort notes last, then by step, by stage, and the largest excess first."""
+    """Sort readings: notes last, then by step, stage, and largest excess."""
     return sorted(
         readings,
         key=lambda r: (
@@ -99,7 +99,7 @@ def in_order(readings: Iterable[Reading]) -> list[Reading]:
 
 
 def of_all(names: Iterable[str]) -> str:
-    """Return the first of some names and how many others there are, as the tensor of a reading.
+    """Return the first name and the number of others, as the tensor of a reading.
 
     Example:
         >>> of_all(["a", "b", "c"])
@@ -109,7 +109,7 @@ def of_all(names: Iterable[str]) -> str:
 
 
 def reading_table(readings: Sequence[Reading], title: str = "") -> Table:
-    """Return readings as a table; their advice is left to :func:`advice_lines`.
+    """Return readings as a table. :func:`advice_lines` returns their advice.
 
     Example:
         >>> print(reading_table([Reading(40, "storage", "a.weight", "lost-updates", 0.5, 1.0, 0.1)]).plain(), end="")
@@ -126,7 +126,7 @@ def reading_table(readings: Sequence[Reading], title: str = "") -> Table:
 
 
 def advice_lines(readings: Sequence[Reading], most: int = 3) -> list[str]:
-    """Return the advice of the first readings, a line for each ``what``.
+    """Return the advice of the first readings, one line per ``what``.
 
     Example:
         >>> advice_lines([Reading(7, "loss", "", "loss-spike", 9.0, None, 3.0, "The loss jumped.")])
@@ -138,17 +138,17 @@ def advice_lines(readings: Sequence[Reading], most: int = 3) -> list[str]:
 
 
 MAX_ROWS = 10
-"""Rows of the table that is printed; JSON has all."""
+"""Maximum number of printed rows. JSON has all rows."""
 
 
 class Readings(Sequence[Reading]):
-    """Readings that print themselves: lines, a table, the advice of each kind, and what was not looked at.
+    """Hold readings that print themselves: lines, a table, the advice of each kind, and skipped checks.
 
     Args:
-        readings: beyond their bound.
+        readings: readings beyond their bound.
         lines: printed above the table.
-        looked_at: printed where nothing is beyond its bound.
-        unseen: what was not compared, each with the reason or the flag that would; empty text where nothing would.
+        looked_at: printed if no reading is beyond its bound.
+        unseen: skipped checks, each with the reason or the flag that enables it; empty text if none does.
 
     Example:
         >>> print(Readings([], ["AdamW: float32 weights"], "28 tensors"))
@@ -168,14 +168,14 @@ class Readings(Sequence[Reading]):
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing worse than a note was read."""
+        """Return whether no reading is worse than a note."""
         return all(reading.severity == "note" for reading in self.readings)
 
     def require(self) -> Readings:
-        """Raise if anything worse than a note was read; else return the readings.
+        """Raise if any reading is worse than a note; else return the readings.
 
         Raises:
-            RecipeError: with the advice of all that was read.
+            RecipeError: with the advice of all readings.
         """
         serious = [reading for reading in self.readings if reading.severity != "note"]
         if serious:
@@ -208,7 +208,7 @@ class Readings(Sequence[Reading]):
 
 
 def body_lines(readings: Sequence[Reading], looked_at: str, unseen: Mapping[str, str]) -> list[str]:
-    """Return the table of readings, their advice and what was not looked at, as lines."""
+    """Return the table of readings, their advice and the skipped checks, as lines."""
     if not readings:
         lines = [f"Nothing found: {looked_at}."] if looked_at else []
     else:

@@ -1,8 +1,7 @@
-"""The recorded settings, data and software in which two runs differ, and the stages of a step at which each can act.
+"""Recorded differences between two runs (settings, data, software), and the stages at which each can act.
 
-Every setting acts at certain stages. A seed acts on the first weights, another order of a sum cannot show before a matmul has
-summed, and the limit of the gradient norm cannot show before the clip. So the stage of the first difference rules out most of
-what else differs between two runs.
+A seed acts on the first weights. The order of a sum acts only after a matmul. The limit of the gradient norm acts only at the
+clip. So the stage of the first difference rules out most other differences between two runs.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
 TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
-"""The tables of ``run.toml`` that are compared."""
+"""Compared tables of ``run.toml``."""
 
 NOT_COMPARED = frozenset({
     "out", "stop_after", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
     "log_to", "gauges_every", "audit_every", "verify_every", "fingerprints_every", "max_rollbacks",
 })  # fmt: skip
-"""Settings that change no bit of the training."""
+"""Settings that do not affect the bits of training."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """A setting, a version, or a property of the data or the machine in which two runs differ.
+    """Describe one difference: a setting, a version, or a property of the data or machine.
 
-    ``values`` are those of the two runs, as text; ``table`` is that of ``run.toml`` which holds it.
+    ``values`` are the values of the two runs, as text. ``table`` is the table of ``run.toml``.
     """
 
     name: str
@@ -44,7 +43,7 @@ class SettingDifference:
 
 
 def recipe_of(run: Run) -> Recipe | None:
-    """Return the recipe that a run's record names; ``None`` where it names none."""
+    """Return the recipe in a run's record, or ``None``."""
     try:
         return parse(run.run["config"]["recipe"])
     except (NarrowgaugeError, KeyError, TypeError):
@@ -52,7 +51,7 @@ def recipe_of(run: Run) -> Recipe | None:
 
 
 def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
-    """Yield what differs of two ``run.toml``, the arithmetic included; what one lacks is not compared."""
+    """Yield the differences of two ``run.toml``, including the arithmetic. Skip entries that only one has."""
     same = {
         name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
     }
@@ -61,7 +60,7 @@ def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
         first, second = (run.get(table) for run in (one, other))
         if isinstance(first, dict) and isinstance(second, dict):
             for difference in _of_table(table, first, second):
-                repeats = table == "optimizer" and difference.name in named  # its groups repeat what the settings say
+                repeats = table == "optimizer" and difference.name in named  # its groups repeat the settings
                 moved = table == "config" and difference.name in same and _are_places(difference)
                 if not repeats and not moved:
                     yield difference
@@ -75,11 +74,11 @@ def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
 
 
 _PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
-"""By table of ``run.toml``: settings that may be folders, whose content the table describes."""
+"""Settings that may be folders, by table of ``run.toml``. The table describes their content."""
 
 
 def _are_places(difference: SettingDifference) -> bool:
-    """Return whether both values are paths: the same content in another folder does not count as a difference."""
+    """Return whether both values are paths. The same content in another folder is not a difference."""
     return all("/" in value or "\\" in value for value in difference.values)
 
 
@@ -87,7 +86,7 @@ def _of_table(
     table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[SettingDifference]:
     names = [name for name in one if name in other]
-    if table == "machine":  # a run of one process has no count of ranks
+    if table == "machine":  # a single process records no rank count
         names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
     for name in names:
         if table == "config" and name in NOT_COMPARED:
@@ -101,7 +100,7 @@ def _of_table(
 
 
 def _reductions(one: Any, other: Any) -> SettingDifference | None:
-    """Return the difference of two recipes that differ only in how gradients are summed; ``None`` of others."""
+    """Return the difference of two recipes that differ only in gradient reduction, else ``None``."""
     try:
         first, second = parse(one), parse(other)
     except NarrowgaugeError:
@@ -119,7 +118,7 @@ def _text(value: Any) -> str:
 
 
 class Acts(NamedTuple):
-    """Settings, as ``table.name`` or ``table.*``, the stages at which they show first, and whether they change rounding alone."""
+    """List settings (``table.name`` or ``table.*``), their first visible stages, and whether they only change rounding."""
 
     settings: tuple[str, ...]
     stages: tuple[str, ...]
@@ -161,7 +160,7 @@ ACTS: tuple[Acts, ...] = (
 
 
 def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:
-    """Return the differences that can act at a stage; what changes rounding alone only where ``is_rounding``."""
+    """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``."""
     return tuple(
         difference
         for difference in differences
@@ -177,7 +176,7 @@ def _is_named(difference: SettingDifference, row: Acts) -> bool:
 
 
 def counts_of(run: Run) -> dict[str, float]:
-    """Return the numbers of a run that a factor of its gradients may equal: micro-batches, ranks and the loss scale."""
+    """Return numbers that may explain a factor between gradients: micro-batches, ranks and the loss scale."""
     config, machine = (table if isinstance(table := run.run.get(name), dict) else {} for name in ("config", "machine"))
     counts = {
         "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),

@@ -1,25 +1,25 @@
-"""Spikes and drifts: when a loss or a gradient norm has left its own recent level, at once or slowly.
+"""Spikes and drifts: detect when a loss or gradient norm leaves its own recent level, at once or slowly.
 
-*A spike.* A bad batch or a developing fault shows as a jump. How large a jump is unusual depends on the run: noise moves
-the loss of a batch of two million tokens by a hundredth, and that of a thousand tokens by half. So a step is compared with
-robust statistics of the steps before it: the median of the last 30 steps is the level, and the median difference
-between consecutive steps, over a longer window, is the noise. (Deviations from the median would count the fall of the loss
-as noise and miss spikes while it falls.) Losses are compared directly, gradient norms by their logarithms, since they vary
-by factors. Two floors prevent false alarms after very quiet stretches: the deviation of losses is at least one hundredth
-(of the loss, and of a nat), and a norm has to be ten times the median.
+*A spike.* A bad batch or a new fault shows as a jump. The size of an unusual jump depends on the run. Noise moves the loss of a
+batch of two million tokens by a hundredth, and the loss of a thousand tokens by half. So we compare a step with robust
+statistics of the steps before it. The level is the median of the last 30 steps. The noise is the median difference between
+consecutive steps, over a longer window. (Deviations from the median would count the fall of the loss as noise. Then spikes
+would be missed during the fall.) We compare losses directly. We compare logarithms of gradient norms, since norms vary by
+factors. Two floors prevent false alarms after very quiet stretches. The deviation of losses is at least one hundredth (of the
+loss, and of a nat). A norm must be ten times the median.
 
-A spike does not enter the statistics, or the next one would be missed. After 50 spikes in a row they are the new
-level, and all of them enter.
+A spike does not enter the statistics, or the next spike would be missed. After 50 spikes in a row they are the new level, and
+all of them enter.
 
-*A drift* is so slow that no step is a spike, and does not come back. A loss of 2.3 among losses from 1.9 to 2.5 means
-nothing; a mean of 2.3 over a hundred steps after one of 2.0 means that the run loses what it has learned. So the level of
-the metric and the uncertainty of that level are estimated. Values are averaged in *blocks* of 20. The level is the mean of
-the middle half of the last blocks, so that a spike does not move it. Its uncertainty follows from the median distance of
-each block from the middle between its neighbours: a steady fall or climb does not contribute to it, and noise that lasts
-for some steps, as with ordered data, contributes almost in full.
+*A drift* is so slow that no step is a spike, and it does not come back. A loss of 2.3 among losses from 1.9 to 2.5 means
+nothing. A mean that rises from 2.0 to 2.3 over a hundred steps means that the run forgets. So we estimate the level of the
+metric and its uncertainty. Values are averaged in *blocks* of 20. The level is the mean of the middle half of the last blocks,
+so a spike does not move it. The uncertainty follows from the median distance of each block from the middle between its
+neighbours. A steady fall or climb does not contribute to it. Noise that lasts for some steps, as with ordered data, contributes
+almost in full.
 
-The metric has climbed where the lower bound of its level exceeds the upper bound of the lowest level so far. That is tested
-over the last 100, 200 and 400 steps: a large climb shows early, and a small one in much noise late.
+The metric has climbed if the lower bound of its level exceeds the upper bound of the lowest level so far. We test this over the
+last 100, 200 and 400 steps. A large climb shows early. A small climb in much noise shows late.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from statistics import fmean, median
 from typing import Literal
 
 WINDOW, RECENT = 100, 30
-"""Steps from which the noise is estimated, and the last of them, from which the level is taken."""
+"""Number of steps for the noise estimate, and number of latest steps for the level."""
 FEWEST, FEWEST_EARLY = 20, 3
-"""Steps before medians are used, and before a loss can be a spike at all."""
+"""Minimum number of steps for medians, and for any spike of the loss."""
 Z = 8.0
-"""Robust standard deviations above the level that make a spike; healthy runs used for calibration reach 5 for the loss."""
+"""Robust standard deviations above the level that make a spike. Healthy calibration runs reach 5 for the loss."""
 LOSS_FLOOR = 0.01
-"""The least standard deviation of the loss, as a share of its median and in nats."""
+"""Minimum standard deviation of the loss, as a fraction of its median and in nats."""
 NORM_FACTOR = 10.0
-"""The least factor over the median that makes a gradient norm a spike; healthy runs with small batches reach 6.6."""
+"""Minimum factor over the median for a spike of the gradient norm. Healthy runs with small batches reach 6.6."""
 PATIENCE = 50
-"""Spikes in a row that become the new level."""
+"""Number of consecutive spikes that become the new level."""
 _DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 """Standard deviation of normal noise over the median difference of two of its values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """One value far above the recent ones.
+    """Describe one value far above the recent values.
 
     Args:
-        what: ``loss`` or ``gradient``, for the norm of all gradients before clipping.
-        threshold: the largest value that is not a spike.
-        z: robust standard deviations above the median (of logarithms, for a gradient norm).
+        what: ``loss``, or ``gradient`` for the norm of all gradients before clipping.
+        threshold: the largest value below a spike.
+        z: robust standard deviations above the median (logarithms for a gradient norm).
     """
 
     what: Literal["loss", "gradient"]
@@ -65,19 +65,19 @@ class Spike:
 
     @property
     def message(self) -> str:
-        """Return one sentence without a full stop: value, threshold and z."""
+        """Return value, threshold and z in a sentence without a full stop."""
         name = "the loss" if self.what == "loss" else "the gradient norm"
         return f"{name} jumped to {self.value:.4g} (threshold {self.threshold:.4g}, z = {self.z:.0f})"
 
 
 class SpikeJudge:
-    """Decides whether a loss or a gradient norm is a spike compared with the steps before it.
+    """Decide whether a loss or a gradient norm is a spike relative to earlier steps.
 
-    Invariant: the decision is a function of the sequence of :meth:`add` calls; asking changes nothing. A value is a spike when
-    it lies more than :data:`Z` robust standard deviations above the median of the last :data:`RECENT` steps that were not
-    spikes. A value that is not finite is never a spike (it is an event of its own kind). The first :data:`FEWEST` steps fall
-    too fast for a median: there a loss is a spike when it exceeds the largest of at least three by a fifth and by a nat, and a
-    gradient norm never is.
+    Invariant: the decision depends only on the sequence of :meth:`add` calls. Asking changes nothing. A spike lies more than
+    :data:`Z` robust standard deviations above the median of the last :data:`RECENT` steps without spikes. A non-finite value is
+    never a spike; it has its own kind of event. In the first :data:`FEWEST` steps the loss falls too fast for a median. There a
+    loss is a spike if it exceeds the largest of at least three losses by a fifth and by a nat. A gradient norm is never a spike
+    there.
 
     Cost: about 15 µs per step.
 
@@ -91,9 +91,9 @@ class SpikeJudge:
         5.1
 
     Source:
-        Von Neumann 1941 for jitter from successive differences; medians in place of means, as Leys et al. 2013 advise for
-        outliers. Floors and z: 150 healthy runs of 1 M parameters, and the first loss spike of BLOOM-176B (chronicles of
-        bigscience's tr11, 2022-04-12), caught three steps before the loss doubled.
+        Von Neumann 1941 for jitter from successive differences. Medians in place of means: Leys et al. 2013, for outliers.
+        Floors and z: 150 healthy runs of 1 M parameters, and the first loss spike of BLOOM-176B (chronicles of bigscience's
+        tr11, 2022-04-12). It was caught three steps before the loss doubled.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SpikeJudge:
         self._scales: dict[str, tuple[float, float]] = {}
 
     def loss(self, value: float) -> Spike | None:
-        """Judge a step's mean loss, in nats: the spike, or ``None``. Nothing is recorded."""
+        """Judge a step's mean loss, in nats. Return the spike or ``None``; record nothing."""
         if len(self._losses) < FEWEST_EARLY or not math.isfinite(value):
             return None
         middle, scale = self._scale("loss")
@@ -111,7 +111,7 @@ class SpikeJudge:
         return Spike("loss", value, middle + Z * scale, z) if z > Z else None
 
     def norm(self, value: float | None) -> Spike | None:
-        """Judge a step's gradient norm before clipping: the spike, or ``None``. Nothing is recorded."""
+        """Judge a step's gradient norm before clipping. Return the spike or ``None``; record nothing."""
         limit = self.norm_limit()
         if value is None or not math.isfinite(value) or value <= limit:
             return None
@@ -119,14 +119,14 @@ class SpikeJudge:
         return Spike("gradient", value, limit, (math.log(value) - middle) / scale)
 
     def norm_limit(self) -> float:
-        """Return the gradient norm above which a step is a spike; infinite while too few steps are known."""
+        """Return the largest gradient norm that is not a spike; infinite after too few steps."""
         if len(self._norms) < FEWEST:
             return math.inf
         middle, scale = self._scale("gradient")
         return math.exp(min(middle + Z * scale, 700.0))
 
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
-        """Record a step; one that spiked enters the statistics only after :data:`PATIENCE` spikes in a row."""
+        """Record a step. A spike enters the statistics only after :data:`PATIENCE` spikes in a row."""
         if not spiked:
             self._rejected.clear()
             self._accept(loss, grad_norm)
@@ -161,12 +161,12 @@ class SpikeJudge:
 
 
 class StepJudgement:
-    """Whether one step is a spike: decided once, then read by the optimizer, the record, the recovery and the detectors.
+    """Judge one step once, for the optimizer, the record, the recovery and the detectors.
 
-    The loss is known before the update and the gradient norm after it, so the two are judged one after the other.
+    The loss is known before the update, the gradient norm after it. So they are judged one after the other.
 
     Attributes:
-        loss, gradient: the spikes; ``None`` where there is none or it was not judged yet.
+        loss, gradient: the spikes; ``None`` without a spike or before judging.
 
     Example:
         >>> judge = SpikeJudge()
@@ -183,12 +183,12 @@ class StepJudgement:
         self.gradient: Spike | None = None
 
     def judge_loss(self, value: float) -> float:
-        """Judge the loss: the gradient norm above which the update must not be applied; -1 where the loss is a spike."""
+        """Judge the loss. Return the largest gradient norm at which to apply the update; -1 if the loss is a spike."""
         self.loss = self._judge.loss(value)
         return self._judge.norm_limit() if self.loss is None else -1.0
 
     def judge_norm(self, value: float | None) -> Spike | None:
-        """Judge the gradient norm before clipping, after the loss: the spike of the step, the loss's first, or ``None``."""
+        """Judge the gradient norm before clipping, after the loss. Return the loss's or the gradient's spike, or ``None``."""
         self.gradient = self._judge.norm(value)
         return self.loss or self.gradient
 
@@ -198,18 +198,18 @@ class StepJudgement:
 _BEND_TO_DEVIATION = 1.4826 / math.sqrt(6)
 """Standard deviation of normal noise over the median magnitude of its second differences."""
 _MIDDLE_TO_MEAN = 1.09
-"""Standard error of the mean of the middle half of normal values over that of the mean of all: the root of 1.19."""
+"""Standard error of the middle half's mean over the standard error of the full mean (normal values): the root of 1.19."""
 BLOCK, SPANS, MEMORY = 20, (5, 10, 20), 50
-"""Values in a block, blocks of which a level is the mean, and the last blocks, from which the noise is estimated."""
+"""Values in a block; blocks in a level; latest blocks for the noise estimate."""
 DRIFT_Z = 5.0
 """Standard errors between a level and its bounds."""
 
 
 class DriftJudge:
-    """Estimates a lower bound of how far a noisy metric has climbed above its lowest level.
+    """Estimate a lower bound on the climb of a noisy metric above its lowest level.
 
-    Invariant: the result is a function of the sequence of values. Random fluctuations of a level stay within twice
-    :data:`DRIFT_Z` standard errors, so a metric that is constant or falls has a climb of at most about zero.
+    Invariant: the result depends only on the sequence of values. A level fluctuates within twice :data:`DRIFT_Z` standard
+    errors. So a constant or falling metric has a climb of at most about zero.
 
     Cost: about 12 µs per block.
 
@@ -222,9 +222,9 @@ class DriftJudge:
         (-0.06, 0.29)
 
     Source:
-        Intervals that do not overlap, as in any comparison of two means; blocks as in the method of batch means. z = 5 is the
-        least of 4, 4.5 and 5 without a false alarm in 12 simulated runs of 40,000 steps for each kind of noise with a standard
-        deviation up to 1 nat: normal, heavy-tailed (Student's t of 3), and with an autocorrelation of a half. An
+        Intervals that do not overlap, as in any comparison of two means. Blocks as in the method of batch means. z = 5 is the
+        least of 4, 4.5 and 5 without a false alarm in 12 simulated runs of 40,000 steps per kind of noise. The noise has a
+        standard deviation up to 1 nat: normal, heavy-tailed (Student's t of 3), or with an autocorrelation of a half. An
         autocorrelation of nine tenths does cause false alarms.
     """
 
@@ -235,9 +235,9 @@ class DriftJudge:
         self._lowest: dict[int, float] = {}
 
     def add(self, value: float) -> float | None:
-        """Record a finite value; the climb at the end of each block, in the value's unit, negative where there is none.
+        """Record a finite value. At the end of a block return the climb in the value's unit; negative if there is none.
 
-        ``None`` between blocks, and while too few are known.
+        Return ``None`` between blocks, and after too few blocks.
         """
         self._values.append(value)
         if len(self._values) < BLOCK:

@@ -1,4 +1,4 @@
-"""Two runs that should have been equal: where they first differ, by how much, and which recorded settings can act there."""
+"""Compare two runs that should be equal: first difference, its size, and recorded settings that can act there."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from narrowgauge.runs.schema import Row, finite_number, step_of
 from narrowgauge.spec.significance import MIN_EDQ
 
 FEWEST = 8
-"""The fewest common rows, or half of them, that tell a drift from noise and a factor from chance."""
+"""Minimum number of common rows, or half of them, to separate a drift from noise and a factor from chance."""
 MIN_DRIFT, SIGMAS = 0.03, 6.0
-"""The least mean relative difference of two losses, and its standard errors from zero, that no rounding grows to."""
+"""Minimum mean relative difference of two losses, and its standard errors from zero. Rounding does not grow to this."""
 MIN_FACTOR, SPREAD = 0.005, 0.2
-"""How far a factor is from 1, relatively, and the spread of the single ratios over that distance, at most."""
+"""Minimum relative distance of a factor from 1, and maximum spread of the single ratios over that distance."""
 _EQUAL = 2e-3
-"""Relative difference up to which a factor equals a number of the settings."""
+"""Relative difference up to which a factor equals a number from the settings."""
 _NAMED = 6
 _DAMAGE = "other code or damaged memory. Repeat one run once: damage does not come twice."
 _VARIES = "a sum whose order varies. Repeat one run once: then it differs from itself."
@@ -34,17 +34,17 @@ _VARIES = "a sum whose order varies. Repeat one run once: then it differs from i
 
 @dataclass(frozen=True, slots=True)
 class TwoRuns:
-    """Where two runs first differ; ``print`` shows it as a table.
+    """Hold the differences of two runs; ``print`` shows a table.
 
     Args:
-        names: of the runs.
-        readings: the first difference beyond its bound, or else the first; then how losses drift apart, and one factor over all
-            gradients, where there are such. Each expects the first run's value.
+        names: names of the runs.
+        readings: the first difference beyond its bound, or else the first. Then the drift between losses and a common factor
+            of all gradients, if any. Each reading expects the first run's value.
         parting: the difference behind the first reading.
-        settings: the recorded settings, data and software that differ.
-        acting: those of them that can act at the stage of the first difference.
-        is_complete: both are finished, and the hashes of their final weights are equal.
-        notes: what limits the comparison, a sentence each.
+        settings: recorded settings, data and software that differ.
+        acting: members of ``settings`` that can act at the stage of the first difference.
+        is_complete: both runs finished with equal hashes of the final weights.
+        notes: limits of the comparison, a sentence each.
     """
 
     names: tuple[str, str]
@@ -57,17 +57,17 @@ class TwoRuns:
 
     @property
     def difference(self) -> Difference | None:
-        """Return the first difference beyond its bound, else the first; ``None`` where all that both recorded is equal."""
+        """Return the first difference beyond its bound, else the first; ``None`` if all common records are equal."""
         return self.parting.beyond or self.parting.first
 
     @property
     def is_rounding(self) -> bool:
-        """Return whether the runs differ, and by no more than rounding."""
+        """Return whether the runs differ only within rounding."""
         return bool(self.readings) and len(self.readings) == 1 and self.parting.beyond is None
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """Return the verdict in one sentence."""
         common, at = counted(self.parting.num_common, "step"), self.difference
         if at is None:
             if self.is_complete:
@@ -144,7 +144,7 @@ def _listed(settings: Sequence[SettingDifference]) -> str:
 
 
 def compare_two(one: Run, other: Run) -> TwoRuns:
-    """Find where two runs first differ, by their records, finished or not."""
+    """Find the first difference of two runs from their records, finished or not."""
     parting = find_parting(one, other)
     at, settings = parting.beyond or parting.first, tuple(settings_diff(one.run, other.run))
     ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
@@ -173,7 +173,7 @@ def _notes(one: Run, other: Run) -> Iterator[str]:
 
 
 def _to_record(one: Run, other: Run, parting: Parting) -> Iterator[str]:
-    """Say which one flag names the tensor."""
+    """Name the one flag whose record would identify the tensor."""
     at = parting.beyond or parting.first
     if at is None or at.tensor or parting.is_hashed or at.stage in ("start", "data", "evaluation"):
         return
@@ -183,7 +183,7 @@ def _to_record(one: Run, other: Run, parting: Parting) -> Iterator[str]:
 
 
 def _effective(one: Run, other: Run, names: tuple[str, str]) -> Reading | None:
-    """Measure the learning rate that a storage left, where the other run's storage keeps its updates."""
+    """Measure the effective learning rate under one storage, if the other run's storage keeps its updates."""
     rates = [effective_rate(run) for run in (one, other)]
     for low, high in ((0, 1), (1, 0)):
         lost, kept, run = rates[low], rates[high], (one, other)[low]
@@ -209,9 +209,9 @@ def _storage(run: Run) -> str:
 
 
 def _drift(rows: Sequence[Mapping[int, Row]], since: int) -> Reading | None:
-    """Measure how losses differ over the later half of the rows since a step: rounding has either sign, a bug has one.
+    """Measure the drift of losses over the later half of the rows since a step. Rounding has either sign, a bug has one.
 
-    ``None`` for too few rows, for a difference that noise explains, and where a run no longer learns.
+    Return ``None`` for too few rows, for noise, and if a run no longer learns.
     """
     common = [step for step in sorted(rows[0].keys() & rows[1].keys()) if step >= since]
     pairs = [(finite_number(rows[0][step].get("loss")), finite_number(rows[1][step].get("loss"))) for step in common]
@@ -232,7 +232,7 @@ def _drift(rows: Sequence[Mapping[int, Row]], since: int) -> Reading | None:
 
 
 def _factor(at: Difference, runs: tuple[Run, Run], rows: Sequence[Mapping[int, Row]]) -> Reading | None:
-    """Measure one factor between all gradients of the step, else between the gradient norms of all rows."""
+    """Measure a common factor of all gradients of the step, else of the gradient norms of all rows."""
     prints = [next((row for row in rows_of(run, "fingerprints") if step_of(row) == at.step), None) for run in runs]
     if at.stage == "gradient" and prints[0] is not None and prints[1] is not None:
         first, second = (row["tensors"] for row in prints if row is not None)

@@ -1,8 +1,8 @@
-"""What a training run needs and how long it takes, from formulas with sources: nothing is trained.
+"""Estimate the memory and time of a training run from published formulas. Nothing is trained.
 
-A plan starts from ``model`` (with ``built_models``), ``clusters``, ``efficiency`` and ``layouts``: together a job (``jobs``).
-What it needs is in ``model_state``, ``activations`` and ``memory``; how long it takes in ``roofline``, ``layer_times``,
-``collectives`` and ``step_time``, term by term (``terms``). ``search`` tries every layout, ``plan`` answers a question with them,
-and ``plan_tables`` prints the answer. ``scaling_laws`` and ``launches`` go the other way, from measured times to what is behind
-them. Only a ``config.json`` needs PyTorch.
+A job (``jobs``) joins ``model`` (with ``built_models``), ``clusters``, ``efficiency`` and ``layouts``. Its memory is in
+``model_state``, ``activations`` and ``memory``. Its time is in ``roofline``, ``layer_times``, ``collectives`` and
+``step_time``, term by term (``terms``). ``search`` tries every layout. ``plan`` answers a question with them. ``plan_tables``
+prints the answer. ``scaling_laws`` and ``launches`` go the other way, from measured times to their causes. Only a
+``config.json`` needs PyTorch.
 """

@@ -1,12 +1,12 @@
-"""Activations: the tensors that the layers of a decoder save for backward.
+"""Activations: the tensors that decoder layers save for backward.
 
 A published constant (34 bytes per token and feature: Korthikanti et al.) holds for one implementation. Hugging Face's modules
-save half as much again as fused kernels do. So a layer is a list of saved tensors, each with its bytes per token, for two kinds
-of kernels: ``"eager"``, the Hugging Face modules one operation after the other, and ``"fused"``, as in Megatron-LM,
-TransformerEngine and Liger: norms and activation functions save their input only and recompute the rest.
+save half as much again as fused kernels. So a layer is a list of saved tensors, each with its bytes per token. There are two
+kinds of kernels. ``"eager"`` runs the Hugging Face modules one operation after the other. ``"fused"`` stands for Megatron-LM,
+TransformerEngine and Liger. Their norms and activation functions save only their input and recompute the rest.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, section 4, for
-what each operation keeps; the eager columns are counts of ``torch.autograd.graph.saved_tensors_hooks``
+tensors saved by each operation. The eager columns are counts of ``torch.autograd.graph.saved_tensors_hooks``
 (tests/planner/test_activations.py).
 """
 
@@ -25,17 +25,17 @@ from narrowgauge.spec.storages import VISIBLE, WIDE
 
 Kernels = Literal["eager", "fused"]
 EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
-"""Tensors of the MLP's width that an activation function keeps in eager mode, where it is several operations."""
-_STATISTIC = 4  # bytes of a float32 per token: a norm's scale, or a row's
+"""Tensors of the MLP's width that an activation function saves in eager mode, where it is several operations."""
+_STATISTIC = 4  # bytes of a float32 per token: the scale of a norm or a row
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Tensors of one kind that a layer saves for backward.
+    """Describe tensors of one kind that a layer saves for backward.
 
     Args:
         bytes_per_token: in one layer.
-        is_stream: whether it is of the residual stream, which tensor ranks share only with sequence parallelism.
+        is_stream: part of the residual stream. Tensor ranks shard it only with sequence parallelism.
     """
 
     name: str
@@ -45,13 +45,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes per element of a model's tensors in a recipe.
+    """Hold the bytes per element of a model's tensors under a recipe.
 
     Args:
         stream: of the residual stream and norms; float32 under autocast.
-        matmul: of operands and results of attention and MLP.
-        is_cast: whether matmuls cast a stream of another dtype (autocast): each matmul saves its own cast of the input, and of
-            the weight.
+        matmul: of inputs and outputs of attention and MLP.
+        is_cast: matmuls cast a stream of another dtype (autocast). Each matmul saves its own cast of input and weight.
     """
 
     stream: float
@@ -61,7 +60,7 @@ class Widths:
 
 @lru_cache(maxsize=256)
 def widths_of(compute: Compute, visible: str) -> Widths:
-    """Return the widths in a compute with weights that the model sees in a format.
+    """Return the widths for a compute and the format of weights that the model sees.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -76,7 +75,7 @@ def widths_of(compute: Compute, visible: str) -> Widths:
 
 
 def saved_of_input(compute: Compute, matmul_bytes: float) -> tuple[float, float]:
-    """Return ``(per element, per token)`` bytes that a linear layer saves of its input: codes with scales, or the input itself.
+    """Return the ``(per element, per token)`` bytes of a linear layer's saved input: codes with scales, or the input itself.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -99,9 +98,9 @@ def layer_tensors(
     is_mixture: bool = False,
     kernels: Kernels = "eager",
 ) -> tuple[SavedTensor, ...]:
-    """List what one layer, with experts if ``is_mixture``, saves, in the order of the forward pass.
+    """List the tensors that one layer saves, in the order of the forward pass. ``is_mixture`` adds experts.
 
-    The recipe's main compute and storage say how wide each tensor is; overrides by layer do not count. Attention is a flash
+    The recipe's main compute and storage set the width of each tensor. Overrides by layer do not count. Attention is a flash
     kernel, which saves no scores.
     """
     layer = _Layer(architecture, recipe.compute, widths_of(recipe.compute, recipe.storage.visible), kernels)
@@ -117,7 +116,7 @@ class _Layer:
     kernels: Kernels
 
     def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
-        """Return what one norm saves per token; ``groups`` statistics, of a ``stream`` of so many bytes per element."""
+        """Return the bytes that a norm saves per token, with ``groups`` statistics and ``stream`` bytes per element."""
         stream, kind = stream or self.widths.stream, self.architecture.norm
         if kind == "layer":
             # Mean and scale, in the input's dtype on a CPU.
@@ -133,20 +132,20 @@ class _Layer:
         yield SavedTensor("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
 
     def inputs(self, size: float, consumers: int = 1, *, is_saved_anyway: bool = False) -> float:
-        """Return what matmuls save of one input per token.
+        """Return the bytes that matmuls save of one input per token.
 
-        ``is_saved_anyway`` says that another operation keeps the uncast input, in the matmuls' dtype.
+        ``is_saved_anyway``: another operation saves the uncast input, in the matmuls' dtype.
         """
         element, scale = saved_of_input(self.compute, self.widths.matmul)
         if self.compute.keeps_codes:
-            # Under autocast every layer casts the input for itself, so no two find the same codes.
+            # Under autocast every layer casts the input separately, so layers do not share codes.
             return (element * size + scale) * (consumers if self.widths.is_cast and not is_saved_anyway else 1)
         if is_saved_anyway:
             return 0.0
         return element * size * (consumers if self.widths.is_cast else 1)
 
     def attention(self) -> Iterator[SavedTensor]:
-        """Yield inputs of the projections, queries, keys, values and the attention's result."""
+        """Yield projection inputs, queries, keys, values and the attention's result."""
         a, e = self.architecture, self.widths.matmul
         queries, values = a.num_heads * a.query_dim, a.num_heads * a.value_dim
         if a.latent:
@@ -159,7 +158,7 @@ class _Layer:
         if a.head_norms != "none":
             groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
             yield SavedTensor("norms of queries and keys", self.norm_bytes(queries + keys, groups, e))
-        # Values that are a part of one result keep all of it, beside the queries and keys that were rotated.
+        # Values that are views of one result keep all of it, in addition to the rotated queries and keys.
         rotated = queries + keys if a.has_fused_inputs and not a.positions else 0
         yield SavedTensor("queries, keys and values", e * (queries + keys + saved_values + rotated))
         yield SavedTensor("attention", e * values + _STATISTIC * a.num_heads)
@@ -195,7 +194,7 @@ class _Layer:
         a, mixture, e = self.architecture, self.architecture.mixture, self.widths.matmul
         assert mixture is not None
         chosen = mixture.experts_per_token
-        # The router's input, its probabilities in float32, and the chosen experts: their weights, and three lists of places.
+        # The router's input, its float32 probabilities, and the chosen experts: their weights, and three lists of indices.
         yield SavedTensor(
             "router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True
         )
@@ -211,9 +210,9 @@ def bytes_per_token(tensors: tuple[SavedTensor, ...]) -> float:
 
 
 def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:
-    """Return the bytes per multiplied parameter that autocast's casts of the weights take until backward; 0 without autocast.
+    """Return the bytes per multiplied parameter of autocast's weight casts until backward; 0 without autocast.
 
-    A narrow compute saves no cast of a weight beyond its matmul.
+    A low-precision compute saves no weight cast beyond its matmul.
     """
     widths = widths_of(recipe.compute, recipe.storage.visible)
     return widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0

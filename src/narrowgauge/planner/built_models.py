@@ -1,4 +1,4 @@
-"""Models that transformers builds of a ``config.json`` on the meta device, without memory: no parameter is guessed."""
+"""Read model shapes from a ``config.json``: transformers builds the model on the meta device, without memory or guesses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OUTSIDE = re.compile(r"vision|visual|audio|multi_modal|image")
 
 
 def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Architecture:
-    """Return the architecture that a Hugging Face configuration describes; ``name`` is for messages.
+    """Return the architecture of a Hugging Face configuration; ``name`` is for messages.
 
     Raises:
-        DataError: transformers has no causal language model of it.
+        DataError: transformers cannot build a causal language model from it.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -36,7 +36,7 @@ def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Archite
         ]
         with torch.device("meta"):
             model = (kinds or [AutoModelForCausalLM])[0].from_config(built)  # type: ignore[no-untyped-call]
-    except Exception as error:  # whatever the class of a model raises of its configuration
+    except Exception as error:  # model classes raise all kinds of errors for a configuration
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
@@ -51,7 +51,7 @@ def _size(config: Any, *names: str, default: int = 0) -> int:
 
 
 def _architecture(model: Any, config: Any, name: str, source: str) -> Architecture:
-    """Return the architecture that the modules and parameters of a model on the meta device show."""
+    """Return the architecture of a model on the meta device, from its modules and parameters."""
     import torch.nn as nn
 
     total = sum(value.numel() for value in model.parameters())
@@ -63,7 +63,7 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
     layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
     is_recurrent = any(_RECURRENT.search(n) for layer in layers for n, _ in layer.named_parameters())
     if is_recurrent or not (layers and heads and embedding is not None and head is not None):
-        return of_size(total, name)  # no decoder of attention layers: its state alone is planned
+        return of_size(total, name)  # no decoder of attention layers: plan only its state
 
     counts: Counter[Matmul] = Counter()
     for layer in layers:
@@ -129,7 +129,7 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
         source=source,
         left_out="parts beside the text decoder" if any(map(_OUTSIDE.search, modules)) else "",
     )
-    # Final norms, an embedding's norm, a vision tower: whatever is not counted yet.
+    # All parameters not counted yet: final norms, an embedding's norm, a vision tower.
     return replace(result, outer_vectors=total - result.num_parameters)
 
 
@@ -150,7 +150,7 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
             if "down" in leaf or leaf == "w2":
                 yield Matmul(f"experts.{leaf}", other, hidden, value.shape[0], "experts", "row", has_bias=has_bias)
                 continue
-            # Gate and up are two matmuls, as in presets, so that a model has one answer however it is named.
+            # Count gate and up as two matmuls, as presets do, so both names of a model give one answer.
             names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
             sizes = hidden, other // len(names), value.shape[0]
             yield from (Matmul(f"experts.{n}", *sizes, "experts", "column", has_bias=has_bias) for n in names)
@@ -170,7 +170,7 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
 
 
 def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
-    """Return the experts, from the number of layers that have each matrix."""
+    """Return the experts, from the number of layers with each matrix."""
     downs = [(m, count) for m, count in counts.items() if m.is_expert and m.split == "row"]
     if not downs:
         return None
@@ -180,7 +180,7 @@ def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
 
 
 def _window(config: Any) -> tuple[int | None, float]:
-    """Return the window of layers with one, None for all tokens; and the share of layers with that window."""
+    """Return the attention window (None for all tokens), and the fraction of layers with it."""
     window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return None, 1.0

@@ -1,6 +1,6 @@
 """Clusters: chips in nodes, and the links between them.
 
-A cluster is one or more groups of equal nodes; groups may differ in chip, size and links (mixed generations). Rates are in one
+A cluster is one or more groups of equal nodes. Groups may differ in chip, size and links (mixed generations). Rates are in one
 direction and per chip, as in the table of chips. A TOML file has a table ``[[nodes]]`` per group::
 
     interconnect_gbit_per_second = 400   # of a node, if the groups do not say otherwise
@@ -26,23 +26,23 @@ from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
 HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
-"""Printed rates of the links to the host in one direction, 10^9 bytes per second; of 16 lanes."""
+"""Printed rates of the links to the host with 16 lanes, in one direction, 10^9 bytes per second."""
 _ASSUMED_HOST = "PCIe4"
-_RACK = 16  # chips of a node beyond which it is a rack, of which jobs take a part
+_RACK = 16  # larger nodes are racks, and a job may take a part of a rack
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Equal nodes.
+    """Describe a group of equal nodes.
 
     Args:
-        chips, count: chips of a node, and the number of nodes.
-        link_gb_per_second: between the chips of a node, per chip in one direction, 10^9 bytes per second; None for the chip's.
-        interconnect_gbit_per_second: of a node's network cards together; None for what such nodes usually have.
-        host_memory_gb: of each node, for offloading, 2^30 bytes; None if unknown.
-        dollars_per_hour: of one chip; None if unknown.
-        speed: relative to the chip's, such as 0.8 for stragglers.
-        software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for what is assumed on the chip.
+        chips, count: chips per node, and number of nodes.
+        link_gb_per_second: between chips of a node, per chip, one direction, 10^9 bytes per second; None for the chip's rate.
+        interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of such nodes.
+        host_memory_gb: per node, for offloading, in 2^30 bytes; None if unknown.
+        dollars_per_hour: per chip; None if unknown.
+        speed: relative to the chip's speed, such as 0.8 for stragglers.
+        software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's default assumption.
     """
 
     chip: Chip
@@ -73,14 +73,14 @@ class Nodes:
 
     @property
     def host_bytes_per_second(self) -> float:
-        """Return the printed rate between a chip and its host; PCIe4's where the link is not published."""
+        """Return the printed rate between a chip and its host; PCIe4's rate if the link is not published."""
         rates = (rate for name, rate in HOST_GB_PER_SECOND.items() if self.chip.host_link.startswith(name))
         return 1e9 * next(rates, HOST_GB_PER_SECOND[_ASSUMED_HOST])
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
-        """Return what a chip sends to the others of a group of ``ranks``, ``stride`` apart in its node.
+        """Return a chip's send rate to a group of ``ranks`` that lie ``stride`` apart in its node.
 
-        In a full mesh each peer has its own link. Chips without a link, and those beyond a bridge, go through the host.
+        In a full mesh each peer has its own link. Chips without a link, or beyond a bridge, go through the host.
 
         Example:
             >>> [Nodes(get_chip("MI300X")).link_bytes_per_second(ranks) / 1e9 for ranks in (2, 8)]
@@ -116,10 +116,10 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Groups of nodes that run one job.
+    """Describe the groups of nodes that run one job.
 
     Args:
-        chip_mtbf_hours: mean time between failures of one chip with its share of the node; None leaves failures out.
+        chip_mtbf_hours: mean time between failures of one chip and its part of the node; None ignores failures.
     """
 
     name: str
@@ -143,23 +143,23 @@ class Cluster:
 
     @property
     def chips_per_node(self) -> int:
-        """Return the chips of the smallest node: the largest group of ranks that surely shares a node."""
+        """Return the chips of the smallest node: the largest group of ranks that always shares a node."""
         return min(group.chips for group in self.groups)
 
     @property
     def memory_bytes(self) -> float:
-        """Return the bytes of the smallest chip; a job's ranks are alike."""
+        """Return the bytes of the smallest chip, since all ranks of a job are alike."""
         return float(min(group.chip.memory_bytes for group in self.groups))
 
     @property
     def host_bytes(self) -> float | None:
-        """Return the memory of the smallest host; None if one group's is unknown."""
+        """Return the memory of the smallest host; None if unknown for any group."""
         sizes = [group.host_memory_gb for group in self.groups]
         return None if None in sizes else min(filter(None, sizes), default=0.0) * 2.0**30
 
     @property
     def dollars_per_hour(self) -> float | None:
-        """Return the price of all chips together; None if one group's is unknown."""
+        """Return the price of all chips together; None if unknown for any group."""
         prices = [group.dollars_per_hour for group in self.groups]
         if None in prices:
             return None
@@ -167,7 +167,7 @@ class Cluster:
 
     @property
     def peak_flops_per_second(self) -> float:
-        """Return the peak of all chips together, for dense matmuls of 16-bit operands: what MFU is a share of."""
+        """Return the total peak of all chips for dense 16-bit matmuls, the denominator of MFU."""
         wide = ("bfloat16", "float16", "float32")
         peaks = [(group.num_chips, group.chip.peak_tflops) for group in self.groups]
         return 1e12 * sum(count * next(peak[name] for name in wide if name in peak) for count, peak in peaks)
@@ -191,14 +191,14 @@ def cluster_of(
     chip_mtbf_hours: float | None = None,
     **rates: Any,
 ) -> Cluster:
-    """Return a cluster of one kind of chip; fewer chips than a node holds are one smaller node.
+    """Return a cluster of one kind of chip. Fewer chips than a full node make one smaller node.
 
     Args:
-        chips_per_node: None for eight, or as many as share one link of the chip.
+        chips_per_node: None for eight, or for the chips on one link.
         name: for messages; empty for the number and the chip.
         rates: further fields of :class:`Nodes`.
     Raises:
-        ChipError: no chip has that name, or the chips do not fill whole nodes.
+        ChipError: unknown chip, or the chips do not fill whole nodes.
 
     Example:
         >>> cluster = cluster_of("H100-SXM", 32)
@@ -210,7 +210,7 @@ def cluster_of(
     whole = chips_per_node or kind.chips_per_node
     size = min(num_chips, whole)
     if chips_per_node is None and num_chips > whole > _RACK:
-        # Racks that are filled alike: 128 chips in racks of 72 are twice 64.
+        # Racks fill evenly: 128 chips in racks of 72 become twice 64.
         size = next(chips for chips in range(whole, 0, -1) if num_chips % chips == 0)
     if num_chips % size:
         near = num_chips - num_chips % size
@@ -223,10 +223,10 @@ def cluster_of(
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read the cluster that a TOML file describes.
+    """Read a cluster from a TOML file.
 
-    Its keys are the fields of :class:`Cluster` and, in tables ``[[nodes]]``, of :class:`Nodes`. A field of ``Nodes`` outside the
-    tables holds for all groups that do not set it.
+    Its keys are the fields of :class:`Cluster` and, in tables ``[[nodes]]``, of :class:`Nodes`. A field of ``Nodes`` outside
+    the tables is the default for all groups.
     """
     path = Path(path).expanduser()
     table = read_table(path, "cluster", "It is a TOML file with [[nodes]].")
@@ -240,7 +240,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_in(path: Path, table: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of one kind of chip that a table of a file describes by the arguments of :func:`cluster_of`."""
+    """Return the cluster of one kind of chip, from a table with the arguments of :func:`cluster_of`."""
     _check(path, table, (*_CLUSTER, "chips_per_node", *(name for name in _FIELDS if name != "count")))
     rest = {name: value for name, value in table.items() if name not in ("chip", "chips")}
     return cluster_of(table["chip"], table["chips"], **rest)
@@ -254,7 +254,7 @@ def _nodes(path: Path, table: Mapping[str, Any]) -> Nodes:
 
 
 def _check(path: Path, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse unknown keys and values of the wrong type."""
+    """Raise for unknown keys and values of the wrong type."""
     examples = {"name": "mine", "chip": "H100-SXM", "software": SOFTWARE[-1]}
     for name, value in table.items():
         if name not in known:
@@ -268,7 +268,7 @@ def _check(path: Path, table: Mapping[str, Any], known: Sequence[str]) -> None:
 
 
 def read_table(path: Path, what: str, advice: str) -> dict[str, Any]:
-    """Read a TOML file; ``what`` it describes and the ``advice`` are for the message of a :class:`DataError`."""
+    """Read a TOML file. ``what`` names its content. It and ``advice`` enter the message of a :class:`DataError`."""
     try:
         return load_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -286,7 +286,7 @@ def clusters_asked_for(
     chips_per_node: int | None = None,
     **rates: float | str | None,
 ) -> tuple[Cluster, ...]:
-    """Return the named clusters, or every chip in every number; ``rates`` are further fields of :class:`Nodes`, None left out."""
+    """Return the named clusters, or every chip in every number. ``rates`` are fields of :class:`Nodes`; None is ignored."""
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     counts = counts_of(chips)
@@ -307,13 +307,13 @@ def counts_of(chips: int | Sequence[int]) -> list[int]:
 
 
 def with_nodes(cluster: Cluster, count: int, **fields: Any) -> Cluster:
-    """Return a cluster of so many nodes of the first group's kind; ``fields`` replace the node's."""
+    """Return a cluster of ``count`` nodes like the first group's. ``fields`` replace the node's fields."""
     group = replace(cluster.groups[0], count=count, **fields)
     return replace(cluster, name=str(group), groups=(group,))
 
 
 def parts_of(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield the cluster in fewer chips: powers of two of the chips of one node, then of the nodes of each group, and all of it.
+    """Yield smaller clusters: powers of two of one node's chips, then of each group's nodes, and the whole cluster.
 
     Example:
         >>> [part.num_chips for part in parts_of(cluster_of("H100-SXM", 48))]
@@ -329,7 +329,7 @@ def parts_of(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def between_sizes(few: Cluster, many: Cluster) -> Iterator[Cluster]:
-    """Yield up to three numbers of whole nodes between those of two clusters of equal nodes, the fewest first.
+    """Yield up to three numbers of whole nodes between two clusters of equal nodes, the fewest first.
 
     Example:
         >>> [cluster.num_chips for cluster in between_sizes(cluster_of("H100-SXM", 32), cluster_of("H100-SXM", 64))]

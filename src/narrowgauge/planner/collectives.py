@@ -1,13 +1,13 @@
-"""Collectives: how long ranks take to exchange tensors, from bandwidth and latency.
+"""Collectives: the time to exchange tensors between ranks, from bandwidth and latency.
 
-S bytes among R ranks. A ring gathers or reduces and scatters in R − 1 steps of S/R bytes each; an all-reduce does both. A group
-that spans nodes has two bounds: what each chip sends within its node, and what each node sends over its network cards, of which a
-group uses as many as it has ranks there. A ring does both at the same time, so the slower one counts; a hierarchical all-reduce
-does them one after the other, on a share of the bytes, and its latency grows with the number of nodes only. A tree's grows with
-its logarithm. A switch that adds (NVLink SHARP) halves what a chip sends within a node. The fastest is taken, as NCCL would
-choose it.
+Take S bytes among R ranks. A ring gathers, or reduces and scatters, in R − 1 steps of S/R bytes each. An all-reduce does both.
+A group that spans nodes has two bounds: each chip sends within its node, and each node sends over its network cards. A group
+uses as many cards of a node as it has ranks there. A ring sends both at the same time, so the slower bound counts. A
+hierarchical all-reduce does them one after the other, on a part of the bytes. Its latency grows only with the number of nodes.
+A tree's latency grows with the logarithm. A switch that adds (NVLink SHARP) halves a chip's bytes within a node. We take the
+fastest, as NCCL would.
 
-Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005; NCCL's documentation.
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005; NCCL's docs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term
 
 LINK_LATENCY_SECONDS = 4e-6
-"""Of one step of a ring within a node: 2 × 7 steps of eight H200s take 54 µs more than their bytes at 16 MiB (ml-engineering,
-network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s)."""
+"""Latency of one step of a ring within a node. On eight H200s, 2 × 7 steps take 54 µs more than their bytes at 16 MiB
+(ml-engineering, network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s)."""
 NETWORK_LATENCY_SECONDS = 5e-6
-"""Of a message between nodes: an assumption."""
+"""Latency of a message between nodes: an assumption."""
 
 _ADDING_SWITCHES = ("NVLink4", "NVLink5")
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a group of ranks, spread evenly over nodes, communicates over.
+    """Describe the links of a group of ranks that is spread evenly over nodes.
 
     Args:
         link_bytes_per_second: of a chip within its node.
-        network_bytes_per_second: of a chip's share of its node's network cards.
-        link_latency, network_latency: seconds of a message.
-        has_adding_switch: whether the switch between the chips of a node adds what they send.
+        network_bytes_per_second: of its node's network cards, per chip.
+        link_latency, network_latency: seconds per message.
+        has_adding_switch: the switch in a node adds the chips' data.
     """
 
     ranks: int
@@ -56,12 +56,12 @@ class Path:
 
     @property
     def sent_within(self) -> float:
-        """Return the seconds per byte of a gathered tensor within nodes."""
+        """Return the seconds within nodes per byte of a gathered tensor."""
         return (self.ranks - 1) / self.ranks / self.link_bytes_per_second if self.ranks_per_node > 1 else 0.0
 
     @property
     def sent_between(self) -> float:
-        """Return the seconds per byte of a gathered tensor between nodes."""
+        """Return the seconds between nodes per byte of a gathered tensor."""
         return (self.nodes - 1) / self.nodes / (self.ranks_per_node * self.network_bytes_per_second)
 
     def __str__(self) -> str:
@@ -73,10 +73,10 @@ class Path:
 def path_of(
     ranks: int, stride: int, nodes: Nodes, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
 ) -> Path:
-    """Return the path of ranks that lie ``stride`` apart in the numbering of all ranks; nodes hold consecutive ranks.
+    """Return the path of ranks that lie ``stride`` apart in the global numbering. Nodes hold consecutive ranks.
 
-    ``nodes`` are those they run on, and the slowest network of the cluster counts. ``link`` and ``network`` are the shares of the
-    printed rates that collectives reach.
+    The ranks run on ``nodes``. The slowest network of the cluster counts. ``link`` and ``network`` are the fractions of printed
+    rates that collectives reach.
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
@@ -99,7 +99,7 @@ def path_of(
 
 
 def all_gather_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds until every rank has ``num_bytes``, of which each held its part; a ring.
+    """Return the seconds of a ring all-gather: each rank starts with a part of ``num_bytes`` and ends with all.
 
     A reduce-scatter takes as long.
 
@@ -114,7 +114,7 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
 
 
 def all_reduce_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds until every rank has the sum of ``num_bytes``: of a ring, a tree, a hierarchy or a switch the fastest.
+    """Return the seconds of an all-reduce of ``num_bytes``: the fastest of ring, tree, hierarchy and switch.
 
     Example:
         >>> all_reduce_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
@@ -132,7 +132,7 @@ def ring_seconds(num_bytes: float, path: Path) -> float:
 
 
 def tree_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds of a tree's all-reduce: 2 S/B + 2 log2(R) α; between nodes a tree, within them a chain."""
+    """Return the seconds of a tree's all-reduce: 2 S/B + 2 log2(R) α. It is a tree between nodes, a chain within them."""
     if path.ranks == 1:
         return 0.0
     within = 1 / path.link_bytes_per_second if path.ranks_per_node > 1 else 0.0
@@ -144,7 +144,7 @@ def tree_seconds(num_bytes: float, path: Path) -> float:
 def switch_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of an all-reduce in a node's switch: each chip sends its tensor once and receives a part and the sum.
 
-    Eight H200s reach 482 GB/s of ``busbw`` so, and 368 without (ml-engineering, network/benchmarks).
+    Eight H200s reach 482 GB/s of ``busbw`` with the switch, 368 without (ml-engineering, network/benchmarks).
     """
     if path.ranks == 1:
         return 0.0
@@ -152,7 +152,7 @@ def switch_seconds(num_bytes: float, path: Path) -> float:
 
 
 def hierarchical_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds of an all-reduce in three parts: scattered within nodes, summed between them, gathered within them."""
+    """Return the seconds of a three-part all-reduce: scatter within nodes, sum between them, gather within them."""
     k, n = path.ranks_per_node, path.nodes
     within = 2 * ((k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * path.link_latency)
     steps = min(n - 1, math.ceil(math.log2(n)) * 2) * path.network_latency
@@ -161,9 +161,9 @@ def hierarchical_seconds(num_bytes: float, path: Path) -> float:
 
 
 def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) -> float:
-    """Return the seconds until every rank, which sends ``num_bytes`` in all, has sent each other rank its part.
+    """Return the seconds of an all-to-all: every rank sends ``num_bytes`` in total, an equal part to each rank.
 
-    Of the bytes for other nodes the share ``between`` travels, where equal parts for ranks of one node travel once.
+    ``between`` is the fraction of bytes for other nodes that travels: equal parts for ranks of one node travel once.
 
     Example:
         >>> all_to_all_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
@@ -173,7 +173,7 @@ def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) ->
         return 0.0
     within = (path.ranks_per_node - 1) / path.ranks * num_bytes / path.link_bytes_per_second
     far = between * (path.ranks - path.ranks_per_node) / path.ranks * num_bytes / path.network_bytes_per_second
-    # Sends to all peers are under way at once: latency counts once per doubling.
+    # Sends to all peers overlap: latency counts once per doubling.
     latency = math.ceil(math.log2(path.ranks)) * (path.network_latency if path.nodes > 1 else path.link_latency)
     return max(within, far) + latency
 
@@ -192,15 +192,15 @@ def send_seconds(num_bytes: float, path: Path) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of the largest stage on one rank, before they are sharded: all but experts, and its share of the experts."""
+    """Count the parameters of the largest stage on one rank before sharding: non-experts, and the rank's experts."""
 
     dense: float
     experts: float
 
     def on_rank(self, layout: Layout, zero: int = 1) -> float:
-        """Return the parameters per rank once ZeRO shards them, from stage ``zero`` on; context ranks share them too.
+        """Return the parameters per rank under ZeRO, which shards them from stage ``zero`` on, also over context ranks.
 
-        Ranks that share experts are among those that share a replica's state, so each expert's state has fewer ranks to lie on.
+        Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each expert's state.
 
         Example:
             >>> Parameters(800.0, 100.0).on_rank(Layout(shard=8, expert=4))
@@ -211,7 +211,7 @@ class Parameters:
 
 
 def parameters_of(job: Job, layers: int) -> Parameters:
-    """Return the parameters of a stage of that many layers; an embedding lies on the first or last stage, and is counted."""
+    """Return the parameters of a stage with ``layers`` layers. An embedding on the first or last stage counts."""
     a, layout = job.architecture, job.layout
     outer, share = a.outer_parameters, layers / a.num_layers
     inner = a.num_parameters - outer - a.expert_parameters
@@ -222,27 +222,27 @@ def parameters_of(job: Job, layers: int) -> Parameters:
 
 
 def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> Iterator[Term]:
-    """Yield what a stage of that many layers sends in every micro-batch: the seconds that computing does not hide.
+    """Yield the exchanges of a stage with ``layers`` layers in each micro-batch: the seconds that computing does not hide.
 
-    ``compute`` are the seconds of a micro-batch on the stage, forward and backward, of which ``attention`` are attention's.
+    ``compute`` is the seconds of a micro-batch on the stage, forward and backward. It includes ``attention`` seconds.
     """
     layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
     stream, is_again = job.stream_bytes, layout.recompute == "full"
 
     def term(name: str, kind: str, path: Path, size: float, count: int, what: str, one: float) -> Term:
-        """Return an exchange of ``size`` bytes and ``one`` second that each layer has ``count`` times a micro-batch."""
+        """Return an exchange of ``size`` bytes in ``one`` second, ``count`` times per layer and micro-batch."""
         those = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
         text = f"{batches} × {those:g} layers × {count} {what} of {_size(size)}"
         under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * those * count * one, kind, under, path, text)
 
     if layout.tensor > 1:
-        # The residual stream is gathered and reduced around attention and MLP: two pairs forward, two backward.
+        # Attention and MLP each gather and reduce the residual stream: two pairs forward, two backward.
         path, count = _path(job, layout.tensor, 1), 6 if is_again else 4
         one, what = 2 * all_gather_seconds(stream, path), "gathers and reductions"
         yield term("activations between tensor ranks", "tensor", path, stream, count, what, one)
     if layout.context > 1:
-        # Keys and values go around the ring, and their gradients.
+        # Keys, values and their gradients go around the ring.
         path, count = _path(job, layout.context, layout.tensor), (4 if is_again else 3) * (layout.context - 1)
         size = job.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * job.width / layout.tensor
         name = "keys and values between context ranks"
@@ -251,7 +251,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         assert a.mixture is not None
         path, count = _path(job, layout.expert, layout.expert_tensor_ranks * layout.context), 6 if is_again else 4
         size = stream * a.mixture.experts_per_token / layout.tensor
-        # A token that visits several experts of a node may travel there once.
+        # A token for several experts of a node may travel there once.
         once = 1 - job.efficiency["once_per_node"] * _repeated(a.mixture.experts_per_token, path.nodes)
         one = all_to_all_seconds(size, path, between=once)
         yield term("tokens between experts", "expert", path, size, count, "all-to-alls", one)
@@ -263,9 +263,9 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
 
 
 def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
-    """Yield how weights are gathered and gradients summed, as in :func:`layer_exchanges`.
+    """Yield the gathers of weights and sums of gradients, as in :func:`layer_exchanges`.
 
-    Shards and context ranks share a replica's state. Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``);
+    Shard and context ranks shard a replica's state. Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``);
     Megatron-LM's distributed optimizer.
     """
     layout, a, owned = job.layout, job.architecture, parameters_of(job, layers)
@@ -282,7 +282,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         seconds = 0.0
         for number, link in ((owned.dense, path), (owned.experts, experts_path)):
             if number:
-                # Layer by layer, while the next is computed; or once a step, in buckets that grow with the ranks.
+                # Per layer, during the next layer's compute. Or once a step, in buckets that grow with the ranks.
                 parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
                 seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
@@ -294,7 +294,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     if every > sharing:
         dense = owned.dense / sharing
         experts = owned.on_rank(layout) - dense
-        # An expert has fewer copies: one for each group of expert ranks, of which some share its state.
+        # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
         copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
         paths = [_path(job, ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
         sizes = [number * gradient for number in (dense, experts)]
@@ -310,7 +310,7 @@ def _path(job: Job, ranks: int, stride: int) -> Path:
 
 
 def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, what: str) -> Term:
-    """Return an exchange of which ``under`` seconds of computing can hide a share.
+    """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
@@ -322,9 +322,9 @@ def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path:
 
 
 def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
-    """Count the buckets in which gradients are reduced once a step; not more than layers.
+    """Count the buckets of a once-a-step gradient reduction, at most one per layer.
 
-    A bucket has 40 million parameters, or a million a rank if that is more, so that latency does not decide.
+    A bucket has 40 million parameters, or a million per rank if that is more. Then bandwidth decides, not latency.
 
     Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``, with ``overlap_grad_reduce``
     (without it one bucket holds all).
@@ -337,7 +337,7 @@ def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:
-    """Return the share of a token's copies for other nodes that go to a node twice; experts are drawn evenly.
+    """Return the fraction of a token's copies for other nodes that go to a node twice. Experts are drawn evenly.
 
     Example:
         >>> _repeated(1, 8), round(_repeated(8, 2), 2)

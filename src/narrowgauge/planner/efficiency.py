@@ -1,7 +1,7 @@
-"""Efficiencies: the shares of its printed rates that a chip reaches in training, and how far plans miss published runs.
+"""Efficiencies: the fractions of printed rates that chips reach in training, and the errors of plans on published runs.
 
-No kernel reaches the rates of the data sheet. ``data/efficiency.toml`` has the shares that kernels and links reach by
-publications, what libraries reach of their kernels' sum, and the errors of planned step times.
+No kernel reaches the rates of the data sheet. ``data/efficiency.toml`` has published efficiencies of kernels and links, the
+efficiency of libraries over the sum of their kernels, and the errors of planned step times.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from narrowgauge.spec.toml import load_data
 
 _TABLES: dict[str, Any] = load_data("efficiency", "planner")
 SOFTWARE: tuple[str, ...] = tuple(_TABLES["software"])
-"""Libraries and years whose speed can be planned."""
+"""Libraries and years with known speed."""
 
 RESTARTS = 0.25
-"""How much longer than its steps a whole run takes, at the high end of its interval: failures, restarts, repeated work,
-evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log), Llama 3 and MegaScale lost
-less than 10 % (arXiv 2407.21783, section 3.3.4; 2402.15627), Llama 2's 7B and 13B took about a third more than such models' steps
+"""Extra time of a whole run over its steps, at the high end of its interval: failures, restarts, repeated work, evaluations.
+BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log). Llama 3 and MegaScale lost less than
+10 % (arXiv 2407.21783, section 3.3.4; 2402.15627). Llama 2's 7B and 13B took about a third more than the steps of such models
 (arXiv 2307.09288, table 2)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Efficiency:
-    """Named shares of one chip's printed rates: ``matmul.FORMAT``, and the keys of ``general`` in the file.
+    """Hold named fractions of one chip's printed rates: ``matmul.FORMAT``, and the keys of ``general`` in the file.
 
     Example:
         >>> from narrowgauge.spec.chips import get_chip
@@ -47,12 +47,12 @@ class Efficiency:
 
 
 def best_share(format: str, chip: Chip) -> float:
-    """Return the share of its printed rate that the best published matmul reaches.
+    """Return the fraction of its printed rate that the best published matmul reaches.
 
-    Where the chip's own is not published, take the median of all chips; where its bfloat16 one is, scaled by how the chip's
-    bfloat16 share compares with theirs.
+    If the chip's own is not published, take the median of all chips. If its bfloat16 efficiency is published, scale the median
+    by its ratio to the other chips' bfloat16 efficiency.
     """
-    # The 16-bit formats share multipliers; matmuls are published in bfloat16.
+    # The 16-bit formats share multipliers. Publications measure bfloat16.
     name = "bfloat16" if format == "float16" else format
     if name in chip.measured_tflops:
         return _measured_share(name, chip)
@@ -70,7 +70,7 @@ def _measured_share(format: str, chip: Chip) -> float:
 
 @cache
 def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
-    """Return what a chip reaches of its printed rates with a library of ``SOFTWARE``; empty for what is assumed on the chip."""
+    """Return a chip's efficiencies with a library of ``SOFTWARE``; empty for the chip's default assumption."""
     if software and software not in SOFTWARE:
         raise NarrowgaugeError(
             f"software {software!r} was requested.",
@@ -92,6 +92,6 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
 
 
 def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float]:
-    """Return the 10 and 90 % quantiles of measured over planned seconds, of published runs of one class."""
+    """Return the 10 and 90 % quantiles of measured over planned seconds, for published runs of one class."""
     row = _TABLES["error"]["mixture" if has_mixture else "dense"]["named" if has_software else "assumed"]
     return row["low"], row["high"]

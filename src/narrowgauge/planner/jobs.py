@@ -1,4 +1,4 @@
-"""Jobs: a model that trains in a recipe and a layout on a cluster, and why some cannot run."""
+"""Jobs: a model, a recipe and a layout on a cluster, and the reasons why some cannot run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Attention = Literal["flash", "eager"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A training job, as one of its ranks sees it.
+    """Describe a training job, as one of its ranks sees it.
 
     Args:
         cluster: has at least as many chips as the layout has ranks.
-        shares: of the chips' printed rates; None for the published ones.
-        attention: ``"flash"`` for fused kernels that skip what the mask hides, ``"eager"`` for matmuls around a softmax.
-        group: of the cluster's groups of nodes, the one that the rank is on.
+        shares: efficiencies; None for the published ones.
+        attention: ``"flash"`` for fused kernels that skip masked scores, ``"eager"`` for matmuls around a softmax.
+        group: index of the rank's group of nodes in the cluster.
     """
 
     architecture: Architecture
@@ -61,20 +61,20 @@ class Job:
 
     @property
     def stream_bytes(self) -> float:
-        """Return the bytes of a micro-batch's residual stream, before tensor ranks share it."""
+        """Return the bytes of a micro-batch's residual stream, before sharding over tensor ranks."""
         return self.tokens * self.architecture.hidden_size * self.width
 
     def moved(self, num_bytes: float) -> float:
-        """Return the seconds of reading or writing bytes of the chip's memory."""
+        """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
         return bytes_seconds(num_bytes, self.nodes.chip, self.efficiency)
 
 
 def check_job(job: Job) -> None:
-    """Refuse a job that cannot run.
+    """Raise if a job cannot run.
 
     Raises:
-        ChipError: a chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster chips.
-        RecipeError: nothing but the number of parameters is known of the model, or the layout does not suit it.
+        ChipError: a chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster has chips.
+        RecipeError: only the model's number of parameters is known, or the layout does not suit it.
     """
     architecture, recipe, layout, cluster = job.architecture, job.recipe, job.layout, job.cluster
     if not architecture.has_shape:
@@ -98,7 +98,7 @@ def check_job(job: Job) -> None:
 def why_not(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
     """Say why a layout does not suit a model; empty if it does."""
     stages = layout.pipeline * layout.interleave
-    # Embedding and head may stand for a layer each: Llama 3 405B has 126 layers for 16 stages of 8 groups.
+    # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8 groups.
     if stages > architecture.num_layers + (2 if stages > 1 else 0) or layout.pipeline > architecture.num_layers:
         return f"{stages} groups of layers and {architecture.num_layers} layers"
     if architecture.num_heads % layout.tensor:

@@ -1,6 +1,6 @@
-"""Launches: jobs as they were started, read from a file of settings or from a run folder, and why one is slower than another.
+"""Launches: read started jobs from a settings file or a run folder, and explain why one is slower than another.
 
-A launch file has the settings of ``narrowgauge train`` that decide how long a step takes, and says where the job runs::
+A launch file has the settings of ``narrowgauge train`` that affect the step time, and the machine of the job::
 
     model = "llama-8b"
     recipe = "bfloat16/word"
@@ -12,14 +12,14 @@ A launch file has the settings of ``narrowgauge train`` that decide how long a s
     chips = 64
     interconnect_gbit_per_second = 3200
 
-    [layout]                  # for layouts that train does not run; it then decides the batch as well
+    [layout]                  # for layouts that train does not run; it also sets the batch
     shard = 64
     micro_batches = 1
 
     [measured]
     step_seconds = 3.9        # or tokens_per_second
 
-Other settings of a training run may stand there too and are not read.
+Other settings of a training run may appear there. They are ignored.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ Settings = Mapping[str, Any]
 
 
 LEAST_STEPS = 6
-"""Steps that a run must have; the first two compile and are left out."""
+"""Minimum number of steps of a run. The first two compile and are left out."""
 _WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A job as it was started; ``measured`` are the seconds of a step, None if it was not measured."""
+    """Describe a started job; ``measured`` is the seconds of a step, None if unknown."""
 
     name: str
     job: Job
@@ -66,7 +66,7 @@ class Launch:
 
 
 def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
-    """Read a launch from a TOML file or a run folder; ``chip`` runs it where the launch does not say, as run folders do not."""
+    """Read a launch from a TOML file or a run folder. ``chip`` is the default chip, as for run folders."""
     path = Path(path).expanduser()
     where = str(path)
     if path.is_dir():
@@ -88,7 +88,7 @@ def ranks_of(run: Run) -> int:
 
 
 def step_seconds(run: Run) -> float:
-    """Return the median seconds of a run's steps; a run with fewer than ``LEAST_STEPS`` steps is refused."""
+    """Return the median seconds of a run's steps. Raise for fewer than ``LEAST_STEPS`` steps."""
     timed = [float(row["seconds"]) for row in run.steps if row.get("seconds")]
     if len(timed) < LEAST_STEPS:
         raise RecordError(
@@ -99,7 +99,7 @@ def step_seconds(run: Run) -> float:
 
 
 def measured_times(runs: Sequence[Run]) -> tuple[MeasuredTime, ...]:
-    """Return the time of a step of runs of one model and recipe on different numbers of ranks, all for the same tokens."""
+    """Return step times of runs with one model, recipe and tokens per step on different numbers of ranks."""
     for key in ("model", "recipe", "sequence_length"):
         values = {str(run.config.get(key)) for run in runs}
         if len(values) > 1:
@@ -120,9 +120,9 @@ def _job(table: Settings, layout: Layout, cluster: Cluster, where: str) -> Job:
 
 
 def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
-    """Return how ``narrowgauge train`` spreads a job of these settings over ranks.
+    """Return the layout of ``narrowgauge train`` for these settings and ranks.
 
-    With unequal numbers of micro-batches, ranks wait for those with the most. ``where`` the settings stand is for messages.
+    With unequal numbers of micro-batches, all ranks wait for the largest number. ``where`` names the settings in messages.
 
     Example:
         >>> table = {"batch_size": 16, "gradient_accumulation_steps": 8, "replicas": 2}
@@ -197,12 +197,12 @@ def _measured(table: Any, job: Job, path: Path) -> float | None:
 
 _AXES = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
 _LEAST = 0.002
-"""Of a step: a smaller change of a term is not shown."""
+"""Fraction of a step below which a change of a term is not shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A setting that differs between two launches; ``seconds`` it adds to a step alone, None where it cannot be applied alone."""
+    """Describe a setting that differs between two launches; alone it adds ``seconds``, None if it cannot change alone."""
 
     name: str
     before: str
@@ -212,7 +212,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """Two launches with their modelled steps, and the effect of each setting that differs, the largest first."""
+    """Hold two launches with modelled steps, and the effect of each differing setting, the largest first."""
 
     before: Launch
     after: Launch
@@ -222,12 +222,12 @@ class Regression:
 
     @property
     def scale(self) -> float:
-        """Return the tokens of a step after over those before: times before are multiplied by it."""
+        """Return the ratio of tokens per step, after over before. Times before are multiplied by it."""
         return self.after.job.tokens_per_step / self.before.job.tokens_per_step
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """Return the change of each modelled term, the largest first, for the tokens of a step after."""
+        """Return the change of each modelled term, the largest first, for the later tokens per step."""
         return changes(self.before_step, self.after_step, self.scale)
 
     @property
@@ -243,9 +243,9 @@ class Regression:
         return self.after.measured - self.scale * self.before.measured
 
     def tables(self) -> list[Table]:
-        """Return how much slower a step became, the changes of its terms, and what each setting does alone.
+        """Return the slowdown of a step, the changes of its terms, and the effect of each setting alone.
 
-        What was measured beyond the model comes from software, machine, ranks or data.
+        Measured slowdown beyond the model comes from software, machine, ranks or data.
         """
         steps = [_step_row("modelled", self.scale * self.before_step.total, self.after_step.total)]
         if self.before.measured is not None and self.after.measured is not None:
@@ -285,7 +285,7 @@ def _step_row(name: str, before: float, after: float) -> Row:
 
 
 def compare_launches(before: Launch, after: Launch) -> Regression:
-    """Compare two launches of the same job: their steps, and what each setting that differs does alone."""
+    """Compare two launches of one job: their steps, and the effect of each differing setting alone."""
     if before.name == after.name:
         before, after = replace(before, name=f"{before.name} (before)"), replace(after, name=f"{after.name} (after)")
     old, new = _planned(before.job), _planned(after.job)
@@ -295,7 +295,7 @@ def compare_launches(before: Launch, after: Launch) -> Regression:
             seconds = (
                 _planned(job).total * before.job.tokens_per_step / job.tokens_per_step - old.total if job else None
             )
-        except NarrowgaugeError:  # the setting needs another one that changed too
+        except NarrowgaugeError:  # the setting needs another changed setting
             seconds = None
         effects.append(Effect(name, _text(was), _text(now), seconds))
     effects.sort(key=lambda effect: -abs(effect.seconds or 0.0))
@@ -303,12 +303,12 @@ def compare_launches(before: Launch, after: Launch) -> Regression:
 
 
 def _planned(job: Job) -> Terms:
-    """Return a step as planned, without what a measured step leaves out: checkpoints and failures."""
+    """Return the planned step without checkpoints and failures, which measured steps leave out."""
     return step_terms(job).without("checkpoints", "faults")
 
 
 def _differences(before: Job, after: Job) -> Iterator[tuple[str, Any, Any, Job | None]]:
-    """Yield settings that differ: name, both values, and the first job with the second one's value; None if that is no job."""
+    """Yield differing settings: name, both values, and the first job with the second value, or None if invalid."""
     for name in ("architecture", "recipe", "sequence_length"):
         was, now = getattr(before, name), getattr(after, name)
         if was != now:
@@ -316,7 +316,7 @@ def _differences(before: Job, after: Job) -> Iterator[tuple[str, Any, Any, Job |
     old, new = before.layout, after.layout
     axes = {name: getattr(new, name) for name in _AXES}
     if any(getattr(old, name) != size for name, size in axes.items()):
-        # Axes multiply to the number of chips, so they change together, and with the chips if these changed.
+        # Axes multiply to the number of chips. So they change together, and with the chips if these changed.
         is_same_size = old.num_ranks == new.num_ranks
         job = replace(before, layout=replace(old, **axes), cluster=before.cluster if is_same_size else after.cluster)
         differing = [name for name, size in axes.items() if getattr(old, name) != size]
@@ -334,7 +334,7 @@ def _differences(before: Job, after: Job) -> Iterator[tuple[str, Any, Any, Job |
             yield "cluster", str(a), str(b), replace(before, cluster=b)
         return
     [was], [now] = a.groups, b.groups
-    # A layout of another number of ranks brings its chips along.
+    # A layout with another number of ranks also changes the chips.
     skipped = ("count", "dollars_per_hour", *(["chips"] if old.num_ranks != new.num_ranks else []))
     for name, first, second in _fields(was, now, skipped):
         nodes = replace(was, **{name: second})

@@ -1,9 +1,9 @@
-"""Layer times: how long one rank computes on one micro-batch, for all layers of the model and for its head.
+"""Layer times: the computing time of one micro-batch on one rank, for all layers and for the head.
 
-Matmuls and casts follow the roofline; attention its operations at a fused kernel's rate; what is left (norms, residuals, rotary
-positions, the gate, the loss) moves bytes. Tensor parallelism divides the matrices and, where norms and residuals are shared too
-(sequence parallelism), the bytes. Context parallelism divides the tokens. Experts get the tokens that chose them, of as many
-ranks as share the experts; the experts of a rank are one grouped kernel.
+Matmuls and casts follow the roofline. Attention runs its operations at a fused kernel's rate. The rest (norms, residuals,
+rotary positions, the gate, the loss) moves bytes. Tensor parallelism divides the matrices. With sequence parallelism it also
+divides the bytes of norms and residuals. Context parallelism divides the tokens. Experts get their chosen tokens, from all
+ranks that share the experts. The experts of a rank are one grouped kernel.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
 
 ATTENTION_PASSES = 3.5
-"""Operations of a fused attention over its forward: forward 1, backward 2.5, since it computes the scores again."""
+"""Operations of a fused attention over its forward: forward 1, backward 2.5, since it recomputes the scores."""
 LOGIT_BYTES = 12
-"""Per logit: bfloat16 ones are written and read, their gradient is in float32 and bfloat16."""
-# Bytes per score of unfused attention in 16 bits: written by a matmul, read and written by softmax and by dropout with its
-# mask, read by a matmul; and the same with both gradients.
+"""Bytes per logit: bfloat16 logits are written and read. Their gradient is in float32 and bfloat16."""
+# Bytes per score of unfused attention in 16 bits. A matmul writes it, softmax and dropout (with its mask) read and write it, a
+# matmul reads it. The second number is for backward, with both gradients.
 _SCORE_BYTES = (13, 19)
 # Tensors of the residual stream that a layer moves, forward and backward: two norms (5 each), residuals (4), rotary (8).
 _STREAMS, _ROTARY_STREAMS = 14, 8
-_GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: of the gate, of GELU
-_DISPATCHED = 8  # tensors of the stream per expert that a token visits: sorted and put back, in both directions
+_GATED, _UNGATED = 8, 5  # tensors of the MLP's inner size: with a gate, with GELU
+_DISPATCHED = 8  # stream tensors per visited expert of a token: sort and restore, in both directions
 
 _PLACES = {
     "attention": "model.layers.0.self_attn.",
@@ -40,7 +40,7 @@ _PLACES = {
 
 
 class Seconds(NamedTuple):
-    """Seconds of one micro-batch on one rank: forward, backward, and what is done once per step as long as weights stay."""
+    """Hold the seconds of one micro-batch on one rank: forward, backward, and work once per step while weights stay."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -60,12 +60,12 @@ def linear_seconds(job: Job, *, is_head: bool) -> tuple[Seconds, Seconds]:
 
 @lru_cache(maxsize=64)
 def _settings(architecture: Architecture, recipe: Recipe) -> tuple[tuple[Setting, bool], ...]:
-    """Return how the recipe computes each matmul, and whether it casts its input itself."""
+    """Return the setting of each matmul under the recipe, and whether the matmul casts its input separately."""
     names = [_PLACES[matmul.part] + matmul.name for matmul in architecture.matmuls]
     return tuple((setting_of(name, recipe), first_of_input(name) == name) for name in names)
 
 
-# Layouts of a search, and recipes that differ in their storage, share most results.
+# Layouts of a search share most results. Recipes that differ in their storage do too.
 @lru_cache(maxsize=4096)
 def _linear_seconds(
     architecture: Architecture,
@@ -102,14 +102,14 @@ def _linear_seconds(
                 for name, seconds in operation_seconds(shape, setting.plain, tokens, chip, shares).items():
                     matmuls[int(name != "output")] += seconds * count
         if adapters is not None and adapters.is_widened and not is_head:
-            # Read and written before the product of forward, and of backward.
+            # Read and written before the product in forward, and again in backward.
             widened = bytes_seconds((adapters.base_bytes + 2) * out * inputs, chip, shares) * count
             casts[0], casts[1] = casts[0] + widened, casts[1] + widened
     return Seconds(*matmuls), Seconds(*casts)
 
 
 def attention_seconds(job: Job) -> Seconds:
-    """Return the seconds of scores, softmax and values of all layers; flash kernels skip what the mask hides."""
+    """Return the seconds of scores, softmax and values in all layers. Flash kernels skip masked scores."""
     shape, chip, shares = job.architecture, job.nodes.chip, job.efficiency
     is_flash = job.attention == "flash"
     flops = job.tokens * shape.attention_flops(job.sequence_length, is_causal=is_flash) / 3 / job.layout.tensor
@@ -125,13 +125,13 @@ def attention_seconds(job: Job) -> Seconds:
 
 
 def mixture_seconds(job: Job) -> Seconds:
-    """Return what mixtures wait for besides their matmuls: routers, sorting, and launches of the host."""
+    """Return the waiting time of mixtures in addition to matmuls: routers, sorting, and host launches."""
     mixture = job.architecture.mixture
     return _by_thirds(job.efficiency["mixture_seconds"] * mixture.num_layers if mixture else 0.0)
 
 
 def elementwise_seconds(job: Job) -> Seconds:
-    """Return the seconds of norms, residuals, rotary positions, gates, and of sorting tokens by expert, of all layers."""
+    """Return the seconds of norms, residuals, rotary positions, gates, and expert sorting in all layers."""
     a = job.architecture
     gates = _GATED if a.is_gated else _UNGATED
     stream = a.num_layers * (_STREAMS + (0 if a.positions else _ROTARY_STREAMS)) * a.hidden_size
@@ -154,6 +154,6 @@ def _by_thirds(seconds: float) -> Seconds:
 
 
 def optimizer_seconds(job: Job, num_parameters: float) -> float:
-    """Return the seconds of reading and writing everything stored of a rank's parameters once; the gradient is only read."""
+    """Return the seconds to read and write all stored tensors of a rank's parameters once. Gradients are only read."""
     gradient = bytes_per_number(job.recipe.storage.visible)
     return job.moved(num_parameters * (2 * job.recipe.bytes_per_param - gradient))

@@ -1,9 +1,9 @@
-"""Layouts: how a model, its state and a batch are spread over chips.
+"""Layouts: the distribution of a model, its state and a batch over chips.
 
-The ranks of a job are numbered along five axes. ``data`` replicas see different sequences; ``shard`` ranks too, and share the
-replica's state between them (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks share each matrix, ``pipeline`` stages the
-layers, ``context`` ranks the sequence. ``expert`` ranks, which share the experts of a mixture, add none: they lie inside the
-data, shard and context axes, and inside the tensor axis where its ranks do not share each expert's matrices.
+The ranks of a job are numbered along five axes. ``data`` replicas see different sequences. ``shard`` ranks do too, and they
+shard the replica's state (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks shard each matrix, ``pipeline`` stages the
+layers, ``context`` ranks the sequence. ``expert`` ranks shard the experts of a mixture. They add no ranks: they lie inside the
+data, shard and context axes. They also lie inside the tensor axis, unless tensor ranks shard each expert's matrices.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to run a model on many chips.
+    """Describe one way to run a model on many chips.
 
     Args:
         data: replicas of the whole state.
-        shard: ranks that share a replica's state; context ranks, which hold the same weights, share it with them.
-        zero: what they share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2 with resharding).
-        tensor, pipeline, context: ranks that share each matrix, stages, and ranks that share a sequence.
+        shard: ranks that shard a replica's state. Context ranks hold the same weights, so they shard it too.
+        zero: sharded state: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights (FSDP2 with resharding).
+        tensor, pipeline, context: ranks per matrix, stages, and ranks per sequence.
         interleave: groups of layers per stage (virtual stages).
         expert: ranks that share the experts of a layer.
-        micro_batch, micro_batches: sequences that a rank computes at once, and how many of these before an optimizer step.
-        recompute: what backward recomputes: nothing, the attention's scores (with flash attention that is none), or layers.
-        offload: what is kept in the host's memory between uses: optimizer states, or weights and gradients too.
-        sequence_parallel: whether tensor ranks split norms and residuals too; Megatron-LM before 2022 keeps them whole.
-        accumulation_dtype: the sum of several micro-batches' gradients.
+        micro_batch, micro_batches: sequences per micro-batch on a rank, and micro-batches per optimizer step.
+        recompute: recomputed in backward: nothing, attention scores (nothing with flash attention), or layers.
+        offload: stored in host memory between uses: optimizer states, or also weights and gradients.
+        sequence_parallel: tensor ranks also shard norms and residuals. Megatron-LM before 2022 replicates them.
+        accumulation_dtype: dtype of the gradient sum over micro-batches.
     """
 
     data: int = 1
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def num_sharing(self) -> int:
-        """Count the ranks that share a replica's state under ZeRO: shards, and context ranks.
+        """Count the ranks that shard a replica's state under ZeRO: shard and context ranks.
 
         Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``); Megatron-LM's distributed optimizer.
         """
@@ -80,12 +80,12 @@ class Layout:
 
     @property
     def stream_ranks(self) -> int:
-        """Count the tensor ranks that share norms and residuals: all of them, or none."""
+        """Count the tensor ranks that shard norms and residuals: all, or one."""
         return self.tensor if self.sequence_parallel else 1
 
     @property
     def expert_tensor_ranks(self) -> int:
-        """Count the ranks that share each expert's matrices: the tensor ranks, or one where the expert ranks need these as well.
+        """Count the ranks that shard each expert's matrices: all tensor ranks, or one if expert ranks need the tensor axis.
 
         Source: Liu et al., MoE Parallel Folding, arXiv 2504.14960, section 3.2.
 
@@ -96,12 +96,12 @@ class Layout:
         return self.tensor if self.num_replicas * self.context % self.expert == 0 else 1
 
     def sharing_experts(self, ranks: int) -> int:
-        """Count how many of ``ranks`` data ranks, and the tensor ranks beside them, share the state of one rank's experts."""
+        """Count the ranks that shard the state of one rank's experts, among ``ranks`` data ranks and their tensor ranks."""
         return max(1, ranks * (self.tensor // self.expert_tensor_ranks) // self.expert)
 
     @property
     def num_replicas(self) -> int:
-        """Count the ranks that compute different sequences at the same time."""
+        """Count the ranks that compute different sequences in parallel."""
         return self.data * self.shard
 
     @property
@@ -120,17 +120,17 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether every rank computes whole layers of whole sequences: replicas and shards without other axes."""
+        """Tell whether every rank computes whole layers of whole sequences: only the data and shard axes."""
         return self.tensor == self.pipeline == self.context == self.expert == 1
 
     @property
     def is_fsdp(self) -> bool:
-        """Tell whether it is FSDP2 or HSDP without other axes, or replicas alone."""
+        """Tell whether it is plain FSDP2, HSDP or data parallelism."""
         return self.is_whole and (self.zero in (0, 3) or self.shard == 1)
 
     @property
     def runs_here(self) -> bool:
-        """Tell whether this project's trainer runs it; it offloads all or nothing."""
+        """Tell whether this project's trainer runs it. The trainer offloads all or nothing."""
         return self.is_fsdp and self.offload != "optimizer"
 
 
@@ -140,7 +140,7 @@ NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3},
     "ddp": {"shard": 1, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1},
 }
-"""What ``narrowgauge train`` runs, and pure data parallelism."""
+"""Layouts of ``narrowgauge train``, and pure data parallelism."""
 _WORDS = {
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "all"),
@@ -151,7 +151,7 @@ _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
 def read_layout(text: str) -> dict[str, Any]:
-    """Read the fields of a layout: ``FIELD=VALUE`` and names of layouts, separated by commas; fields override names.
+    """Read the fields of a layout: ``FIELD=VALUE`` and layout names, separated by commas. Fields override names.
 
     Example:
         >>> read_layout("tensor=2, recompute=full")

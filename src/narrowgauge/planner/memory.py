@@ -1,8 +1,8 @@
-"""Memory of the worst rank, term by term, at the worst moment of a step.
+"""Memory of the worst rank at the worst moment of a step, term by term.
 
-A step has moments that can be the worst: the end of forward, where all activations and the logits exist; the start of
-backward, where the logits' gradient joins them; and the end of backward, where all gradients exist. Each is a sum of terms;
-the terms of the largest are returned, so that their sum is a peak and not a sum of peaks.
+Three moments can be the worst. At the end of forward, all activations and the logits exist. At the start of backward, the
+logits' gradient exists too. At the end of backward, all gradients exist. Each moment is a sum of terms. We return the terms of
+the largest moment, so their sum is a peak, not a sum of peaks.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ _LOSS = "log-softmax in float32: its result, its gradient, and the gradient of t
 _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
 CHUNK_LOGITS = 1 << 24
-"""Logits of one chunk of the trainer's loss, 64 MiB in float32: smaller ones make thin matmuls, larger ones gain little."""
+"""Logits in one chunk of the trainer's loss: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones gain little."""
 LARGE_VOCABULARY = 16_384
-"""Vocabulary size from which the trainer uses the chunked loss."""
+"""Minimum vocabulary size for the trainer's chunked loss."""
 OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),
     "workspaces": (0.1e9, 0.03e9, 0.3e9),
     "fragmentation": (0.03, 0.0, 0.25),
 }
-"""Memory that no formula gives, ``(usual, least, most)`` in bytes: of the driver, of collectives where there are several ranks,
-of libraries; and what the allocator cannot use, as a share of all that changes during a step. In published runs it reserves up
-to a quarter more than it hands out, where the chip has room for it."""
+"""Memory without a formula, ``(usual, least, most)`` in bytes: driver, collectives (with several ranks), libraries.
+Fragmentation is a fraction of all memory that changes during a step. In published runs the allocator reserves up to a quarter
+more than it allocates, if the chip has the memory."""
 _STEP_GROUPS = ("activations", "logits", "buffers", "gradients")
-_FORMULA_ERROR = 0.05  # steps that were run and counted differ by less
+_FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _ON_THE_WAY = "gradients of two layers"
 
 
 class _LayerBytes(NamedTuple):
-    """Bytes per token that a mean layer saves, and of them the residual stream's; and bytes of casts of its weights."""
+    """Hold saved bytes per token of a mean layer, the residual stream's part of them, and bytes of weight casts."""
 
     saved: float
     stream: float
@@ -80,7 +80,7 @@ def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerByt
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of one pipeline; ``in_flight`` is layers times micro-batches whose activations exist at once."""
+    """Describe a pipeline stage; ``in_flight`` is layers times micro-batches with live activations."""
 
     number: int
     layers: float
@@ -90,8 +90,8 @@ class Stage:
 def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
     """Return the stages that can be the worst: the first, the second and the last.
 
-    The first holds the activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p v))`` layers; the second
-    can have a layer more; the last has the head and the logits.
+    The first holds activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p v))`` layers. The second can
+    have a layer more. The last has the head and the logits.
 
     Source: Korthikanti et al., arXiv 2205.05198, section 4.2.3; Narayanan et al., arXiv 2104.04473, figure 4, for interleaving.
     """
@@ -99,7 +99,7 @@ def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
     even = total % (p * v) == 0 or p == 1
     stages = []
     for number in dict.fromkeys((0, p - 1) if even else (0, 1, p - 1)):
-        # Uneven stages leave out a layer beside embedding and head.
+        # Uneven stages omit a layer where the embedding or head is.
         layers = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
         held = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
         stages.append(Stage(number, layers, layers * min(held, layout.micro_batches)))
@@ -119,12 +119,11 @@ def memory_terms(
     """Return the memory of the worst rank at its worst moment: bytes in the groups of ``MEMORY_GROUPS``.
 
     Args:
-        architecture: one of which only the size is known gets its state and nothing else.
-        is_loss_chunked: whether logits are computed a chunk of tokens at a time. With tensor, pipeline or context parallelism
-            they are not.
-        kernels: of norms and activation functions; None for ``"eager"`` where every rank computes whole layers, which are then
-            Hugging Face's, and ``"fused"`` elsewhere, as in Megatron-LM.
-        has_overhead: whether to add ``OVERHEAD``, which is not in counts of tensors.
+        architecture: if only the size is known, only its state counts.
+        is_loss_chunked: compute logits a chunk of tokens at a time. Tensor, pipeline or context parallelism disable it.
+        kernels: of norms and activation functions. None means ``"eager"`` (Hugging Face) if every rank computes whole layers,
+            else ``"fused"`` (Megatron-LM).
+        has_overhead: add ``OVERHEAD``, which counts of tensors lack.
 
     Example:
         >>> from narrowgauge.planner.model import of_size
@@ -143,7 +142,7 @@ def memory_terms(
 
 
 def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> Terms:
-    """Return what the worst rank holds all step long: weights, gradients, optimizer states and sums of micro-batches.
+    """Return the worst rank's permanent memory: weights, gradients, optimizer states and accumulation buffers.
 
     Example:
         >>> from narrowgauge.planner.model import of_size
@@ -157,7 +156,7 @@ def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> T
 
 
 def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout) -> float:
-    """Return what a rank of a layout with offloading keeps in the host's memory.
+    """Return the bytes in host memory per rank of a layout with offloading.
 
     Example:
         >>> from narrowgauge.planner.model import of_size
@@ -174,7 +173,7 @@ def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout) -> fl
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank of one stage, with the arguments of :func:`memory_terms`."""
+    """Compute for a rank of one stage, with the arguments of :func:`memory_terms`."""
 
     a: Architecture
     recipe: Recipe
@@ -200,7 +199,7 @@ class _Rank:
 
     @cached_property
     def per(self) -> Bytes:
-        """Return the bytes of a parameter of the layers; a frozen one has its share of the adapters' gradients and states."""
+        """Return the bytes per layer parameter. Frozen parameters carry their part of the adapters' gradients and states."""
         per, adapters = bytes_per_parameter(self.recipe.storage), self.a.adapters
         if adapters is None:
             return per
@@ -209,13 +208,13 @@ class _Rank:
 
     @cached_property
     def accumulation(self) -> Accumulation | None:
-        """Return how micro-batches' gradients are summed in buffers; None where they are not."""
+        """Return the accumulation of micro-batch gradients in buffers, or None."""
         row = ACCUMULATIONS[self.layout.accumulation_dtype]
         return row if self.layout.micro_batches > 1 and row.keeps_sums(self.recipe.storage.visible) else None
 
     @cached_property
     def largest_layer(self) -> float:
-        """Return the parameters of the largest layer on one of the ranks that share it."""
+        """Return the largest layer's parameters on one of the ranks that shard it."""
         experts = self.a.expert_parameters / self.a.mixture.num_layers if self.a.mixture else 0.0
         layout = self.layout
         return self.a.largest_layer / layout.tensor + experts / layout.expert / layout.expert_tensor_ranks
@@ -227,7 +226,7 @@ class _Rank:
             return Terms(state)
         weights, gradients, optimizer = state
         buffers, sums = self.buffer_terms(), self.sum_terms(gradients)
-        # Autograd adds to earlier gradients, and Megatron-LM has buffers for them: then they exist during forward.
+        # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during forward.
         if sums and not layout.is_fsdp:
             gradients = early = replace(gradients, value=0.0, formula="each is added to the sum as soon as it is made")
         elif not layout.is_fsdp or (layout.micro_batches > 1 and not sums):
@@ -236,13 +235,13 @@ class _Rank:
             early = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
         forward, backward = self.loss_terms()
         saved, layer = self.activation_terms()
-        # Gradients of activations go through the layer in backward: of the stream, and of the MLP's inner tensors.
+        # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner tensors.
         size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
         stream, inner = widths.stream * a.hidden_size, (2 if a.is_gated else 1) * widths.matmul * size
         value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
         formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
         passing = Term("activations", "gradients on their way", value, formula)
-        # Gradients that do not stay: of the head, the first that backward makes, and of the layer in backward.
+        # Temporary gradients: of the head, the first in backward, and of the current layer.
         head, of_layer = [], []
         if not early.value and self.is_last and not a.adapters:
             value = a.vocab_size * a.hidden_size * self.per.gradients / layout.tensor
@@ -257,7 +256,7 @@ class _Rank:
             largest = max(m.in_features * m.out_features for m in a.matmuls[:-1]) / layout.tensor
             formula, source = f"{largest:,.0f} parameters × 2 B", "QLoRA, arXiv 2305.14314, section 3"
             always.append(Term("buffers", "a frozen matrix, widened", 2 * largest, formula, source))
-        # No gradient is on its way before the first layer's backward.
+        # Before the first layer's backward, no gradient is in transit.
         gathered = [term for term in buffers if term.name != _ON_THE_WAY]
         # With full recomputation one layer's activations coexist with every layer's saved input.
         again = (layer,) if layout.recompute == "full" else ()
@@ -296,10 +295,10 @@ class _Rank:
         return term("weights", "weights", 3), term("gradients", "gradients", 2), optimizer
 
     def sum_terms(self, gradients: Term) -> tuple[Term, ...]:
-        """Return the buffers in which micro-batches' gradients are summed.
+        """Return the accumulation buffers of micro-batch gradients.
 
-        Megatron-LM adds each parameter's gradient to its buffer within backward, so the buffer is all there is; this project's
-        trainer adds a micro-batch's gradients when it has all of them.
+        Megatron-LM adds each parameter's gradient to its buffer within backward, so only the buffer exists. This project's
+        trainer adds a micro-batch's gradients after all of them exist.
 
         Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``.
         """
@@ -312,7 +311,7 @@ class _Rank:
         return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:
-        """Return what all layers in flight save, at the end of forward; and what the layer in backward has."""
+        """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
         a, layout, stage, tokens = self.a, self.layout, self.stage, self.tokens
         saved = _layer_bytes(a, self.recipe, self.kernels)
         per_layer = saved.stream / layout.stream_ranks + (saved.saved - saved.stream) / layout.tensor
@@ -334,7 +333,7 @@ class _Rank:
         return terms, layer
 
     def buffer_terms(self) -> list[Term]:
-        """Return unsharded layers of ZeRO-3 or offloading, gradients on their way, and inputs of tensor ranks."""
+        """Return unsharded layers of ZeRO-3 or offloading, gradients in transit, and gathered inputs of tensor ranks."""
         layout, per, largest = self.layout, self.per, self.largest_layer
         two_layers = f"2 × {largest:,.0f} parameters ×"
         terms: list[Term] = []
@@ -344,7 +343,7 @@ class _Rank:
 
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
-            # Gathering them for every micro-batch would cost more than the bubble saves.
+            # Gathering weights for every micro-batch would cost more than the bubble saves.
             experts, rest = on_stage(self.a, self.recipe, layout, self.stage.layers, self.stage.number)
             weights, width = (experts + rest).weights, per.gradients
             count = weights / per.weights
@@ -364,7 +363,7 @@ class _Rank:
         elif layout.offload == "optimizer":
             formula = f"{two_layers} {per.optimizer:g} B: of the layer that is updated, and the next"
             add("states on their way", 2 * largest * per.optimizer, formula, _ZERO)
-        if layout.stream_ranks > 1:  # else it is whole on every rank, and counted there
+        if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             width = self.a.hidden_size * self.widths.matmul
             formula = f"2 × {self.tokens:g} tokens × {width:,.0f} B"
             add("a layer's input and its gradient, gathered", 2 * self.tokens * width, formula, _SEQUENCE)
@@ -373,7 +372,7 @@ class _Rank:
     # the head and the loss
 
     def loss_terms(self) -> tuple[list[Term], list[Term]]:
-        """Return what the head and the loss save at the end of forward, and hold at the start of backward."""
+        """Return the memory of head and loss: saved at the end of forward, and held at the start of backward."""
         if not self.is_last:
             return [], []
         layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.widths
@@ -386,7 +385,7 @@ class _Rank:
 
         def logits(size: float, what: str) -> list[Term]:
             formula = f"{tokens:g} tokens × {vocab:,} × {size:g} B / {layout.tensor}: {what}"
-            # A compiled or fused loss keeps the logits and their gradient alone, in the matmuls' dtype.
+            # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
             low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, size))
             return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
 
@@ -394,7 +393,7 @@ class _Rank:
         return logits(narrow + 8.0, "logits, as float32, log-softmax"), logits(12.0, _LOSS)
 
     def _chunked_loss(self, width: float) -> list[Term]:
-        """Return a chunk of logits, and for narrow weights the head in float32 with its gradient."""
+        """Return a chunk of logits, and below float32 the head in float32 with its gradient."""
         logits = self.tokens * self.a.vocab_size
         count, head = min(CHUNK_LOGITS, logits), self.a.vocab_size * self.a.hidden_size
         if width == 4:
@@ -402,7 +401,7 @@ class _Rank:
             formula = f"{count:,.0f} logits × 4 B"
             chunk = Term("logits", "a chunk of logits", 4.0 * count, formula, "torch 2.13, counted")
             return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
-        # The larger of two moments: the chunk's log-softmax backward, and its part of the head's gradient, in both dtypes.
+        # The larger of two moments: log-softmax backward of the chunk, and its head gradient, in both dtypes.
         earlier = 4 * (count < logits)
         softmax = (4 + width + earlier) * head + 12.0 * count
         weight = (8 + 2 * width + earlier) * head + width * count
@@ -413,10 +412,10 @@ class _Rank:
         name = "a chunk of logits, head in float32"
         return [Term("logits", name, max(softmax, weight), formula, "trainer/language_model.py")]
 
-    # what no formula gives
+    # memory without a formula
 
     def overhead_terms(self, changing: float) -> list[Term]:
-        """Return the terms of overhead; ``changing`` bytes are allocated and freed during a step, and can be fragmented."""
+        """Return the terms of overhead. ``changing`` bytes are allocated and freed during a step, and can fragment."""
         terms = []
         for name, (usual, least, most) in OVERHEAD.items() if self.has_overhead else ():
             if name == "communication buffers" and self.layout.num_ranks == 1:
@@ -431,10 +430,10 @@ class _Rank:
 
 
 def _with_error(term: Term) -> Term:
-    """Widen the interval of a term by the error of formulas."""
+    """Widen the interval of a term by the formulas' error."""
     if term.group not in _STEP_GROUPS:
         return term
     low, high = term.interval
-    # Not dataclasses.replace, which takes most of a search's time.
+    # dataclasses.replace would take most of a search's time.
     ends = low * (1 - _FORMULA_ERROR), high * (1 + _FORMULA_ERROR)
     return Term(term.group, term.name, term.value, term.formula, term.source, *ends)

@@ -1,7 +1,7 @@
-"""Models: the shape of a decoder down to each matmul, from a preset or from the class that transformers builds of a config.json.
+"""Models: the shape of a decoder down to each matmul, from a preset or a ``config.json``.
 
-Parameters and operations are sums over one list of matmuls, so that no two of them can disagree. A preset answers at once. A
-``config.json`` is built by transformers on the meta device, without memory, and its parameters are read: none is guessed.
+Parameters and operations are sums over one list of matmuls, so they always agree. A preset answers at once. transformers builds
+a ``config.json`` on the meta device, without memory. We read its parameters and guess none.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Activation = str
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The experts of a mixture; a router chooses ``experts_per_token`` of ``num_experts`` in each of ``num_layers``.
+    """Describe the experts of a mixture: a router chooses ``experts_per_token`` of ``num_experts`` in each of ``num_layers``.
 
-    ``shared_size`` is the intermediate size of the experts that every token visits, together.
+    ``shared_size`` is the total intermediate size of the experts that every token visits.
     """
 
     num_experts: int
@@ -40,11 +40,11 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """An attention whose keys and values are expanded from a latent vector (MLA).
+    """Describe attention with keys and values expanded from a latent vector (MLA).
 
     Args:
-        query_rank: of the latent query; None if queries are projected directly.
-        plain_dim, rotary_dim: of a head's query and key without and with positions.
+        query_rank: of the latent query; None for direct projection.
+        plain_dim, rotary_dim: dimensions of a head's query and key without and with positions.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -65,16 +65,16 @@ BASE_BYTES = {
     "nf4": 0.5 + 0.127 / 8,
     "nvfp4": 0.5 + 1 / 16,
 }
-"""Bytes a parameter of a frozen base: nf4 with doubly quantized scales (QLoRA, arXiv 2305.14314, section 3: 0.127 bits), nvfp4
-with a scale of 8 bits for each 16, int8-outlier with 0.1 % of the columns in 16 bits too (LLM.int8(), arXiv 2208.07339, section
-3.2), of a matrix of 4,096 × 4,096."""
+"""Bytes per parameter of a frozen base. nf4: with doubly quantized scales (QLoRA, arXiv 2305.14314, section 3: 0.127 bits).
+nvfp4: an 8-bit scale for each 16. int8-outlier: also 0.1 % of the columns in 16 bits (LLM.int8(), arXiv 2208.07339, section
+3.2), for a matrix of 4,096 × 4,096."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """LoRA: two matrices of a low rank beside each linear layer of attention and MLP, which is frozen.
+    """Describe LoRA: two low-rank matrices for each linear layer of attention and MLP. The layer itself is frozen.
 
-    ``base``, a key of ``BASE_BYTES``, is how the frozen layers are stored; what is narrower than 16 bits is widened before each
+    ``base``, a key of ``BASE_BYTES``, is the storage of the frozen layers. Storages below 16 bits are widened before each
     product (QLoRA).
 
     Source: Hu et al., LoRA, arXiv 2106.09685; Dettmers et al., QLoRA, arXiv 2305.14314.
@@ -102,7 +102,7 @@ class Adapters:
         return self.base_bytes < BASE_BYTES["bfloat16"]
 
     def parameters_of(self, matmul: Matmul) -> int:
-        """Count the parameters of all adapters of a kind of matmul; experts, routers and the head have none."""
+        """Count the parameters of all adapters of a kind of matmul. Experts, routers and the head have none."""
         if matmul.part not in ("attention", "mlp"):
             return 0
         return self.rank * (matmul.in_features + matmul.out_features) * matmul.count
@@ -110,12 +110,12 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """Equal weights that are multiplied, ``[out_features, in_features]`` each.
+    """Describe equal multiplied weights, ``[out_features, in_features]`` each.
 
     Args:
-        count: of weights in the model.
-        split: what tensor parallelism shards: rows of the output (``"column"``), the sum (``"row"``) or nothing.
-        tokens_share: share of the tokens that each weight sees, 1 outside mixtures.
+        count: number of weights in the model.
+        split: dimension that tensor parallelism shards: output rows (``"column"``), the sum (``"row"``) or none.
+        tokens_share: fraction of tokens per weight, 1 outside mixtures.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Matmul:
 
     @property
     def is_expert(self) -> bool:
-        """Tell whether expert parallelism shares it."""
+        """Tell whether expert parallelism shards it."""
         return self.name.startswith("experts.")
 
     @property
@@ -142,33 +142,33 @@ class Matmul:
 
     @property
     def flops_per_token(self) -> float:
-        """Count forward's operations: two per weight that a token meets."""
+        """Count forward's operations per token: two per weight that the token meets."""
         return 2 * self.num_elements * self.tokens_share
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The shape of a decoder.
+    """Describe the shape of a decoder.
 
     Args:
-        matmuls: every weight that is multiplied, the head last; a head that is tied to the embedding is among them.
-        vectors: parameters of norms and other vectors in all layers; biases of matmuls are counted there.
-        outer_vectors: parameters outside the layers that are neither embedding, positions, head nor biases of the head: norms,
-            and what no text decoder has, such as a vision tower.
+        matmuls: every multiplied weight, the head last, also if tied to the embedding.
+        vectors: parameters of norms and other vectors in all layers, including biases of matmuls.
+        outer_vectors: other parameters outside the layers, without embedding, positions, head and its biases. They include
+            norms and parts that no text decoder has, such as a vision tower.
         num_heads, num_kv_heads, query_dim, value_dim: of attention.
         intermediate_size: of an MLP.
-        is_gated: whether the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
-        positions: learned ones; 0 for rotary or other fixed ones.
+        is_gated: the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
+        positions: number of learned positions; 0 for rotary or other fixed positions.
         norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` may have gains and biases.
-        norms_per_layer: of the width of the residual stream.
-        head_norms: norms of queries and keys: ``"none"``, of each ``"head"``, or of ``"all"`` heads together.
+        norms_per_layer: norms of the residual stream's width.
+        head_norms: norms of queries and keys: ``"none"``, per ``"head"``, or over ``"all"`` heads.
         activation: the MLP's function, in Hugging Face's spelling.
-        has_fused_inputs: whether queries, keys and values are one matmul.
-        window, window_share: tokens that a layer attends to, None for all; and the share of the layers with that window.
-        adapters: LoRA over the frozen model; None if all is trained.
-        stated_parameters: the count of a model of which nothing else is known (:func:`of_size`).
-        source: where the shape is published.
-        left_out: parts of the model whose time and activations are not planned; empty if it is whole.
+        has_fused_inputs: queries, keys and values are one matmul.
+        window, window_share: attended tokens per layer, None for all; and the fraction of layers with that window.
+        adapters: LoRA over the frozen model; None trains all parameters.
+        stated_parameters: number of parameters of a model with unknown shape (:func:`of_size`).
+        source: publication of the shape.
+        left_out: parts of the model without planned time and activations; empty if none.
     """
 
     name: str
@@ -205,7 +205,7 @@ class Architecture:
 
     @property
     def has_shape(self) -> bool:
-        """Tell whether more is known than the number of parameters."""
+        """Tell whether the shape is known, not only the number of parameters."""
         return self.stated_parameters is None
 
     @property
@@ -219,7 +219,7 @@ class Architecture:
 
     @cached_property
     def head_parameters(self) -> int:
-        """Count the head's own parameters: none of a tied weight, and its bias."""
+        """Count the head's own parameters: its weight unless tied, and its bias."""
         head = self.matmuls[-1]
         return head.num_parameters - (head.num_elements if self.tie_embeddings else 0)
 
@@ -236,7 +236,7 @@ class Architecture:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Count the parameters of the experts among which routers choose: what expert parallelism shares."""
+        """Count the parameters of routed experts, which expert parallelism shards."""
         return sum(matmul.num_parameters for matmul in self.matmuls if matmul.is_expert)
 
     @cached_property
@@ -253,7 +253,7 @@ class Architecture:
 
     @cached_property
     def num_trained_parameters(self) -> int:
-        """Count the parameters that have gradients and states: all, or those of the adapters."""
+        """Count the parameters with gradients and states: all, or only the adapters'."""
         if self.adapters is None:
             return self.num_parameters
         return sum(self.adapters.parameters_of(matmul) for matmul in self.matmuls)
@@ -264,16 +264,16 @@ class Architecture:
 
     @property
     def num_active_parameters(self) -> int:
-        """Count the parameters that a token meets: all but the experts that it does not visit; an embedding counts whole."""
+        """Count the parameters that a token meets: all without its unvisited experts. An embedding counts whole."""
         if self.mixture is None:
             return self.num_parameters
         idle = 1 - self.mixture.experts_per_token / self.mixture.num_experts
         return self.num_parameters - round(self.expert_parameters * idle)
 
     def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Return the keys that a token attends to, on average over tokens and layers.
+        """Return the attended keys per token, averaged over tokens and layers.
 
-        Half the sequence if the mask is used; all of it in Megatron's convention. A window ``w`` shortens the causal mean to
+        This is half the sequence with the mask, all of it in Megatron's convention. A window ``w`` shortens the causal mean to
         ``w - w² / 2s``.
         """
         whole = sequence_length / 2 if is_causal else float(sequence_length)
@@ -285,7 +285,7 @@ class Architecture:
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Count operations of scores and values per token, forward and backward, in all layers.
 
-        The half below the diagonal, which ``is_causal`` counts, is ``6 L h s``; the whole, as Megatron-LM counts, ``12 L h s``.
+        ``is_causal`` counts the half below the diagonal, ``6 L h s``. Megatron-LM counts the whole, ``12 L h s``.
 
         Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv 2307.08691, section 4.1 (causal half).
 
@@ -298,20 +298,20 @@ class Architecture:
         return 3 * self.num_layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
 
     def flops_per_token(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Count a training step's operations per token: ``6`` per multiplied parameter that a token meets, and the attention's.
+        """Count a training step's operations per token: ``6`` per multiplied parameter that a token meets, plus attention.
 
-        Recomputation is not counted: it is in HFU, not in MFU.
+        Recomputation does not count: it is in HFU, not in MFU.
         """
         if self.stated_parameters is not None:
             return 6.0 * self.stated_parameters
-        # A frozen weight has no gradient; the operations of adapters are left out, as is usual.
+        # Frozen weights have no gradient. By convention the operations of adapters are left out.
         passes = 3 if self.adapters is None else 2
         weights = passes * sum(matmul.flops_per_token for matmul in self.matmuls)
         return weights + self.attention_flops(sequence_length, is_causal=is_causal)
 
 
 def of_size(num_parameters: float, name: str = "") -> Architecture:
-    """Return a model of which only the number of parameters is known: enough for its state, not for activations or time.
+    """Return a model with a known number of parameters only: enough for its state, not for activations or time.
 
     Example:
         >>> of_size(10e9).num_parameters
@@ -338,12 +338,12 @@ def decoder(
     latent: LatentAttention | None = None,
     **fields: Any,
 ) -> Architecture:
-    """Return a decoder of the usual kind: layers of attention and an MLP, or a mixture, between an embedding and a head.
+    """Return a usual decoder: layers of attention and an MLP (or a mixture) between an embedding and a head.
 
     Args:
-        num_kv_heads: None for as many as heads; head_dim: None for the width over the heads; intermediate_size: None for four
+        num_kv_heads: None for the number of heads; head_dim: None for width over heads; intermediate_size: None for four
             times the width.
-        has_biases: of all matmuls but the head, and of norms.
+        has_biases: all matmuls but the head have biases, and norms too.
         fields: further fields of :class:`Architecture`.
 
     Example:
@@ -399,7 +399,7 @@ def _presets() -> dict[str, Any]:
 
 
 def preset_names() -> list[str]:
-    """List the presets besides those that the trainer builds."""
+    """List the presets, without the models that the trainer builds."""
     return list(_presets()["models"])
 
 
@@ -411,7 +411,7 @@ def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
 
 
 def _of_trainer(model: Model) -> Architecture:
-    """Return the shape of a model that the trainer builds."""
+    """Return the shape of a trainer model."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
     row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings", "source")}
     if model.family == "gpt2":
@@ -420,7 +420,7 @@ def _of_trainer(model: Model) -> Architecture:
 
 
 def read_model(text: str) -> Architecture:
-    """Return the architecture of a preset (``narrowgauge show models``), or of a Hugging Face model folder or ``config.json``.
+    """Return the architecture of a preset (``narrowgauge show models``), a Hugging Face model folder or a ``config.json``.
 
     Example:
         >>> read_model("mixtral-8x7b").num_parameters

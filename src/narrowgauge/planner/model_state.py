@@ -1,9 +1,9 @@
 """State: bytes of weights, gradients and optimizer states that a rank holds between steps.
 
-What a parameter takes follows from the storage's own fields (:mod:`narrowgauge.spec.storages`); here it is multiplied by how many
-parameters of each kind a rank has.
+The storage's fields (:mod:`narrowgauge.spec.storages`) give the bytes per parameter. We multiply them by a rank's number of
+parameters of each kind.
 
-Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shares optimizer states, 2 gradients too, 3 weights too.
+Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards optimizer states, 2 gradients, 3 weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_matrix_rule
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of some parameters: weights as the model sees them, gradients, and the rest of the optimizer's state."""
+    """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining optimizer state."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -39,12 +39,12 @@ class Bytes:
 
 
 OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
-"""The states that optimizers keep of each element of a matrix, with the storage's code for each."""
-_FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
+"""States of each optimizer per matrix element, with the storage's code for each state."""
+_FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 
 
 def is_stepped(storage: Storage, optimizer: str) -> bool:
-    """Tell whether an optimizer steps parameters in a storage: Muon and Adafactor only in float32 arithmetic.
+    """Tell whether an optimizer supports a storage. Muon and Adafactor need float32 arithmetic.
 
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
@@ -55,10 +55,10 @@ def is_stepped(storage: Storage, optimizer: str) -> bool:
 
 
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
-    """Return AdamW's recipe with the states of another optimizer, a key of ``OPTIMIZER_STATES``.
+    """Replace AdamW's states in a recipe by another optimizer's, a key of ``OPTIMIZER_STATES``.
 
     Raises:
-        RecipeError: no such optimizer is planned, or it does not step a storage of the recipe.
+        RecipeError: the optimizer cannot be planned, or does not support a storage of the recipe.
 
     Example:
         >>> from narrowgauge.spec.notation import parse
@@ -96,9 +96,9 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """State of a model by where it lies: embedding and learned positions on the first stage, head and last norm on the last.
+    """Hold a model's state by stage: embedding and learned positions on the first, head and last norm on the last.
 
-    A tied head lies on both if they are two. ``layers`` are without experts.
+    A tied head is on both stages if they differ. ``layers`` exclude experts.
     """
 
     layers: Bytes
@@ -109,9 +109,9 @@ class ModelState:
 
 @lru_cache(maxsize=256)
 def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: int = 1) -> ModelState:
-    """Return the state of a model that each of ``tensor`` ranks holds; ``expert_tensor`` ranks share an expert's matrices.
+    """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
 
-    A model of which only the size is known is one matrix.
+    A model of unknown shape is one matrix.
     """
     per = bytes_per_parameter(recipe.storage)
     if not a.has_shape:
@@ -130,7 +130,7 @@ def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: in
             parts = [_matrix_state(storage, matmul, count, ranks) for storage, count in _storages(a, recipe, matmul)]
             part = sum(parts, Bytes())
         else:
-            # The adapters alone have gradients and states.
+            # Only the adapters have gradients and states.
             part = Bytes(a.adapters.base_bytes if matmul.name != "router" else per.weights) * matmul.num_elements
             part += visible * (matmul.num_parameters - matmul.num_elements) + per * a.adapters.parameters_of(matmul)
             part = part if matmul.split == "none" else part * (1 / ranks)
@@ -152,13 +152,13 @@ def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: in
 
 
 def _outer_storage(recipe: Recipe, name: str) -> Storage:
-    """Return the storage of embedding or head, which are AdamW's where Muon steps the layers."""
+    """Return the storage of embedding or head. AdamW steps them if Muon steps the layers."""
     storage = recipe.storage_of(name, 2)
     return storage.keeping(OPTIMIZER_STATES["adamw"]) if storage.states == OPTIMIZER_STATES["muon"] else storage
 
 
 def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Storage, float]]:
-    """Return a matmul's storages, and how many weights have each: one by one where a recipe names exceptions."""
+    """Return a matmul's storages and the number of weights in each. A recipe's exceptions are single weights."""
     if not (recipe.keep or recipe.overrides):
         return [(recipe.storage, matmul.count)]
     place = f"{'self_attn' if matmul.part == 'attention' else 'mlp'}.{matmul.name}.weight"
@@ -167,7 +167,7 @@ def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Sto
 
 
 def _matrix_state(storage: Storage, matmul: Matmul, count: float, ranks: int) -> Bytes:
-    """Return the state of ``count`` weights of a matmul, which ``ranks`` share unless it is not split; and of their biases."""
+    """Return the state of ``count`` weights of a matmul and their biases. ``ranks`` shard them if the matmul is split."""
     elements = count * matmul.in_features * matmul.out_features
     rows = Bytes(optimizer=storage.bytes_per_row * count * matmul.out_features)
     if not storage.states:
@@ -179,7 +179,7 @@ def _matrix_state(storage: Storage, matmul: Matmul, count: float, ranks: int) ->
 def on_stage(
     architecture: Architecture, recipe: Recipe, layout: Layout, layers: float, stage: int
 ) -> tuple[Bytes, Bytes]:
-    """Return a stage's state on a rank before ZeRO shares it: experts, and the rest.
+    """Return a stage's state on a rank before ZeRO: experts, and the rest.
 
     The first stage has the embedding, the last the head.
     """
@@ -195,6 +195,6 @@ def on_stage(
 
 
 def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
-    """Return what one of ``ranks`` holds of a state under the layout's ZeRO stage."""
+    """Return the state on one of ``ranks`` under the layout's ZeRO stage."""
     shares = [1 / ranks if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
     return Bytes(state.weights * shares[0], state.gradients * shares[1], state.optimizer * shares[2])

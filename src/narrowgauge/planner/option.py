@@ -1,7 +1,7 @@
-"""Options: one recipe in one layout on one cluster, with all that a plan says about it.
+"""Options: one recipe in one layout on one cluster, with its whole plan.
 
-An option holds the terms of its memory and of its step. Everything else that is printed follows from them, so that a table, a
-page and JSON cannot disagree.
+An option holds the terms of its memory and of its step. Everything printed follows from them. So a table, a page and JSON
+always agree.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to run a job.
+    """Describe one way to run a job.
 
     Args:
         memory: bytes of the worst rank, in groups of ``MEMORY_GROUPS``.
-        cluster: None where the state alone is counted and no chip is known.
-        step: seconds of an optimizer step, in groups of ``STEP_GROUPS``; None where the state alone is counted.
-        why_not: why it cannot run, if memory is not the reason; empty if it can.
-        advice: the smallest change that would make it possible; empty if it fits.
+        cluster: None for a state without a known chip.
+        step: seconds of an optimizer step, in groups of ``STEP_GROUPS``; None for the state alone.
+        why_not: reason why it cannot run, other than memory; empty if it can.
+        advice: the smallest change that makes it possible; empty if it fits.
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
@@ -70,12 +70,12 @@ class Option:
 
     @property
     def capacity_bytes(self) -> float | None:
-        """Return what the job may use on the smallest chip; None if no chip is known."""
+        """Return the usable bytes of the smallest chip; None without a chip."""
         return None if self.cluster is None else self.cluster.memory_bytes
 
     @property
     def headroom_bytes(self) -> float | None:
-        """Return what the worst rank leaves free; negative if it does not fit, None without a chip."""
+        """Return the free bytes of the worst rank; negative if it does not fit, None without a chip."""
         return None if self.cluster is None else self.cluster.memory_bytes - self.memory.total
 
     @property
@@ -87,13 +87,13 @@ class Option:
 
     @property
     def is_certain(self) -> bool | None:
-        """Tell whether the whole interval of its memory lies on one side of what the chip has; None without a chip."""
+        """Tell whether the whole memory interval lies on one side of the chip's capacity; None without a chip."""
         low, high = self.memory.interval
         return None if self.cluster is None else not low <= self.cluster.memory_bytes < high
 
     @property
     def resuming_bytes(self) -> float:
-        """Return the memory while a checkpoint is loaded beside states that exist already: they are allocated twice."""
+        """Return the memory while a checkpoint loads into allocated states: they exist twice."""
         groups = self.memory.groups
         return groups.get("weights", 0.0) + 2 * groups.get("optimizer", 0.0) + groups.get("overhead", 0.0)
 
@@ -124,30 +124,30 @@ class Option:
 
     @property
     def mfu(self) -> float | None:
-        """Return the model's operations per second as a share of the chips' peak (model FLOPs utilization)."""
+        """Return the model's operations per second over the chips' peak (model FLOPs utilization)."""
         rate = self.tokens_per_second
         if rate is None or self.cluster is None:
             return None
         return rate * self.architecture.flops_per_token(self.sequence_length) / self.cluster.peak_flops_per_second
 
     def days(self, num_tokens: float | None) -> float | None:
-        """Return the days for that many tokens."""
+        """Return the days for ``num_tokens`` tokens."""
         rate = self.tokens_per_second
         return None if rate is None or num_tokens is None else num_tokens / rate / _SECONDS_PER_DAY
 
     def cost(self, num_tokens: float | None) -> float | None:
-        """Return the dollars for that many tokens; None without a price."""
+        """Return the dollars for ``num_tokens`` tokens; None without a price."""
         days, price = self.days(num_tokens), None if self.cluster is None else self.cluster.dollars_per_hour
         return None if days is None or price is None else days * 24 * price
 
     @property
     def restarts(self) -> float:
-        """Return the time for restarts in the high end of a run's days, as a share of its steps; 0 where it is a term."""
+        """Return the restart time at the high end of a run's days, as a fraction of its steps; 0 if it is a term."""
         return 0.0 if self.step is None or "faults" in self.step.groups else RESTARTS
 
     @property
     def limited_by(self) -> str:
-        """Name the largest group: of the memory if it does not fit, else of the step."""
+        """Name the largest group: of memory if it does not fit, else of the step."""
         if self.why_not:
             return "layout"
         if self.fits is False or self.step is None:
@@ -156,7 +156,7 @@ class Option:
 
     @property
     def runs_with(self) -> str:
-        """Name what runs it: this project's trainer, or libraries with more layouts."""
+        """Name the software that runs it: this project's trainer, or libraries with more layouts."""
         if self.layout.runs_here:
             return OURS
         if self.recipe.storage.name in _COMMON_STORAGES:
@@ -164,7 +164,7 @@ class Option:
         return f"torchtitan and ng.AdamW(storage={self.recipe.storage.name!r})"
 
     def confidence(self, num_tokens: float | None = None) -> dict[str, Any]:
-        """Return the 80 % intervals ``[low, high]``, and whether it surely fits; ``num_tokens`` of the whole run give days."""
+        """Return the 80 % intervals ``[low, high]``, and whether it certainly fits. ``num_tokens`` of the run add days."""
         rate, days = self.tokens_per_second, self.days(num_tokens)
         has_software = self.cluster is not None and all(group.software for group in self.cluster.groups)
         low, high = error_of(has_mixture=self.architecture.mixture is not None, has_software=has_software)
@@ -178,7 +178,7 @@ class Option:
         }
 
     def row(self, num_tokens: float | None = None) -> Row:
-        """Return plain values in bytes, seconds and shares, for JSON; ``num_tokens`` of the whole run give days and cost."""
+        """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days and cost."""
         parallelism = dataclasses.asdict(self.layout)
         del parallelism["sequence_parallel"]
         return {
@@ -214,10 +214,10 @@ def largest_group(terms: Terms) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was asked: the arguments of :func:`narrowgauge.planner.plan.plan`, with defaults filled in.
+    """Hold the question: the arguments of :func:`narrowgauge.planner.plan.plan`, with defaults filled in.
 
-    ``model`` is the name by which it was asked for, ``fixed`` are fields of the layout; without ``clusters`` the state alone is
-    asked for.
+    ``model`` is the model's name in the question, ``fixed`` are fields of the layout. Without ``clusters``, only the state is
+    planned.
     """
 
     architecture: Architecture
@@ -240,7 +240,7 @@ class Question:
         return self.deadline_days is not None or self.budget is not None
 
     def meets(self, option: Option) -> bool:
-        """Tell whether an option fits and ends within the deadline and the budget."""
+        """Tell whether an option fits, and meets the deadline and the budget."""
         days, cost = option.days(self.num_tokens), option.cost(self.num_tokens)
         if not option.fits or days is None:
             return False

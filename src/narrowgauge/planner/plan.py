@@ -1,4 +1,4 @@
-"""Plans: from a question to its options, the best first."""
+"""Plans: turn a question into options, the best first."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from narrowgauge.spec.storages import STORAGES
 LARGEST = ("context", "batch")
 USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
                  "bfloat16/word/reproducible")  # fmt: skip
-"""The README's recipes, which are compared where none is named."""
+"""Recipes of the README, which are the default comparison."""
 OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "days": lambda option: 1.0 / (option.tokens_per_second or 1.0),
     "cost": lambda option: option.cost(1.0) or option.num_chips / (option.tokens_per_second or 1.0),
     "chips": lambda option: float(option.num_chips),
 }
-"""What the best option has least of."""
-# FSDP2 shards PEFT's layers, or they are replicated; no other axis divides them.
+"""Quantities that the best option minimizes."""
+# LoRA layouts: FSDP2 shards PEFT's layers, or they are replicated. No other axis divides them.
 _ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
-# Equal in one configuration for several clusters; replicas and micro-batches follow from the number of chips.
+# Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
            "accumulation_dtype")  # fmt: skip
 _BATCH = ("micro_batch", "micro_batches", "recompute", "offload")
@@ -73,35 +73,35 @@ def plan(
     layout: Mapping[str, Any] | None = None,
     **rates: Any,
 ) -> Plan:
-    """Say what fits, how fast, in which layout, and why; nothing is trained and nothing needs PyTorch.
+    """Plan what fits, how fast, in which layout, and why. Nothing is trained and nothing needs PyTorch.
 
-    Without ``model`` or without machines, the state alone is counted: weights, gradients and optimizer states.
+    Without ``model`` or machines, plan only the state: weights, gradients and optimizer states.
 
     Args:
         model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
         params: number of parameters, instead of a model.
-        recipes: names, files or recipes; none means those of :data:`USUAL_RECIPES` that the chips multiply natively, and
-            ``"all"`` every recipe that they do.
-        chip, chips: names (``narrowgauge show chips``) and numbers; several are compared.
+        recipes: names, files or recipes. By default the recipes of :data:`USUAL_RECIPES` that the chips multiply natively;
+            ``"all"`` for every recipe that they multiply natively.
+        chip, chips: names (``narrowgauge show chips``) and numbers. Several are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
         chips_per_node: of ``chip``; None for its usual node.
         sequence_length: in tokens; None for the model's longest, at most 4096.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.
-        days, budget: a deadline in days and a limit in dollars for ``tokens``: numbers of chips are tried, up to ``chips`` where
-            it is given; the best has the fewest that meet the deadline, or with a budget alone is the fastest that meets it.
-        largest: ``"context"`` or ``"batch"``: the longest sequences, or the most sequences at once, that fit for certain.
-        optimizer: whose states are counted: ``"adamw"``, ``"adam"``, ``"lion"``, ``"muon"`` or ``"adafactor"``.
-        lora: rank of adapters over a frozen model, which alone are trained; None trains all parameters.
-        base: how the frozen layers are stored: a key of :data:`~narrowgauge.planner.model.BASE_BYTES`; ``"nf4"`` is QLoRA.
+        days, budget: a deadline in days and a limit in dollars for ``tokens``. Numbers of chips are tried, up to ``chips`` if
+            set. With a deadline the best option has the fewest chips. With only a budget it is the fastest.
+        largest: ``"context"`` for the longest sequences, ``"batch"`` for the most sequences at once, that certainly fit.
+        optimizer: ``"adamw"``, ``"adam"``, ``"lion"``, ``"muon"`` or ``"adafactor"``, for its states.
+        lora: rank of trained adapters over a frozen model; None trains all parameters.
+        base: storage of frozen layers, a key of :data:`~narrowgauge.planner.model.BASE_BYTES`; ``"nf4"`` is QLoRA.
         minimize: ``"days"``, ``"cost"`` or ``"chips"``; None for ``"chips"`` with a deadline, else ``"days"``.
-        layout: fields of the layout that must have these values.
+        layout: fields of the layout with fixed values.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Nodes` for ``chip``: ``interconnect_gbit_per_second``,
             ``dollars_per_hour``, ``host_memory_gb``, ``software``.
     Returns:
         The options, the best first.
     Raises:
-        NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is not known.
+        NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is unknown.
 
     Example:
         >>> answer = plan(params=10e9, recipes=["bfloat16/master", "bfloat16/word", "bfloat16/states8"])
@@ -218,7 +218,7 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
     longest = architecture.positions or (preset.max_positions if preset is not None else None)
     if length is None:
         return min(longest or _SEQUENCE_LENGTH, _SEQUENCE_LENGTH)
-    # Rotary positions extend beyond those that a model was trained with; learned ones do not.
+    # Rotary positions extend beyond the trained positions, learned positions do not.
     if architecture.positions and length > architecture.positions:
         raise NarrowgaugeError(
             f"sequences of {length:,} tokens were requested for {architecture.name}, which has {architecture.positions:,} "
@@ -232,13 +232,13 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
 
 
 def _of_storages() -> list[Recipe]:
-    """Return a recipe for each storage of bfloat16 weights, the widest first."""
+    """Return a recipe for each storage of bfloat16 weights, the largest first."""
     named = [parse(f"bfloat16/{name}") for name in STORAGES if "/" not in name]
     return sorted(named, key=lambda recipe: -recipe.bytes_per_param)
 
 
 def _state_options(question: Question, recipes: Iterable[Recipe], numbers: Sequence[int]) -> Iterator[Option]:
-    # With a shape, memory_terms would return the worst moment, at which not all gradients exist.
+    # With a shape, memory_terms would return the worst moment, which lacks some gradients.
     size = of_size(question.architecture.num_parameters)
     places: list[tuple[Cluster | None, int | None]] = [(cluster, cluster.num_chips) for cluster in question.clusters]
     for cluster, number in places or [(None, number) for number in numbers] or [(None, None)]:
@@ -254,7 +254,7 @@ def _state_options(question: Question, recipes: Iterable[Recipe], numbers: Seque
 
 
 def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
-    """Return the requested layout of a state, which the remaining chips shard."""
+    """Return the requested layout of a state. The remaining chips shard it."""
     layout = Layout(**fixed)
     if number is None or number == layout.num_ranks:
         return layout
@@ -272,7 +272,7 @@ def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
 def _search(
     question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any] | None = None, most: int = 1
 ) -> list[Option]:
-    """Return the best layouts of a recipe; ``fixed`` replaces the question's fields of a layout."""
+    """Return the best layouts of a recipe. ``fixed`` replaces the question's layout fields."""
     fixed = question.fixed if fixed is None else fixed
     asked = question.architecture, recipe, cluster, question.sequence_length, question.tokens_per_step
     return search(*asked, fixed=fixed, most=most)
@@ -281,19 +281,19 @@ def _search(
 def _fitting(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option | None:
     try:
         return next((option for option in _search(question, recipe, cluster, fixed) if option.fits), None)
-    except RecipeError:  # the chips cannot be divided like that
+    except RecipeError:  # the chips do not divide like that
         return None
 
 
 def _searched(question: Question, cluster: Cluster, recipes: Sequence[Recipe]) -> list[Option]:
-    """Return the best layouts of the only recipe, or of each of many recipes the best one."""
+    """Return the best layouts of a single recipe, or the best layout of each recipe."""
     compared = recipes or _compared(question, cluster)
     most = MOST_OPTIONS if len(compared) == 1 else 1
     return [option for recipe in compared for option in _search(question, recipe, cluster, most=most)]
 
 
 def _compared(question: Question, cluster: Cluster) -> Sequence[Recipe]:
-    """Return the recipes that are compared where none is named."""
+    """Return the recipes of the default comparison."""
     suited = list(_suited(cluster, question.optimizer))
     pairs = {(recipe.compute, recipe.storage) for recipe in suited}
     usual = [with_optimizer(parse(name), question.optimizer) for name in USUAL_RECIPES if suited]
@@ -302,9 +302,9 @@ def _compared(question: Question, cluster: Cluster) -> Sequence[Recipe]:
 
 
 def _suited(cluster: Cluster, optimizer: str) -> Iterator[Recipe]:
-    """Yield every storage of 16-bit weights, and every other compute with its own storage, that all chips multiply natively.
+    """Yield every storage of 16-bit weights, and every other compute with its storage, that all chips multiply natively.
 
-    Computes that change the whole model, or are for fine-tuning, are for those who ask for them.
+    Skip computes that change the whole model or are for fine-tuning. Users must request those.
     """
     chips = {group.chip.name: group.chip for group in cluster.groups}.values()
     wide = "bfloat16" if all("bfloat16" in chip.peak_tflops for chip in chips) else "float16"
@@ -319,9 +319,9 @@ def _suited(cluster: Cluster, optimizer: str) -> Iterator[Recipe]:
 
 
 def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None) -> list[Option]:
-    """Search as few chips as a deadline allows, or as many as a budget does, and other numbers beside these.
+    """Search the fewest chips that meet a deadline, or the most that a budget allows, and numbers near these.
 
-    ``node`` is the size of the nodes of clusters of any size; None tries parts of ``cluster``.
+    ``node`` is the node size of clusters of any size; None tries parts of ``cluster``.
     """
     whole = cluster if node is None else with_nodes(cluster, 1 << ((MOST_CHIPS // node).bit_length() - 1), chips=node)
     sizes = sorted(parts_of(whole), key=lambda size: size.num_chips)
@@ -334,10 +334,10 @@ def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], nod
         tried.append(_searched(question, size, recipes))
         return any(_is_safe(option) and question.meets(option) for option in tried[-1])
 
-    met: list[int] = []  # places of the sizes that meet the limits
+    met: list[int] = []  # indices of the sizes that meet the limits
     for place, size in enumerate(sizes):
         met += [place] if is_met_by(size) else []
-        # More chips only shorten a run; what they cost goes up and down by some per cent.
+        # More chips only shorten a run. The cost varies by some per cent.
         costs = [option.cost(question.num_tokens) or 0.0 for option in tried[-1] if option.fits]
         could_cost = question.budget is None or min(costs, default=0.0) <= _COSTS_VARY * question.budget
         if is_usual and met and (has_deadline or not could_cost):
@@ -352,12 +352,12 @@ def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], nod
 
 
 def _is_safe(option: Option) -> bool:
-    """Tell whether an option fits for certain and keeps updates."""
+    """Tell whether an option certainly fits and keeps updates."""
     return bool(option.fits and option.is_certain) and option.recipe.storage.keeps_updates
 
 
 def _could_end(question: Question, cluster: Cluster) -> bool:
-    """Tell whether a run could end in time if nothing but multiplying in the fastest format took time."""
+    """Tell whether a run could meet the deadline if only matmuls in the fastest format took time."""
     if question.deadline_days is None or question.num_tokens is None:
         return True
     flops = question.num_tokens * question.architecture.flops_per_token(question.sequence_length)
@@ -366,18 +366,18 @@ def _could_end(question: Question, cluster: Cluster) -> bool:
 
 
 def _largest_options(question: Question, cluster: Cluster, recipes: Sequence[Recipe]) -> Iterator[Option]:
-    """Yield for each recipe the option with the longest sequences, or the most at once, that fits for certain."""
+    """Yield each recipe's option with the longest sequences, or the most at once, that certainly fits."""
     for recipe in recipes or _compared(question, cluster):
         if question.largest == "context":
             yield _largest(question, recipe, cluster, question.fixed)
             continue
-        # What this project's trainer runs, unless other layouts were asked for or these do not fit.
+        # Layouts of this project's trainer, unless the question fixes others or these do not fit.
         option = _largest(question, recipe, cluster, {**NAMED_LAYOUTS["fsdp2"], **question.fixed})
         yield option if option.fits else _largest(question, recipe, cluster, question.fixed)
 
 
 def _largest(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option:
-    """Return the option of the largest size that fits for certain, or of the least; what fits also fits in smaller sizes."""
+    """Return the option of the largest size that certainly fits, or of the smallest. Smaller sizes fit too."""
     most = question.architecture.positions or _MOST_POSITIONS
 
     @cache
@@ -396,7 +396,7 @@ def _largest(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mappin
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Return multiples of ``least`` up to ``most``, each at least a sixteenth larger than the one before.
+    """Return multiples of ``least`` up to ``most``. Each is at least a sixteenth larger than the last.
 
     Example:
         >>> _sizes(1024, 8192), _sizes(1, 24)[-6:]
@@ -424,17 +424,17 @@ def _ranked(question: Question, options: Sequence[Option], *, is_by_size: bool =
 
 
 def _rank(question: Question, option: Option) -> tuple[float, ...]:
-    """Return what options are sorted by: safety, then limits, then the objective, then room."""
+    """Return the sort key of options: safety, then limits, then the objective, then headroom."""
     if option.step is None:
         return option.num_chips, option.memory.total
     room = option.headroom_bytes or 0.0
-    # A recipe whose updates are lost is no answer, however fast, and what may run out of memory comes after what does not.
+    # Recipes that lose updates come last, however fast. Options that may run out of memory come after certain ones.
     rank = [float(not option.fits), not option.recipe.storage.keeps_updates, option.is_certain is False]
     if question.is_bounded:
         is_met = question.meets(option)
         rank.append(not is_met)
         if not is_met and option.fits:
-            # Of those that miss the limits the fastest is the nearest, whatever is minimized.
+            # Among options that miss the limits, the fastest is the nearest, for any objective.
             nearest = OBJECTIVES["days" if question.deadline_days is not None else "cost"]
             return (*rank, nearest(option), 0.0, -room)
     if question.largest:
@@ -444,11 +444,11 @@ def _rank(question: Question, option: Option) -> tuple[float, ...]:
 
 
 def _trainable(answer: Plan) -> Option | RecipeError | None:
-    """Return the trainer's best option where the best of all is not one, or the error that says why it has none."""
+    """Return the trainer's best option if another is the best, or the error that explains why there is none."""
     best, question = answer.best, answer.question
     if not best.fits or best.runs_with == OURS or best.cluster is None:
         return None
-    # A number of ranks that was requested together with other axes says nothing about a layout without these.
+    # A rank count that was fixed together with other axes does not apply to a layout without them.
     batch = {name: value for name, value in question.fixed.items() if name in _BATCH}
     try:
         return _search(question, best.recipe, best.cluster, {**batch, **NAMED_LAYOUTS["fsdp2"]})[0]
@@ -457,7 +457,7 @@ def _trainable(answer: Plan) -> Option | RecipeError | None:
 
 
 def _shared(answer: Plan) -> tuple[Option, ...]:
-    """Return the first configuration that fits on every cluster: the same recipe, division of the model and micro-batch."""
+    """Return the first configuration that fits on every cluster: same recipe, model sharding and micro-batch."""
     for option in filter(lambda option: option.fits, answer.options):
         pinned = {name: getattr(option.layout, name) for name in _PINNED}
         everywhere = [_fitting(answer.question, option.recipe, c, pinned) for c in answer.question.clusters]

@@ -1,4 +1,4 @@
-"""A plan in tables and at most eight fixed sentences: options, sizes, every term of the best one, and a settings file."""
+"""A plan in tables and at most eight fixed sentences: options, sizes, all terms of the best option, and its settings."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _NOTES = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer to a question.
+    """Answer a question.
 
     Args:
-        options: best first; those that do not fit come last, the nearest to fitting first.
-        shared: with several clusters, one configuration for all: an option on each; empty if there is none.
-        trainable: where the best option is not one of this project's trainer, the trainer's best one (the nearest to fitting if
-            none fits), or the error that says why it has none; else None.
+        options: best first. Options that do not fit come last, the nearest to fitting first.
+        shared: with several clusters, one configuration for all: an option on each; empty if none exists.
+        trainable: the trainer's best option, if the best of all is not the trainer's. If none fits, the nearest to fitting; or
+            the error that explains why there is none; else None.
     """
 
     question: Question
@@ -53,12 +53,12 @@ class Plan:
 
     @property
     def best(self) -> Option:
-        """Return the best option; the nearest to fitting if none fits."""
+        """Return the best option, or the nearest to fitting."""
         return self.options[0]
 
     @property
     def is_state_only(self) -> bool:
-        """Tell whether weights, gradients and optimizer states are all that is counted."""
+        """Tell whether the plan counts only weights, gradients and optimizer states."""
         return self.best.step is None
 
     @property
@@ -88,11 +88,11 @@ class Plan:
         }
 
     def sentences(self) -> list[str]:
-        """Say what follows from the options, the most important first."""
+        """Return the conclusions, the most important first."""
         return list(_state_sentences(self) if self.is_state_only else _run_sentences(self))
 
     def tables(self) -> list[Table]:
-        """Return the options, where a step of the best one goes, and what more chips buy."""
+        """Return the options, the time of each group in the best option's step, and the gain of more chips."""
         ours = [self.trainable] if isinstance(self.trainable, Option) else []
         tables = [_options_table([*self.options, *ours], self.question, self.title)]
         if self.shared:
@@ -132,7 +132,7 @@ def _terms_table(terms: Terms, unit: str, title: str) -> Table:
 
 
 def _groups_table(step: Terms, title: str) -> Table:
-    """Return where a step goes, the largest group first: matmuls and attention are the model's own operations."""
+    """Return the groups of a step, the largest first. Matmuls and attention are the model's own operations."""
     groups = sorted(step.groups.items(), key=lambda item: -item[1])
     rows: list[Row] = [
         {
@@ -149,7 +149,7 @@ def _groups_table(step: Terms, title: str) -> Table:
 
 
 def changes_table(differences: tuple[Change, ...], title: str, least: float = 0.0) -> Table:
-    """Return the changes between two sums of seconds that are larger than ``least``."""
+    """Return the changes between two sums of seconds, if larger than ``least``."""
     rows: list[Row] = [
         {"group": c.group, "term": c.name, "before": seconds_text(c.before), "after": seconds_text(c.after),
          "difference": f"{c.difference:+.3g} s", "formula": c.formula}
@@ -172,7 +172,7 @@ def _options_table(options: Sequence[Option], question: Question, title: str) ->
 
 
 def _option_row(option: Option, question: Question) -> Row:
-    """Return the cells of an option; a column whose cells are all empty is not shown."""
+    """Return the cells of an option. Columns with only empty cells are hidden."""
     is_state, rate, tokens = option.step is None, option.tokens_per_second, question.num_tokens
     interval, cost = option.confidence(tokens), option.cost(tokens)
     return {
@@ -216,7 +216,7 @@ _SIZES = (
 
 
 def _free_text(option: Option) -> str:
-    """Write what the worst rank leaves free; with its interval where the memory may or may not suffice."""
+    """Write the worst rank's free memory, with its interval if it may not fit."""
     if option.headroom_bytes is None or option.capacity_bytes is None:
         return ""
     free = bytes_text(option.headroom_bytes)
@@ -227,12 +227,12 @@ def _free_text(option: Option) -> str:
 
 
 def _clause(option: Option) -> str:
-    """Say why it cannot run, and what would change that; empty where it can."""
+    """Say why it cannot run and what would help; empty if it can run."""
     return "" if option.fits is not False else f"{option.reason}. {option.advice}".strip()
 
 
 def _size_rows(plan: Plan) -> Iterator[Row]:
-    """Yield what more of the same chips buy, and which group of the step takes the rest."""
+    """Yield the gain of more chips of the same kind, and the step group that limits it."""
     by_kind: dict[tuple[str, ...], dict[int, Option]] = {}
     for option in plan.options:
         if option.fits and option.step and option.cluster:
@@ -262,7 +262,7 @@ def _size_row(few: Option, many: Option) -> Row:
 
 
 def _grown_group(few: Option, many: Option) -> str:
-    """Name the group of the step that grew most beyond its share of the smaller size; empty if none did."""
+    """Name the step group that grew most beyond its fraction at the smaller size; empty if none did."""
     assert few.step is not None and many.step is not None
     scale = few.num_chips / many.num_chips * many.tokens_per_step / few.tokens_per_step
     sums: dict[str, float] = {}
@@ -314,7 +314,7 @@ def _run_sentences(plan: Plan) -> Iterator[str]:
 
 
 def _limits(plan: Plan) -> str:
-    """Say whether the deadline and the budget are kept."""
+    """Say whether the plan meets the deadline and the budget."""
     question, best = plan.question, plan.best
     limits = [f"within {_days_text(question.deadline_days)}"] if question.deadline_days is not None else []
     limits += [f"for at most {dollars_text(question.budget)}"] if question.budget is not None else []
@@ -329,7 +329,7 @@ def _days_text(days: float | None) -> str:
 
 
 def _data_parallel(plan: Plan) -> str:
-    """Say what pure data parallelism would hold on each chip."""
+    """Give the memory per chip under pure data parallelism."""
     size, capacity = plan.question.architecture.num_parameters, plan.best.capacity_bytes
     widths = sorted({option.recipe.bytes_per_param for option in plan.options}, reverse=True)
     needs = " and ".join(
@@ -343,7 +343,7 @@ def _data_parallel(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
-    """Yield what the plan takes for granted: networks, libraries, parts of the model, and what recipes lose."""
+    """Yield the plan's assumptions: networks, libraries, parts of the model, and losses of recipes."""
     question, best = plan.question, plan.best
     architecture, recipes = question.architecture, {option.recipe.title: option.recipe for option in plan.options}
     groups = [(cluster.num_chips, group) for cluster in question.clusters for group in cluster.groups]
@@ -382,7 +382,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 
 def train_settings(plan: Plan) -> str:
-    """Return the best option as a TOML file for ``narrowgauge train``; its comments say how many ranks to start.
+    """Return the best option as a TOML file for ``narrowgauge train``. Its comments give the number of ranks.
 
     Raises:
         NarrowgaugeError: no option fits, or the trainer cannot run it.
@@ -422,7 +422,7 @@ def train_settings(plan: Plan) -> str:
         settings["accumulation_dtype"] = layout.accumulation_dtype
     if layout.shard > 1:
         settings |= {"replicas": layout.data, "offload": layout.offload == "all"}
-    # A table must come last: keys after it would be its own.
+    # Tables must come last: later keys would belong to them.
     settings["recipe"] = best.recipe.to_value()
     start = "narrowgauge train --config FILE"
     if best.num_chips > 1:

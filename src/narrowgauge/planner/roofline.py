@@ -1,8 +1,8 @@
-"""The roofline: how long linear layers and streams of bytes take on a chip, from its data sheet and measured shares.
+"""The roofline: the time of linear layers and byte streams on a chip, from its data sheet and measured efficiencies.
 
-A matmul takes its multiply-adds at the chip's rate for the operands' format, or its bytes at the memory's bandwidth,
-whichever is longer; a cast takes its bytes. Neither reaches the printed peak, so each is multiplied by a measured share of it
-(:mod:`narrowgauge.planner.efficiency`), and each kernel takes a few microseconds to start and to end.
+A matmul takes the longer of two times: its multiply-adds at the chip's rate for the operands' format, or its bytes at the
+memory bandwidth. A cast takes its bytes. Neither reaches the printed peak, so a measured efficiency multiplies each rate
+(:mod:`narrowgauge.planner.efficiency`). Each kernel takes a few microseconds to start and to end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from narrowgauge.spec.recipes import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a linear layer's weight ``[out, in]``; transposed is stored as ``[in, out]`` (transformers' ``Conv1D``)."""
+    """Describe a linear layer's weight ``[out, in]``. A transposed weight is ``[in, out]`` (transformers' ``Conv1D``)."""
 
     out_features: int
     in_features: int
@@ -36,7 +36,7 @@ class Shape:
 
 
 class Setting(NamedTuple):
-    """How a linear layer is computed: the compute's name, the dtype of its input and output, and that of its weight."""
+    """Describe the arithmetic of a linear layer: the compute's name, the dtype of input and output, and the weight's dtype."""
 
     compute: str
     stream: str = "bfloat16"
@@ -49,21 +49,21 @@ class Setting(NamedTuple):
 
     @property
     def plain(self) -> Setting:
-        """Return the same layer by PyTorch's own linear function."""
+        """Return the same layer under PyTorch's own linear function."""
         return self._replace(compute=self.stream)
 
 
 def setting_of(layer: str, recipe: Recipe) -> Setting:
-    """Return how a recipe computes the layer with that name."""
+    """Return the recipe's arithmetic for a layer, by name."""
     weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
-    # Layers that a recipe keeps are computed in float32, like their weights.
+    # Layers that a recipe keeps compute in float32, like their weights.
     stream = "float32" if recipe.keeps(layer) else recipe.dtype
-    # These computes differ from the plain one of their dtype only by their storage.
+    # These computes differ from the plain compute of their dtype only in storage.
     return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
 
 
 def is_native(product: Product, chip: Chip) -> bool:
-    """Tell whether the chip multiplies the operands' own codes, and a kernel of this version uses that."""
+    """Tell whether the chip multiplies the operands' codes directly, with a kernel of this version."""
     formats = [cast.format for cast in (product.left, product.right)]
     if needs_kernel(product):
         has_kernel = kernel_for(product, chip.target) is not None
@@ -73,26 +73,26 @@ def is_native(product: Product, chip: Chip) -> bool:
 
 
 def multiplies(compute: Compute, chip: Chip) -> bool:
-    """Tell whether the chip computes every product of a compute in its own formats, without emulation."""
+    """Tell whether the chip computes every product natively, without emulation."""
     return all(is_native(product, chip) for product in compute.products.values())
 
 
 def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip, shares: Efficiency) -> float:
-    """Return the longer of computing, and reading and writing; and the start and end of a kernel."""
+    """Return the longer of compute time and memory time, plus the start and end of a kernel."""
     name = chip.rate_format(format)
     rate = chip.peak_tflops[name] * 1e12 * shares[f"matmul.{name}"]
     return max(flops / rate, bytes_seconds(num_bytes, chip, shares)) + shares["kernel_seconds"]
 
 
 def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
-    """Return the seconds of reading or writing, without the start of a kernel."""
+    """Return the seconds to read or write bytes, without the start of a kernel."""
     return num_bytes / (chip.bandwidth_bytes_per_second * shares["bandwidth"])
 
 
 def operation_seconds(
     shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
 ) -> dict[str, float]:
-    """Return the seconds of the operations of a linear layer on ``num_tokens`` rows: casts by slot, matmuls by name."""
+    """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot, matmuls by name."""
     compute = named(setting.compute)
     sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
     sizes["gradient"] = num_tokens * shape.out_features
@@ -116,23 +116,23 @@ def operation_seconds(
 def _moved_bytes(
     matmul: str, product: Product, sizes: dict[str, float], setting: Setting, native: bool
 ) -> tuple[float, float]:
-    """Return the bytes that a matmul reads and writes, and those beside it."""
+    """Return the bytes that a matmul reads and writes, and the extra bytes around it."""
     left, right = (SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right"))
-    [result] = set(TENSORS) - {left, right}  # as large as the one that does not enter
+    [result] = set(TENSORS) - {left, right}  # the size of the tensor that is not an operand
     read = sum(sizes[what] * _written_bytes(c, native) for what, c in ((left, product.left), (right, product.right)))
     moved = read + sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
     return moved, _extra_bytes(matmul, product, native, setting, sizes[left], sizes[right], sizes[result])
 
 
 def _passes(cast: Cast) -> int:
-    """Count how often a cast reads its operand: once where each row or block has a scale, else once more for the scale."""
+    """Count how often a cast reads its operand: once with scales per row or block, else once more for the scale."""
     if cast.scaling == "static":
         return 1
     return 2 if cast.granularity in ("tensor", "column") or cast.scale == "float8_e4m3fn" else 1
 
 
 def _written_bytes(cast: Cast, native: bool) -> float:
-    """Return the bytes per element of an operand: its codes, or the 16-bit values that are multiplied instead."""
+    """Return the bytes per operand element: its codes, or the 16-bit values that replace them."""
     if native and cast.block is not None:
         return cast.bits / 8  # with the scales of its blocks
     return bytes_per_number(cast.format) if cast.is_wide or native else 2.0
@@ -141,7 +141,7 @@ def _written_bytes(cast: Cast, native: bool) -> float:
 def _extra_bytes(
     matmul: str, product: Product, native: bool, setting: Setting, left: float, right: float, result: float
 ) -> float:
-    """Return the bytes moved beside a matmul's: to transpose narrow floats, whose kernels take rows only; to scale."""
+    """Return the extra bytes of a matmul: to transpose low-precision floats (their kernels take only rows), and to scale."""
     if setting.is_plain:
         return 0.0
     total = 0.0

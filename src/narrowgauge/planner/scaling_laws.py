@@ -1,9 +1,9 @@
-"""Scaling: what measured times on different numbers of chips say about others, and what they cannot say.
+"""Scaling: extrapolate measured times to other numbers of chips, with honest limits.
 
-The time of a job on N chips is work that is divided among them, and the rest: T(N) = a/N + b + c log2 N + d N. The rest may stay
-the same (b), grow with the depth of a tree of messages (c) or with the number of chips (d). Two times determine two of these four
-unknowns, whichever two are chosen, so nothing checks the choice. Every law that the times allow is therefore kept: they agree
-between the measured points and differ beyond them, and how far they differ is the honest interval of an extrapolation.
+The time of a job on N chips is divided work plus a rest: T(N) = a/N + b + c log2 N + d N. The rest may be constant (b), grow
+with the depth of a message tree (c), or with the number of chips (d). Two times determine any two of these four unknowns, so
+nothing checks the choice. So we keep every law that the times allow. The laws agree between the measured points and differ
+beyond them. Their difference is the honest interval of an extrapolation.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from narrowgauge.spec.tables import Table, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
 CAUSES: dict[str, Any] = load_data("causes", "planner")
-"""``cause``: what can be behind time that does not shrink; ``groups``: what makes each group of a planned step smaller."""
+"""``cause``: possible causes of time that does not shrink. ``groups``: ways to shrink each group of a planned step."""
 NOISE = 0.02
-"""Relative error of a measured time, where the times themselves do not show a larger one."""
+"""Relative error of a measured time, unless the times show a larger error."""
 SIGMAS = 1.2816
 """Standard deviations from the middle of an 80 % interval to its ends."""
 
@@ -32,9 +32,9 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "logarithmic": lambda chips: math.log2(chips),
     "linear": lambda chips: float(chips),
 }
-"""How a part of the time depends on the number of chips; the first is what more chips are bought for."""
+"""Dependence of a part of the time on the number of chips. Only ``divided`` shrinks with more chips."""
 
-_ALLOWED = 1.5  # times that noise: what a law may miss the points by, however well another one fits
+_ALLOWED = 1.5  # times the noise: a law may miss the points by this much, however well another law fits
 _MOST_UNKNOWNS = 3
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _EXAMPLE = "For instance 128:10d,256:7d (units s, min, h, d)."
@@ -42,7 +42,7 @@ _EXAMPLE = "For instance 128:10d,256:7d (units s, min, h, d)."
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTime:
-    """Record the seconds that a job took on so many chips."""
+    """Record the seconds of a job on ``chips`` chips."""
 
     chips: int
     seconds: float
@@ -52,7 +52,7 @@ class MeasuredTime:
 
 
 def read_points(text: str) -> tuple[MeasuredTime, ...]:
-    """Read points from the command line: ``CHIPS:TIME`` with a unit, separated by commas; the fewest chips come first.
+    """Read points from the command line: ``CHIPS:TIME`` with a unit, separated by commas. Sort by chips.
 
     Example:
         >>> [str(point) for point in read_points("256:7d, 128:240h")]
@@ -83,12 +83,12 @@ def _read_point(text: str) -> MeasuredTime:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """A sum of shapes that fits the points.
+    """Describe a sum of shapes that fits the points.
 
     Args:
         parts: seconds of each shape where its function is 1, by name.
-        error: relative error of one time, from what the points leave over; 0 where they leave nothing over.
-        weights: by how much each point's time enters each part, ``[part][point]``.
+        error: relative error of one time, from the fit's residuals; 0 without residuals.
+        weights: influence of each point's time on each part, ``[part][point]``.
     """
 
     parts: dict[str, float]
@@ -99,7 +99,7 @@ class Law:
         return sum(value * SHAPES[name](chips) for name, value in self.parts.items())
 
     def deviation(self, chips: float, points: Sequence[MeasuredTime]) -> float:
-        """Return the standard deviation of :meth:`seconds` that follows from that of the points' times."""
+        """Return the standard deviation of :meth:`seconds` that follows from the error of the points' times."""
         basis = [SHAPES[name](chips) for name in self.parts]
         enters = (sum(b * row[k] for b, row in zip(basis, self.weights, strict=True)) for k in range(len(points)))
         squares = ((share * p.seconds) ** 2 for share, p in zip(enters, points, strict=True))
@@ -112,9 +112,9 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What measured times say.
+    """Hold the laws that measured times allow.
 
-    ``points`` are by number of chips; ``laws`` are all that they allow, the simplest first, whose values are reported.
+    ``points`` are sorted by number of chips. ``laws`` are all allowed laws, the simplest first. Reports use the first.
     """
 
     points: tuple[MeasuredTime, ...]
@@ -126,11 +126,11 @@ class Scaling:
 
     @property
     def is_checked(self) -> bool:
-        """Tell whether more sizes were measured than the law has unknowns, so that the points could have contradicted it."""
+        """Tell whether more sizes were measured than the law has unknowns. Then the points could contradict it."""
         return len({point.chips for point in self.points}) > len(self.law.parts)
 
     def interval(self, chips: float) -> tuple[float, float]:
-        """Return the 80 % interval of that time in seconds: the widest that any allowed law gives.
+        """Return the 80 % interval of that time in seconds: the widest of all allowed laws.
 
         Example:
             >>> [f"{end / 86400:.1f}" for end in fit(read_points("128:10d,256:7d")).interval(512)]
@@ -141,12 +141,12 @@ class Scaling:
 
     @property
     def causes(self) -> list[dict[str, str]]:
-        """List the causes whose growth is in a law that the points allow."""
+        """List the causes whose growth appears in an allowed law."""
         shapes = {name for law in self.laws for name in law.parts}
         return [cause for cause in CAUSES["cause"] if cause["shape"] in shapes]
 
     def sentences(self) -> list[str]:
-        """Say what the times show, in at most four sentences.
+        """Summarize the times in at most four sentences.
 
         Example:
             >>> print(fit(read_points("128:10d,256:7d")).sentences()[0])
@@ -183,7 +183,7 @@ class Scaling:
                 "efficiency": speed_up * first / chips}  # fmt: skip
 
     def tables(self, at: Sequence[int] = ()) -> list[Table]:
-        """Return predictions for other numbers of chips, and the causes that the laws allow; ``at`` were asked for."""
+        """Return predictions for other numbers of chips, such as ``at``, and the causes that the laws allow."""
         first, last = self.points[0].chips, self.points[-1].chips
         numbers = sorted({max(1, first // 2), *at, max([2 * last, *at])})
         rows = [
@@ -211,9 +211,8 @@ class Scaling:
 def fit(points: Sequence[MeasuredTime]) -> Scaling:
     """Fit the laws that the points allow, the simplest first.
 
-    A law is allowed where no part is negative and it has no more unknowns than sizes were measured; from three sizes on one is
-    left to check it. Of those laws all are kept that miss the times by little more than :data:`NOISE`, or by twice what the best
-    one does.
+    An allowed law has no negative part and at most as many unknowns as measured sizes. From three sizes on, one size is left to
+    check it. Keep all laws whose error is little above :data:`NOISE`, or at most twice the best law's error.
 
     Example:
         >>> print(fit(read_points("128:10d,256:7d")).law)
@@ -226,7 +225,7 @@ def fit(points: Sequence[MeasuredTime]) -> Scaling:
     laws = [law for law in (_law(combination, points) for combination in names) if law is not None]
     enough = max(_ALLOWED * NOISE, 2 * min(law.error for law in laws))
     close = [law for law in laws if law.error <= enough]
-    # More chips are bought for the work that is divided: a law without it is the last resort.
+    # More chips only help divided work: use a law without it only if no other fits.
     close = [law for law in close if "divided" in law.parts] or close
     fewest = min(len(law.parts) for law in close)
     close.sort(key=lambda law: (len(law.parts), round(law.error / NOISE, 1) if len(law.parts) == fewest else 0))
@@ -234,8 +233,8 @@ def fit(points: Sequence[MeasuredTime]) -> Scaling:
 
 
 def _law(names: Sequence[str], points: Sequence[MeasuredTime]) -> Law | None:
-    """Fit relative errors by least squares; None where a part is negative or not determined."""
-    # Imported here: loading it takes as long as a whole plan.
+    """Fit relative errors by least squares. Return None if a part is negative or undetermined."""
+    # Imported here: loading takes as long as a whole plan.
     import numpy as np
 
     seconds = np.array([point.seconds for point in points])

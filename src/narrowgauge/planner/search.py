@@ -1,10 +1,9 @@
 """Search: the layouts in which a recipe trains a model on a cluster, the best first.
 
-A layout has a shape (how ranks are divided among the axes, and what is sharded) and a batch (sequences at once, what is
-recomputed, what lies in the host's memory). Shapes are listed with the bounds that practice sets: tensor ranks share a
-node, stages hold at least one layer each, context ranks split long sequences only. Every shape is combined with every batch, and
-the fastest layout that fits is the answer. If nothing fits, the layout that comes closest is returned, with the smallest changes
-that would make it possible.
+A layout has a shape (ranks per axis, and the sharded state) and a batch (sequences at once, recomputation, offloading). Shapes
+follow the bounds of practice. Tensor ranks share a node. Stages hold at least one layer each. Context ranks split long
+sequences only. The search combines every shape with every batch. The answer is the fastest layout that fits. If nothing fits,
+it is the closest layout, with the smallest changes that would make it fit.
 """
 
 from __future__ import annotations
@@ -29,31 +28,31 @@ from narrowgauge.spec.recipes import Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES
 
 TOKENS_PER_STEP = 1 << 22
-"""Tokens of an optimizer step by default: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
+"""Default tokens of an optimizer step: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
 LEAST_TOKENS_PER_STEP = 1 << 19
-"""Fewest tokens of an optimizer step by default, if any layout has room for the sum of gradients: half a million, the smallest
-batch of GPT-3's models (arXiv 2005.14165, table 2.1)."""
+"""Minimum default tokens of an optimizer step, if any layout has memory for the sum of gradients: half a million. This is the
+smallest batch of GPT-3's models (arXiv 2005.14165, table 2.1)."""
 TOKENS_PER_CHIP = 1 << 10
-"""Tokens of an optimizer step for each of many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
+"""Tokens of a step per chip on many chips: 16 million on 16,384, as for Llama 3 405B (section 3.3.2)."""
 MOST_TOKENS_PER_STEP = 1 << 26
-"""Most tokens of an optimizer step by default, on any number of chips: 67 million; the largest published steps have 63 million,
+"""Maximum default tokens of an optimizer step on any number of chips: 67 million. The largest published steps have 63 million,
 in DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
 SIMPLER_STEP_FACTOR = 2
-"""How many times the default tokens a step may have for a simpler layout, if none are given."""
+"""Factor on the default tokens that a simpler layout may use, if no tokens are given."""
 LONG_SEQUENCE = 32_768
-"""Tokens from which context ranks are tried."""
+"""Minimum tokens for context ranks."""
 _TENSOR, _PIPELINE, _CONTEXT, _MICRO_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8)
 MOST_CHIPS = 1 << 14
-"""The largest number of chips that is tried where none is given: that of Llama 3 405B (arXiv 2407.21783)."""
+"""Maximum default number of chips, as for Llama 3 405B (arXiv 2407.21783)."""
 MOST_OPTIONS = 4
-"""The most options of one recipe that are shown."""
+"""Maximum number of shown options per recipe."""
 NOISE = 0.05
-"""Rates that differ by less count as equal, and a layout of this project's trainer wins: the intervals are far wider."""
+"""Rates within this fraction count as equal. Then a layout of this project's trainer wins: the intervals are far wider."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of :func:`search`; ``is_batch_free`` if the tokens of a step may vary."""
+    """Hold the arguments of :func:`search`; ``is_batch_free`` if the tokens of a step may vary."""
 
     architecture: Architecture
     recipe: Recipe
@@ -70,11 +69,11 @@ class _Request:
         return Job(self.architecture, self.recipe, layout, self.cluster, self.sequence_length)
 
     def node_bytes(self, layout: Layout) -> float:
-        """Return what the ranks of a node keep in its host's memory."""
+        """Return the host memory that the ranks of a node use."""
         return self.cluster.chips_per_node * host_bytes(self.architecture, self.recipe, layout)
 
     def fits(self, layout: Layout, memory: Terms) -> bool:
-        """Tell whether the chips hold it, and the hosts what is offloaded."""
+        """Tell whether the chips hold the layout, and the hosts its offloaded state."""
         if memory.total > self.cluster.memory_bytes:
             return False
         if layout.offload == "none" or self.cluster.host_bytes is None:
@@ -82,7 +81,7 @@ class _Request:
         return self.node_bytes(layout) <= self.cluster.host_bytes
 
     def tried(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the fixed value of a field, or all that are tried."""
+        """Return the fixed value of a field, or all candidates."""
         return (self.fixed[name],) if name in self.fixed else tuple(dict.fromkeys(values))
 
     def option(self, layout: Layout, why_not: str = "", advice: str = "") -> Option:
@@ -104,16 +103,16 @@ def search(
     """Try every layout of a recipe on all chips of a cluster.
 
     Args:
-        tokens_per_step: None for ``TOKENS_PER_STEP``, on many chips ``TOKENS_PER_CHIP``, and never below
+        tokens_per_step: None for ``TOKENS_PER_STEP``, or ``TOKENS_PER_CHIP`` on many chips. It is at least
             ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest number of sequences that its
-            ranks can share; one with more replicas than sequences is not taken.
-        fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` that must have these values.
+            ranks can share. Layouts with more replicas than sequences are skipped.
+        fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
         most: options of different shapes to return.
     Returns:
-        Options, the fastest first; or the one that comes nearest to fitting, with advice. The first option whose memory interval
-        fits is the best: the fastest such layout, or one of this project's trainer within ``NOISE`` of it.
+        Options, the fastest first; or the nearest to fitting, with advice. The best is the first option whose memory interval
+        fits: the fastest such layout, or a layout of this project's trainer within ``NOISE`` of it.
     Raises:
-        RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences than it has replicas.
+        RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences than replicas.
         ChipError: a chip does not multiply the recipe's dtype.
 
     Example:
@@ -137,7 +136,7 @@ def search(
     layouts = dict.fromkeys(_candidates(shapes, request, LEAST_TOKENS_PER_STEP if is_free else 0))
     paces = _fastest(layouts, request, most)
     if is_free and not any(pace.is_certain for pace in paces):
-        # A step of one micro-batch needs no sum of gradients, so it may fit for certain where others do not.
+        # A step of one micro-batch needs no accumulation buffers, so it may fit where others do not.
         layouts |= dict.fromkeys(_candidates(shapes, request, 0))
         small = [pace for pace in _fastest(layouts, request, most) if not paces or pace.is_certain]
         paces = sorted([*small, *paces][:most], key=lambda pace: pace.seconds)
@@ -147,7 +146,7 @@ def search(
 
 
 def _small_enough(shapes: list[Layout], request: _Request, *, is_asked: bool) -> list[Layout]:
-    """Return shapes whose replicas each have a sequence in a step; all if none has, unless the tokens of a step were given."""
+    """Return shapes with a sequence per replica and step. If none exists, return all, unless tokens per step were given."""
     micro_batch, length = request.fixed.get("micro_batch", 1), request.sequence_length
     most = request.num_sequences * (1 if is_asked else SIMPLER_STEP_FACTOR)
     small = [shape for shape in shapes if shape.num_replicas * micro_batch <= most]
@@ -162,7 +161,7 @@ def _small_enough(shapes: list[Layout], request: _Request, *, is_asked: bool) ->
 
 
 class _Pace(NamedTuple):
-    """A layout that fits: the seconds of a sequence, and the memory of a chip; in the order of preference."""
+    """Describe a layout that fits: seconds per sequence and memory per chip, in order of preference."""
 
     seconds: float
     num_bytes: float
@@ -171,7 +170,7 @@ class _Pace(NamedTuple):
 
 
 def _fastest(layouts: Iterable[Layout], request: _Request, most: int) -> list[_Pace]:
-    """Return the layouts that fit and take the fewest seconds a token, one of each shape, with the best among them."""
+    """Return the fitting layouts with the fewest seconds per token, one per shape, including the best."""
     paces = []
     for layout in layouts:
         memory = request.memory(layout)
@@ -183,7 +182,7 @@ def _fastest(layouts: Iterable[Layout], request: _Request, most: int) -> list[_P
     if not paces:
         return []
     certain = [pace for pace in paces if pace.is_certain] or paces
-    # Of layouts that are equally fast within NOISE, one of this project's trainer is the best.
+    # Among layouts within NOISE of the fastest, one of this project's trainer is the best.
     ours = (p for p in certain if p.layout.runs_here and p.seconds <= certain[0].seconds * (1 + NOISE))
     best = next(ours, certain[0])
     first: dict[tuple[Layout, bool], _Pace] = {(_shape_of(best.layout), best.is_certain): best}
@@ -204,10 +203,10 @@ def _shape_of(layout: Layout) -> Layout:
 
 
 def _candidates(shapes: list[Layout], request: _Request, least_tokens: int) -> Iterator[Layout]:
-    """Yield every shape with every batch that its replicas' sequences can be divided into.
+    """Yield every shape with every batch that divides its replicas' sequences.
 
-    Where the tokens of a step are free, one micro-batch a step is tried too, if it has ``least_tokens``: sums of gradients then
-    need no memory.
+    If the tokens of a step are free, also try one micro-batch per step with at least ``least_tokens``. It needs no memory for
+    sums of gradients.
     """
     fixed, tried = request.fixed, request.tried
     places = ("none",) if request.cluster.host_bytes is None else ("none", "optimizer", "all")
@@ -253,16 +252,16 @@ def _shapes(request: _Request) -> Iterator[Layout]:
 
 
 def _sharings(ranks: int, in_node: int, pipeline: int, request: _Request) -> Iterator[dict[str, Any]]:
-    """Yield how data ranks share the state: all of them, those of a node, or none."""
+    """Yield the sharding of state over data ranks: all of them, those of a node, or none."""
     fixed = request.fixed
-    # Stages hold a part of the model, and sharing their optimizer states costs no more than summing gradients.
+    # Stages hold a part of the model. Sharding their optimizer states costs no more than summing gradients.
     groups = {ranks} if pipeline > 1 else {ranks, in_node if ranks % in_node == 0 else ranks, 1}
     if fixed.get("zero") == 0:
         groups = {1}
     if "data" in fixed:
         groups = {ranks // fixed["data"]}
     for shard in request.tried("shard", sorted(groups, reverse=True)):
-        # A stage has several micro-batches in flight, and would gather its weights for each.
+        # A stage has several micro-batches in flight. It would gather its weights for each.
         zeros = ((1,) if pipeline > 1 else (3, 2, 1)) if shard > 1 else (0,)
         if shard and ranks % shard == 0 and fixed.get("data", ranks // shard) == ranks // shard:
             yield from ({"shard": shard, "data": ranks // shard, "zero": z} for z in request.tried("zero", zeros))
@@ -272,7 +271,7 @@ def _sharings(ranks: int, in_node: int, pipeline: int, request: _Request) -> Ite
 
 
 def _nearest(layouts: Iterable[Layout], request: _Request) -> Option:
-    """Return the layout that needs the fewest bytes on the chips, and advice."""
+    """Return the layout with the fewest bytes per chip, and advice."""
     allowed = [layout for layout in layouts if layout.offload == "none" or "offload" in request.fixed]
     layout = min(allowed, key=lambda layout: request.memory(layout).total)
     needed, room, why = request.node_bytes(layout), request.cluster.host_bytes, ""
@@ -283,7 +282,7 @@ def _nearest(layouts: Iterable[Layout], request: _Request) -> Option:
 
 
 def _no_shape(request: _Request) -> RecipeError:
-    """Say why no layout has the fixed values, as far as is known."""
+    """Say why no layout has the fixed values, if known."""
     fixed = request.fixed
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
     why = why_not(request.architecture, Layout(**fixed), request.sequence_length)
@@ -294,7 +293,7 @@ def _no_shape(request: _Request) -> RecipeError:
 
 
 def smallest_changes(job: Job, *, fixed: Mapping[str, Any]) -> str:
-    """Say what would have to change for a job to fit, in a sentence: of each kind of change the smallest that suffices alone."""
+    """Name the changes that make a job fit: of each kind, the smallest that suffices alone."""
     layout, recipe, length, cluster = job.layout, job.recipe, job.sequence_length, job.cluster
 
     def needed(change: Mapping[str, Any]) -> float:
@@ -349,7 +348,7 @@ def _on_more_chips(layout: Layout, cluster: Cluster) -> _Changes:
     chips, node = cluster.num_chips, cluster.chips_per_node
     counts = list(range(chips + node, 4 * chips + 1, node))
     counts += [chips << power for power in range(3, 12) if chips << power <= MOST_CHIPS]
-    # A layout of one replica shares nothing yet: with stages it would share optimizer states, else all.
+    # A layout of one replica shards nothing yet. With stages it would shard optimizer states, else all.
     zero = layout.zero or (3 if layout.pipeline == 1 else 1)
     divisible = [count for count in counts if count % layout.model_ranks == 0]
     shards = [(count, max(1, count // layout.model_ranks)) for count in divisible]

@@ -1,8 +1,8 @@
-"""Step time: how long an optimizer step of a job takes, term by term.
+"""Step time: the duration of an optimizer step, term by term.
 
-One rank of the slowest stage is followed through its micro-batches: matmuls, casts, attention, element-wise work, the loss; then
-what it exchanges beyond what computing hides, and the optimizer. A pipeline adds the time in which the stage waits for the others
-to fill and to drain; many chips wait for the slowest of them; checkpoints and failures take their share.
+We follow one rank of the slowest stage through its micro-batches: matmuls, casts, attention, element-wise work, the loss. Then
+come exchanges that computing does not hide, and the optimizer. A pipeline adds the bubble: the stage waits while the others
+fill and drain. Many chips wait for the slowest of them. Checkpoints and failures add time.
 
 Source: Narayanan et al., arXiv 2104.04473 (schedules, exchanges); Korthikanti et al., arXiv 2205.05198 (recomputation);
 Young 1974 and Daly 2006 (the interval between checkpoints).
@@ -29,11 +29,11 @@ from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term, Terms
 
 CHECKPOINT_SECONDS = 3600.0
-"""Between checkpoints where no failures are expected: an assumption."""
+"""Seconds between checkpoints if no failures are expected: an assumption."""
 UNSTEADY_GROUPS = ("checkpoints", "faults")
-"""Groups that published throughputs of short runs leave out."""
+"""Groups that published throughputs of short runs omit."""
 LATE_NODES, SLOWEST_KIND = "for late nodes", "for the slowest kind of chip"
-"""Terms of what all chips wait for, in groups of nodes that are slower than others."""
+"""Terms of stragglers that all chips wait for: slower nodes, and slower kinds of chips."""
 _GROUPS = {
     "matmuls": ("linear layers and head", "roofline, measured share of the peak"),
     "casts": ("casts to narrow formats", "roofline, measured share of the bandwidth"),
@@ -47,7 +47,7 @@ _GROUPS = {
 def step_terms(job: Job) -> Terms:
     """Return the seconds of an optimizer step of the whole job, in groups of ``STEP_GROUPS``.
 
-    The slowest group of nodes sets the pace. What cannot run is refused: see :func:`check_job`.
+    The slowest group of nodes sets the pace. Raise for jobs that cannot run: see :func:`check_job`.
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
@@ -74,9 +74,9 @@ def step_terms(job: Job) -> Terms:
 
 
 def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
-    """Return the layers of the slowest stage, and whether it is the last one, which has the head.
+    """Return the layers of the slowest stage, and whether it is the last stage, which has the head.
 
-    Stages are equal where they can be; else the first and the last have one layer less, for embedding and head.
+    Stages are equal if possible. Else the first and the last have one layer less, for embedding and head.
 
     Example:
         >>> stage_layers(32, 4), stage_layers(126, 16), stage_layers(61, 16)
@@ -96,12 +96,12 @@ def _terms(job: Job) -> Iterator[Term]:
 
 
 def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of a micro-batch by group: of all layers, and of the head and the loss."""
+    """Return the seconds of a micro-batch by group: for all layers, and for head and loss."""
     layout = job.layout
     is_full = layout.recompute == "full"
-    # Fused attention always computes its scores again; unfused only if asked to.
+    # Fused attention always recomputes its scores, unfused attention only on request.
     scores_again = is_full or (layout.recompute == "selective" and job.attention == "eager")
-    # Casts of weights are made once a step as long as weights stay gathered.
+    # Weights are cast once a step while they stay gathered.
     once_share = 1 / layout.micro_batches if layout.zero < 3 or layout.num_sharing == 1 else 1.0
 
     def total(seconds: Seconds, is_repeated: bool = False) -> float:
@@ -120,7 +120,7 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
-    """Yield what a stage computes and exchanges for all micro-batches, and how long it waits for other stages."""
+    """Yield a stage's computing and exchanges for all micro-batches, and its wait for other stages."""
     layout, library, batches = job.layout, job.efficiency["library"], job.layout.micro_batches
     body, tail = _micro_batch_seconds(job)
     groups = {group: seconds * layers / job.architecture.num_layers for group, seconds in body.items()}
@@ -156,7 +156,7 @@ def _optimizer_terms(job: Job, layers: int) -> Iterator[Term]:
     there = number * recipe.bytes_per_param * shares["host_memory_seconds_per_byte"]
     yield Term("optimizer", "states in the host's memory", there, f"{number:.3g} parameters on the host", "CPU Adam")
     width = bytes_per_number(recipe.storage.visible)
-    # Gradients go there and weights come back; offloading all, as in FSDP2: shards of weights twice for each micro-batch.
+    # Gradients go there and weights come back. FSDP2 offloads all: shards of weights twice for each micro-batch.
     moved = 2 * width * number
     if layout.offload == "all":
         moved = layout.micro_batches * width * (2 * owned.on_rank(layout, 3) + owned.on_rank(layout, 2))
@@ -165,7 +165,7 @@ def _optimizer_terms(job: Job, layers: int) -> Iterator[Term]:
 
 
 def _waiting_terms(job: Job, layers: int, seconds: float) -> Iterator[Term]:
-    """Yield what a step waits for, in proportion to the seconds it takes."""
+    """Yield waiting times, in proportion to the seconds of a step."""
     chips, shares = job.layout.num_ranks, job.efficiency
     if (speed := job.nodes.speed) < 1:
         lost = seconds * (1 / speed - 1)
@@ -173,7 +173,7 @@ def _waiting_terms(job: Job, layers: int, seconds: float) -> Iterator[Term]:
         yield Term("waiting", LATE_NODES, lost, formula, "every step ends with the slowest")
         seconds += lost
     if chips > 1:
-        # The expected excess of the slowest of all chips over their mean.
+        # The expected excess of the slowest chip over the mean.
         late = shares["spread"] * math.sqrt(2 * math.log(chips))
         formula = f"{seconds:.3g} s × {shares['spread']:.3g} × √(2 ln {chips})"
         source = "an assumption; Sinha et al., SC 2022"

@@ -1,7 +1,7 @@
-"""Terms: each number that a plan adds up, with its formula and its source.
+"""Terms: each addend of a plan, with its formula and its source.
 
-Nothing is added up silently: memory and time are sums of terms, and ``--explain`` prints every one. What no formula gives has
-an interval of its own (``low``, ``high``); the interval of a sum is the sum of its terms' intervals.
+Memory and time are sums of terms, and ``--explain`` prints every term. A term without a formula has its own interval (``low``,
+``high``). The interval of a sum is the sum of its terms' intervals.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One addend, in bytes or seconds.
+    """Describe one addend, in bytes or seconds.
 
     Args:
-        group: what it counts towards, such as ``"optimizer"``; the keys of a plan's JSON.
-        formula: how it follows, with its numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
-        source: the publication, or ``"definition"`` where nothing was measured.
+        group: its group, such as ``"optimizer"``; a key of a plan's JSON.
+        formula: its derivation with numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
+        source: the publication, or ``"definition"`` without a measurement.
         low, high: the 80 % interval; None for ``value`` itself.
     """
 
@@ -36,7 +36,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A sum that remembers its addends.
+    """Hold a sum and its addends.
 
     Example:
         >>> terms = Terms((Term("weights", "shards", 2e9, "1e9 × 2 B"), Term("overhead", "context", 1e9, "", low=5e8, high=2e9)))
@@ -73,7 +73,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One addend before and after, 0 where there was none; ``before`` is scaled already."""
+    """Hold one addend before and after, 0 if absent; ``before`` is already scaled."""
 
     group: str
     name: str
@@ -89,8 +89,8 @@ class Change:
 def changes(before: Terms, after: Terms, scale: float = 1.0) -> tuple[Change, ...]:
     """Return each addend's change between sums in the same unit, the largest first.
 
-    Addends of one group and name are joined. ``scale`` multiplies the values before, such as the ratio of chips if the whole
-    should have shrunk by it.
+    Join addends of one group and name. ``scale`` multiplies the values before, such as the ratio of chips if the whole should
+    have shrunk by it.
 
     Example:
         >>> was = Terms((Term("matmuls", "mlp", 2.0, ""), Term("communication", "gradients", 0.5, "")))

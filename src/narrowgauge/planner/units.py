@@ -1,4 +1,4 @@
-"""Figures and layouts of a plan as text; 1 GB is 10^9 bytes."""
+"""Write figures and layouts of a plan as text; 1 GB is 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Write bytes in the unit that suits them.
+    """Write bytes in a suitable unit.
 
     Example:
         >>> bytes_text(26.25e9), bytes_text(480e9), bytes_text(-3.2e6)
         ('26.3 GB', '480 GB', '-3.2 MB')
     """
     scale, unit = unit_of(num_bytes, "bytes")
-    # Halves are rounded up, as people do.
+    # Round halves up, as people do.
     number = num_bytes / scale * (1 + 1e-12)
     digits = f"{number:,.0f}" if abs(number) >= 100 else f"{number:.1f}".removesuffix(".0")
     return f"{digits} {unit}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Write the seconds of a step or of a part of it.
+    """Write the seconds of a step or a part of it.
 
     Example:
         >>> seconds_text(5.117), seconds_text(0.0123), seconds_text(4110)
@@ -35,7 +35,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Write a time in the largest unit of which it has two, to three digits.
+    """Write a time in the largest unit with a value of at least two, to three digits.
 
     Example:
         >>> duration_text(864000), duration_text(93600), duration_text(5.5 * 86400), duration_text(0.0123)
@@ -70,9 +70,9 @@ def count_text(number: float) -> str:
 
 
 def unit_of(value: float, quantity: str) -> tuple[float, str]:
-    """Return the size and name of the unit of ``"bytes"`` or ``"s"`` in which a value is at least one."""
+    """Return the size and name of the largest unit of ``"bytes"`` or ``"s"`` that makes a value at least one."""
     units = _SECONDS if quantity == "s" else _BYTES
-    # 480 GB is easier to compare with a chip's memory than 0.48 TB: terabytes begin at ten.
+    # 480 GB is easier to compare with a chip's memory than 0.48 TB. So terabytes begin at ten.
     return next((unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)), units[-1])
 
 
@@ -94,7 +94,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def axes_text(layout: Layout) -> str:
-    """Write how a layout divides a model and its state among chips.
+    """Write the division of a model and its state among chips.
 
     Example:
         >>> axes_text(Layout(shard=4, zero=1, tensor=2, pipeline=4)), axes_text(Layout())

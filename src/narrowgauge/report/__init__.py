@@ -1,1 +1,1 @@
-"""Pages: figures and tables of runs, diagnoses and plans as documents that open from a disk."""
+"""Pages: figures and tables of runs, diagnoses and plans, as documents that open from disk."""

@@ -1,4 +1,4 @@
-"""The events of runs on a page: a figure with a line per run, and a table in which repetitions are one row."""
+"""Events of runs on a page: a figure with a line per run, and a table that joins repetitions into one row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, finite_number
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note"})
-"""Kinds of events that every healthy run has; all others, unknown ones too, need attention."""
+"""Kinds of events of every healthy run. All others need attention, unknown kinds too."""
 MAX_REPETITIONS = 100
-"""The most repetitions of one event that its row lists."""
+"""Maximum number of listed repetitions per event."""
 _SYMBOLS = ("triangle-up", "square", "diamond", "x", "star", "pentagon", "hexagon", "triangle-down", "bowtie")
 
 
@@ -54,7 +54,7 @@ def _kind_trace(kind: str, index: int) -> Row:
 
 @dataclass
 class EventRow:
-    """A row of the table of events: the first of a kind with its advice in a run, and those like it."""
+    """Describe a row of the event table: a run's first event of one kind and advice, and its repetitions."""
 
     run: str
     event: Row
@@ -72,7 +72,7 @@ class EventRow:
 
     @property
     def lines(self) -> list[str]:
-        """Return a line for each of those like it, up to :data:`MAX_REPETITIONS`."""
+        """Return a line per repetition, up to :data:`MAX_REPETITIONS`."""
         return [
             f"step {event.get('step', '?')}: {event.get('tensor') or event.get('message', '')}"
             for event in self.more[:MAX_REPETITIONS]
@@ -80,7 +80,7 @@ class EventRow:
 
 
 def event_rows(named: Iterable[tuple[Run, str]]) -> list[EventRow]:
-    """Return rows of the table of events, those that need attention first; one for each kind and advice of a run."""
+    """Return rows of the event table: one per run, kind and advice. Events that need attention come first."""
     rows: dict[tuple[object, ...], EventRow] = {}
     for run, name in named:
         for event in run.events:

@@ -1,10 +1,10 @@
-"""The live page: the report of runs that are being written, rendered again when they grow, and served to a browser here.
+"""The live page: the report of unfinished runs, rendered again when they grow, and served locally to a browser.
 
-The training that is watched needs the processor more. So the page is rendered in a process of its own at the lowest priority,
-and again only after ten times as long as the last rendering took. Nothing is written into the run folders.
+The watched training needs the processor more. So a separate process renders the page at the lowest priority. It waits ten times
+as long as the last rendering took. Nothing is written into the run folders.
 
-Any web page that a browser shows may send requests to the loopback address. It cannot guess the token in the address. A name of
-its own that it points to 127.0.0.1 (DNS rebinding) is refused by the ``Host`` header. A tunnel may end on another port than the
+Any web page in a browser may send requests to the loopback address. It cannot guess the token in the address. It may point its
+own name to 127.0.0.1 (DNS rebinding). The ``Host`` header check refuses that. A tunnel may end on another port than the
 server's, so ports are not compared.
 """
 
@@ -30,19 +30,19 @@ from narrowgauge.runs.lines import ROW_FILES
 
 HERE = "127.0.0.1"
 HOSTS = frozenset({HERE, "localhost"})
-"""Names that a ``Host`` header may have: the loopback address, here and at the other end of a tunnel."""
+"""Allowed names of a ``Host`` header: the loopback address, here and at the other end of a tunnel."""
 FILES = ("run.toml", "summary.json", *(f"{name}.jsonl" for name in ROW_FILES))
-"""The files of a run that a page shows."""
+"""Files of a run that a page shows."""
 POLL_SECONDS = 2.0
 _REST = 10.0
-"""How many times as long as a rendering took the next one waits."""
+"""Wait before the next rendering, as a multiple of the last rendering's time."""
 
 
 # ── rendering ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return the name, size and time of each file of the runs that paths lead to; nothing while there is no run."""
+    """Return the name, size and time of each file of the runs in ``paths``; empty without runs."""
     files = []
     for path in paths:
         with contextlib.suppress(NarrowgaugeError, OSError):
@@ -58,7 +58,7 @@ def rendered(paths: Sequence[Path]) -> bytes:
     """Render the page in a process of the lowest priority.
 
     Raises:
-        NarrowgaugeError: the report refuses the runs.
+        NarrowgaugeError: the report cannot show the runs.
     """
     command = [sys.executable, "-m", "narrowgauge.report.live", *map(str, paths)]
     process = subprocess.run(command, capture_output=True, check=False)
@@ -68,7 +68,7 @@ def rendered(paths: Sequence[Path]) -> bytes:
 
 
 def waiting_page(paths: Sequence[Path], trouble: str = "") -> bytes:
-    """Return the page before there is a run, or while the runs cannot be read."""
+    """Return the page for missing or unreadable runs."""
     from narrowgauge.report.page import document
 
     text = trouble or "No run is here yet; the page begins when one does."
@@ -78,11 +78,11 @@ def waiting_page(paths: Sequence[Path], trouble: str = "") -> bytes:
 
 
 class LivePage:
-    """The report of runs in folders that are being written, or will be.
+    """Render the report of runs in folders that training writes, or will write.
 
     Args:
-        paths: run folders, or folders that hold some; they need not exist yet.
-        render: makes the page of these paths.
+        paths: run folders, or folders of runs. They may not exist yet.
+        render: returns the page of these paths.
     """
 
     def __init__(self, paths: Sequence[Path], render: Callable[[Sequence[Path]], bytes] = rendered) -> None:
@@ -93,7 +93,7 @@ class LivePage:
         self._ends = threading.Event()
 
     def poll(self, is_last: bool = False) -> bool:
-        """Render the page again where its runs have grown and the last rendering is long enough ago; return whether it was."""
+        """Render the page again if its runs have grown and enough time has passed. Return whether it was rendered."""
         now, stamp = time.monotonic(), stamp_of(self.paths)
         if not stamp or stamp == self._stamp or not (is_last or now - self._rendered_at >= _REST * self._seconds):
             return False
@@ -101,7 +101,7 @@ class LivePage:
         try:
             page = self._render(self.paths)
         except NarrowgaugeError as error:
-            # What was rendered before stays: it is older, and not wrong.
+            # Keep the last rendering: it is older, but correct.
             page = self.current[1] if self._seconds else waiting_page(self.paths, str(error))
         else:
             self._rendered_at = time.monotonic()
@@ -130,12 +130,12 @@ _HEADERS = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """A server of one page on the loopback address.
+    """Serve one page on the loopback address.
 
     Args:
-        page: what it serves.
-        port: 0 for a free one.
-        token: of the address; ``None`` draws one.
+        page: the page to serve.
+        port: 0 for a free port.
+        token: part of the address; ``None`` draws one.
 
     Raises:
         NarrowgaugeError: the port is taken.
@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        # "/TOKEN/" at least: the page asks for its version relative to its address.
+        # Require "/TOKEN/": the page asks for its version relative to its address.
         token, slash, name = self.path.partition("?")[0].removeprefix("/").partition("/")
         is_ours = hmac.compare_digest(token.encode(), self.server.token.encode())
         version, page = self.server.page.current
@@ -196,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def is_here(hosts: list[str]) -> bool:
-    """Return whether the ``Host`` headers of a request are one that names this machine.
+    """Return whether a request has exactly one ``Host`` header, which names this machine.
 
     Example:
         >>> is_here(["127.0.0.1:8000"]), is_here(["localhost"]), is_here(["evil.example:8000"]), is_here([])
@@ -212,7 +212,7 @@ def main() -> None:
     """Write the page of the paths on the command line to standard output."""
     with contextlib.suppress(AttributeError, OSError):
         os.nice(19)
-    # Imported late: the page takes most of the time to load.
+    # Imported late: the page dominates the loading time.
     from narrowgauge.analysis.comparison.comparison import compare_runs
     from narrowgauge.report.publishing import read_runs, title_of
     from narrowgauge.report.runs_page import render

@@ -1,7 +1,7 @@
-"""Memory against the plan: what runs counted, beside what the planner predicts from their settings.
+"""Memory against the plan: the counted memory of runs and the planner's prediction from their settings.
 
-Both are bytes of tensors, so they can be compared on every machine: no driver, no libraries and nothing that an allocator keeps
-are in them.
+Both are bytes of tensors, so they are comparable on every machine. Neither includes the driver, libraries or the allocator's
+reserve.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class MemorySection:
-    """A table, without rows where no recipe has both a plan and what was counted; and why a recipe is not in it."""
+    """Hold a table of recipes with both a plan and counted memory, and the reasons why other recipes are missing."""
 
     table: Table
     lines: Sequence[str]
 
 
 def memory_beside_plan(groups: Sequence[Group]) -> MemorySection:
-    """Return what each recipe's runs counted beside their plan; runs of a recipe differ in their seed alone."""
+    """Return each recipe's counted memory and its plan. Runs of a recipe differ only in their seed."""
     rows, reasons = [], []
     for group in groups:
         state, peak = (_mean(group, name) for name in ("state_bytes", "peak_tensor_bytes"))
@@ -63,7 +63,7 @@ def memory_beside_plan(groups: Sequence[Group]) -> MemorySection:
 
 
 def tensor_bytes(value: float) -> str:
-    """Return bytes in binary units; small models have few.
+    """Write bytes in binary units. Small models have few bytes.
 
     Example:
         >>> tensor_bytes(3 * 2**30), tensor_bytes(500 * 2**20), tensor_bytes(5.25 * 2**20)
@@ -77,7 +77,7 @@ def tensor_bytes(value: float) -> str:
 def _planned(run: Run, recipe: Recipe | None) -> tuple[Terms, Terms]:
     """Plan a run's state and peak from its settings and its number of ranks alone, without overhead.
 
-    Layers are Hugging Face's modules, or where the run compiled them, fused kernels, which keep about as much.
+    Layers are Hugging Face's modules. For a compiled run they are fused kernels, which save about as much.
     """
     config = run.config
     missing = [name for name in ("model", "batch_size", "sequence_length") if config.get(name) is None]
@@ -111,7 +111,7 @@ def _counted(value: float | None, plan: Terms) -> str:
 
 
 def _mean(group: Group, name: str) -> float | None:
-    """Return a figure of finished runs; of one that is under way the least that its steps counted, as its summary will have."""
+    """Return the mean of a figure over runs. For unfinished runs use the minimum over steps, as their summary will."""
     values = []
     for run in group.runs:
         rows = [run.summary] if run.summary is not None else run.steps

@@ -1,9 +1,8 @@
-"""A page: one HTML file, which opens from a disk without a network and can be sent by mail.
+"""A page: one HTML file that opens from disk without a network and can be sent by mail.
 
-Everything is inside: tables as plain HTML, which need no script; figures as data; Plotly, compressed. A policy in the head
-forbids the page to fetch anything and to run any script but the two of this package, named by their digests. Templates escape
-everything that comes from a run, so the name of a tensor is never markup, and data is encoded so that nothing in it means
-anything to HTML.
+Everything is inside: tables as plain HTML without scripts, figures as data, and compressed Plotly. A policy in the head forbids
+all requests. It allows only the two scripts of this package, by their digests. Templates escape all text from a run, so the
+name of a tensor is never markup. Data is encoded without any character that HTML interprets.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from narrowgauge.runs.schema import Row
 
 
 class Script(NamedTuple):
-    """A script inside a page: its source, compressed and encoded, and the digest by which a policy allows it."""
+    """Hold a script of a page: its compressed and encoded source, and its digest for the policy."""
 
     packed: str
     digest: str
@@ -45,7 +44,7 @@ def digest_of(script: str) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that is safe inside a script element: nothing in it can end the element or begin another. A float must be finite.
+    """Return JSON that is safe inside a script element: it cannot end the element or begin another. Floats must be finite.
 
     Example:
         >>> print(embedded({"a": "</script>"}))
@@ -56,7 +55,7 @@ def embedded(value: Any) -> str:
 
 
 def packed(value: Any) -> str:
-    """JSON, compressed and encoded. A float must be finite.
+    """Return JSON, compressed and encoded. Floats must be finite.
 
     Example:
         >>> gzip.decompress(base64.b64decode(packed([1.5, None])))
@@ -67,12 +66,12 @@ def packed(value: Any) -> str:
 
 @functools.cache
 def plotly_script() -> Script:
-    """Plotly's JavaScript."""
+    """Return Plotly's JavaScript."""
     require_package("plotly")
     from plotly.offline import get_plotlyjs
 
     source: str = get_plotlyjs()
-    # Five megabytes: the highest level takes twice as long for a hundredth less.
+    # Five megabytes: the highest level takes twice as long and saves one percent.
     return Script(_encoded(gzip.compress(source.encode(), 6, mtime=0)), digest_of(source))
 
 
@@ -94,15 +93,15 @@ def document(
     live: bool = False,
     **words: Any,
 ) -> str:
-    """Return a page as one HTML document, which fetches nothing, or if it is live, only what is new, from where it came.
+    """Return a page as one HTML document. It fetches nothing. If live, it fetches only new data from its own address.
 
     Args:
-        drawn: its figures.
+        drawn: the figures.
         strip: the figure of events.
-        ranges: of the formats of histograms.
-        gauges: the samples of each run's gauges.
-        live: whether the page loads itself again when its runs have grown.
-        words: what the template shows.
+        ranges: number formats of the histograms.
+        gauges: samples of each run's gauges.
+        live: reload the page when its runs have grown.
+        words: values for the template.
     """
     script, plotly = asset("page.js"), plotly_script()
     live_script = asset("live.js") if live else ""
@@ -124,7 +123,7 @@ def document(
 
 
 def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
-    """The directives of a page's policy that depend on its scripts: it may run these and Plotly, and connect where it is live.
+    """Return the policy directives that depend on scripts: run these and Plotly, and connect if the page is live.
 
     Example:
         >>> "connect" in policy_of(""), policy_of("", "live").endswith("; connect-src 'self'")
@@ -137,13 +136,13 @@ def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
 
 @functools.cache
 def template(name: str) -> jinja2.Template:
-    """Return a template of this package, which escapes everything."""
+    """Return a template of this package. It escapes everything."""
     return _environment().get_template(name)
 
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """One for all templates, so that parts which several import are compiled once."""
+    """Return one environment for all templates, so that shared imports compile once."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(asset),
         autoescape=True,
@@ -162,7 +161,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _breakable(text: Any) -> markupsafe.Markup:
-    """Text whose long names may break after a dot, a slash or an underscore, and nowhere else."""
+    """Return text whose long names may break only after a dot, a slash or an underscore."""
     return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
 
 

@@ -1,4 +1,4 @@
-"""From run folders to files that can be handed on: pages with their ``compare.json``."""
+"""Turn run folders into files to share: pages with their ``compare.json``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from narrowgauge.spec.tables import Table
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Return the runs in run folders, logs of other frameworks, and folders that hold some.
+    """Return the runs in run folders, logs of other frameworks, and folders of runs.
 
-    They come in the order named, those of one folder by name, and none twice.
+    Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice.
 
     Raises:
         RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this version.
@@ -27,7 +27,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
-    """Return the run folders that paths lead to, each with the path that led to it; see :func:`read_runs`."""
+    """Return the run folders below ``paths``, each with its path in ``paths``; see :func:`read_runs`."""
     places: dict[Path, Path] = {}
     for path in map(Path, paths):
         inside = [path] if is_run(path) or is_log(path) else runs_inside(path)
@@ -44,7 +44,7 @@ def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
 
 
 def runs_inside(path: Path) -> list[Path]:
-    """Return the run folders in a folder, by name; none where there is no such folder."""
+    """Return the run folders in a folder, by name; empty if the folder does not exist."""
     with disk_errors(path):
         if not path.is_dir():
             return []
@@ -66,14 +66,14 @@ def title_of(comparison: Comparison) -> str:
 
 
 def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write one page on existing runs, named as for :func:`read_runs`; returns its path.
+    """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
-    ``out`` None puts ``report.html`` into the one folder named.
+    If ``out`` is None, write ``report.html`` into the only folder in ``paths``.
     """
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
     runs = read_runs(paths)
-    gc.freeze()  # or Python would look for garbage among a million rows again and again
+    gc.freeze()  # else Python repeatedly collects garbage among a million rows
     page = Path(out) if out is not None else Path(paths[0]) / "report.html"
     if page.is_dir():
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
@@ -83,7 +83,7 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
 
 
 def table(paths: Sequence[str | Path]) -> Table:
-    """Return the table of costs of existing runs, named as for :func:`read_runs`: a row per recipe, as on their page."""
+    """Return the cost table of existing runs, named as for :func:`read_runs`: a row per recipe, as on their page."""
     return compare_runs(read_runs(paths)).table()
 
 
@@ -94,8 +94,8 @@ def _is_page(file: Path) -> bool:
 
 
 def write_report(comparison: Comparison, page: Path) -> Path:
-    """Write the page of a comparison, replacing one that exists; return its path."""
-    # Imported late: the page takes most of the time to load.
+    """Write the page of a comparison, or replace it. Return its path."""
+    # Imported late: the page dominates the loading time.
     from narrowgauge.report.runs_page import render
 
     write_whole(page, render(comparison, title_of(comparison)).encode(), AGAIN)
@@ -103,6 +103,6 @@ def write_report(comparison: Comparison, page: Path) -> Path:
 
 
 def publish(comparison: Comparison, out: Path) -> Path:
-    """Write ``compare.json`` and ``report.html`` into a folder; returns the path of the page."""
+    """Write ``compare.json`` and ``report.html`` into a folder. Return the path of the page."""
     write_whole(out / "compare.json", comparison.json(), AGAIN)
     return write_report(comparison, out / "report.html")

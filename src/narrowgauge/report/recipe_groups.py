@@ -1,11 +1,11 @@
-"""The recipes of a page, each a group of runs that differ in their seed alone, and what the page keeps of their gauges.
+"""The recipes of a page: groups of runs that differ only in their seed, and the stored part of their gauges.
 
-A group has one label and one index in the palette, and keeps both in every figure and table.
+A group has one label and one palette index, in every figure and table.
 
-The gauges of a long run are a thousand numbers for each of hundreds of samples; as Python objects they take seven times the size
-of their file, more memory than most machines have for several runs. A page shows a few dozen tensors and a few dozen
-histograms. So each file is read once, what a figure may need is taken out of it as arrays, and the rest is released before the
-next file is opened. A table or a list that is missing or damaged adds nothing.
+The gauges of a long run are a thousand numbers for each of hundreds of samples. As Python objects they take seven times the
+size of their file. For several runs, most machines lack the memory. A page shows a few dozen tensors and a few dozen
+histograms. So we read each file once, extract the arrays that figures may need, and release the rest before the next file. A
+missing or damaged table or list adds nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row, finite_number
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one recipe, one per seed, with its label on the page and the index that chooses its colour, dash and marker."""
+    """Hold the runs of one recipe, one per seed, with their label and the index of their colour, dash and marker."""
 
     label: str
     index: int
@@ -38,12 +38,12 @@ class Group:
 
     @property
     def samples(self) -> tuple[Samples, ...]:
-        """Return what the page keeps of each run's gauges."""
+        """Return the samples of each run's gauges."""
         return tuple(samples for samples, _ in self._read)
 
     @property
     def diagnoses(self) -> tuple[Diagnosis | str, ...]:
-        """Return the diagnosis of each run, or why there is none."""
+        """Return the diagnosis of each run, or the reason why it failed."""
         return tuple(diagnosis for _, diagnosis in self._read)
 
     @cached_property
@@ -56,7 +56,7 @@ class Group:
 
     @property
     def named(self) -> list[tuple[Run, str]]:
-        """Return the runs, each with a name of its own on the page: the label, and the seed where there are several."""
+        """Return the runs, each with a unique name: the label, plus the seed if there are several runs."""
         several = len(self.stats) > 1
         return [(one.run, f"{self.label} · seed {one.seed}" if several else self.label) for one in self.stats]
 
@@ -69,14 +69,14 @@ class Group:
 
 
 def _read_once(run: Run) -> tuple[Samples, Diagnosis | str]:
-    """Return what a page takes from a run's gauges, which are the longest of its tables: read once, then released."""
+    """Return the page's data from a run's gauges, its longest tables: read once, then released."""
     with gauges_for_now(run):
         diagnosis = diagnosed(run)
         return read_samples(run), diagnosis
 
 
 def diagnosed(run: Run) -> Diagnosis | str:
-    """Return a run's diagnosis, or why there is none: the page can be written whatever the record holds."""
+    """Return a run's diagnosis, or the reason why it failed. The page must not fail with it."""
     try:
         return diagnose(run)
     except NarrowgaugeError as error:
@@ -103,7 +103,7 @@ def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
 
 
 def final_loss(run: Run) -> float | None:
-    """Return the validation loss of a finished run; of an unfinished one, that of its last evaluation."""
+    """Return the validation loss of a finished run, or the last evaluation of an unfinished run."""
     last = run.evals[-1] if run.evals else {}
     return finite_number((run.summary or {}).get("val_loss", last.get("val_loss")))
 
@@ -111,20 +111,20 @@ def final_loss(run: Run) -> float | None:
 # ── gauges ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MOST_HISTOGRAMS = 60
-"""The most steps whose histograms are kept."""
+"""Maximum number of steps with stored histograms."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The gauges of a run, as far as a page shows them.
+    """Hold the gauges of a run that a page shows.
 
     Args:
-        num_rows: how many samples the run took.
-        steps: of the samples, ascending.
-        lowest_edq: of the last sample, over its tensors; 1 where it has none.
-        histograms: rows ``step, histograms``, at most :data:`MOST_HISTOGRAMS`, the first and the last among them.
-        num_histograms: how many rows had histograms.
-        spans: by kind, the bins from the first that was ever used to the last.
+        num_rows: number of samples of the run.
+        steps: steps of the samples, ascending.
+        lowest_edq: lowest EDQ over tensors in the last sample; 1 without any.
+        histograms: rows ``step, histograms``, at most :data:`MOST_HISTOGRAMS`, including the first and the last.
+        num_histograms: number of rows with histograms.
+        spans: by kind, the first and the last used bin.
     """
 
     num_rows: int = 0
@@ -137,7 +137,7 @@ class Samples:
 
 
 def read_samples(run: Run) -> Samples:
-    """Read the gauges of a run and keep what a page can show; rows that this call read are not held afterwards.
+    """Read the gauges of a run and extract the page's data. Release the rows that this call read.
 
     Cost: about 1 s per thousand samples of 400 tensors.
     """
@@ -147,7 +147,7 @@ def read_samples(run: Run) -> Samples:
 
 @contextlib.contextmanager
 def gauges_for_now(run: Run) -> Iterator[None]:
-    """Release the gauges of a run on exit, unless they were already loaded; within it they are read once at most."""
+    """Release the gauges of a run on exit, unless they were loaded before. Inside, they are read at most once."""
     was_held = "gauges" in vars(run)
     try:
         yield
@@ -157,7 +157,7 @@ def gauges_for_now(run: Run) -> Iterator[None]:
 
 
 def spread(rows: Sequence[Row], most: int) -> list[Row]:
-    """At most that many evenly spread rows, the first and the last among them."""
+    """Return at most ``most`` evenly spaced rows, including the first and the last."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
@@ -187,7 +187,7 @@ def _sampled(rows: Sequence[Row]) -> Samples:
 
 
 def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[str, MetricValues]:
-    """Return the metrics of a table; tensors without any finite value of a metric are left out of it."""
+    """Return the metrics of a table. Skip tensors without any finite value of a metric."""
     fields = {
         name: list(METRICS[table]).index(metric.field) for name, metric in HEAT_MAPS.items() if metric.table == table
     }
@@ -208,7 +208,7 @@ def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> d
 
 
 def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[Any]]]:
-    """Step, tensor and values of a table's rows, where the values are a list."""
+    """Yield step, tensor and values of a table's rows, if the values are a list."""
     for row in rows:
         step, entries = finite_number(row.get("step")), row.get(table)
         if step is not None and isinstance(entries, dict):
@@ -224,7 +224,7 @@ def _lowest_edq(rows: Sequence[Row]) -> float:
 
 
 def _counts(row: Row) -> dict[str, list[float]]:
-    """Return the histograms of a row; a bin without a valid count is empty."""
+    """Return the histograms of a row. A bin without a valid count is empty."""
     histograms = row.get("histograms")
     if not isinstance(histograms, dict):
         return {}
@@ -236,7 +236,7 @@ def _counts(row: Row) -> dict[str, list[float]]:
 
 
 def _spans(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
-    """Per kind the bins from the first that was ever used to the last."""
+    """Return the first and the last used bin, by kind."""
     spans: dict[str, tuple[int, int]] = {}
     for row in rows:
         for kind, counts in row["histograms"].items():

@@ -1,4 +1,4 @@
-"""What the runs of a page were configured with and ran on: settings that differ in a table, the others by section."""
+"""Configuration and environment of a page's runs: differing settings in a table, the others by section."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 
 _NOT_SHOWN = frozenset({"config.out"})
-"""Settings that differ between any two runs and mean nothing."""
+"""Meaningless settings that differ between any two runs."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What the runs were configured with and ran on.
+    """Hold the configuration and environment of runs.
 
     Args:
         differing: settings that differ between runs.
-        runs: the values of these, by the run's name.
+        runs: values of the differing settings, by the run's name.
         shared: all other settings, by their table in ``run.toml``.
     """
 

@@ -1,9 +1,9 @@
-"""The page of runs: one recipe or many, with their costs, figures, findings, events and environment.
+"""The page of runs: one recipe or many, with costs, figures, findings, events and environment.
 
-Its tables are those of the terminal. Lost updates are shown as the audit last measured them, as in the verdict: sums over a run
-are dominated by its first large steps, and hide what is lost while the learning rate is small.
+Its tables equal the terminal's. Lost updates are the audit's last values, as in the verdict. The first large steps dominate
+sums over a run. Such sums hide losses at a small learning rate.
 
-The measurements on a page stay readable whatever the diagnosis does: where it fails, its section says so.
+If the diagnosis fails, its section says so, and the measurements stay readable.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from narrowgauge.spec.tables import Column, Table, name_columns, number_columns,
 
 
 def render(comparison: Comparison, title: str = "", live: bool = False) -> str:
-    """Return the report on a comparison as one HTML document; its runs may be unfinished, and without gauges.
+    """Return the report on a comparison as one HTML document. Runs may be unfinished or without gauges.
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs give the same document.
 
-    Cost: about two seconds per ten thousand steps, a third of them the diagnosis; the document is 2 MB for Plotly and some
-        0.1 MB per run.
+    Cost: about two seconds per ten thousand steps, a third of them for the diagnosis. The document is 2 MB for
+        Plotly plus about 0.1 MB per run.
     """
     words = page_words(comparison, groups_of(comparison), title)
     sections = sections_of(words)
@@ -64,14 +64,14 @@ SECTIONS: dict[str, str] = {
     "events": "Events",
     "environment": "Environment",
 }
-"""The headings of the page's sections in their order, by id."""
+"""Headings of the page's sections in order, by id."""
 
 
 def sections_of(words: Mapping[str, Any]) -> dict[str, Markup]:
-    """Return the sections that have something to show, by id and in order, each rendered by itself.
+    """Return the non-empty sections by id, in order, each rendered separately.
 
     Args:
-        words: what :func:`page_words` returns.
+        words: result of :func:`page_words`.
     """
     macros: Any = template("sections.html.j2").make_module({**words, "headings": SECTIONS})
     rendered = {name: getattr(macros, f"{name}_section")().strip() for name in SECTIONS}
@@ -79,10 +79,10 @@ def sections_of(words: Mapping[str, Any]) -> dict[str, Markup]:
 
 
 def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "") -> dict[str, Any]:
-    """Return what the page's template shows, and its figures, as :func:`~narrowgauge.report.page.document` takes them.
+    """Return the template's values and figures, as arguments of :func:`~narrowgauge.report.page.document`.
 
     Args:
-        groups: of ``comparison``, with the lines that its figures draw.
+        groups: groups of ``comparison``, with the lines of its figures.
     """
     named = run_names(groups)
     samples = [sampled for group in groups for sampled in group.samples]
@@ -109,7 +109,7 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
         "diagnosis": diagnosis,
         "figures": figures,
         "samples": samples,
-        # The run whose worst tensor lost most at the end; of healthy runs the first.
+        # The run whose worst tensor lost most at the end. For healthy runs, the first.
         "shown": min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
         "metrics": HEAT_MAPS,
         "named": named,
@@ -120,7 +120,7 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    """Return what all runs share: model, text, length and device."""
+    """Return the common properties of all runs: model, text, length and device."""
     configs = [run.config for run in runs]
     shared = [
         [config.get("model") for config in configs],
@@ -139,7 +139,7 @@ def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row
 
 
 def equal_time_table(comparison: Comparison) -> Table | None:
-    """Return the loss of each recipe when the fastest had finished; ``None`` where no two recipes have one at that moment."""
+    """Return each recipe's loss at the time when the fastest finished; ``None`` if fewer than two recipes have one."""
     rows = [
         {
             "recipe": one.label,
@@ -161,21 +161,21 @@ def equal_time_table(comparison: Comparison) -> Table | None:
 # ── readings: a row for each, one line for the runs without any, and marks in the figures ────────────────────────────────
 
 MARKED = ("training-loss", "validation-loss", "grad-norm")
-"""The figures over steps in which the first reading of each run is marked."""
+"""Figures over steps that mark each run's first reading."""
 MAX_READINGS = 10
-"""The most readings of a run that the page shows."""
+"""Maximum number of shown readings per run."""
 _HOW = " A dotted upright line is the first reading beyond its bound; hover over its top."
 _READING_COLUMNS = (*text_columns(run="run"), *reading_table([]).columns, *text_columns(what_to_do="advice"))
 
 
 @dataclass(frozen=True)
 class RunReadings:
-    """The section of a page.
+    """Hold the readings section of a page.
 
     Args:
-        table: the readings beyond their bound, by run.
-        first: by run that has one: the number of its recipe, its name, its number on the page, and its first reading.
-        lines: sentences on the other runs.
+        table: readings beyond their bound, by run.
+        first: for each run with a reading: its recipe's number, its name, its number on the page, and its first reading.
+        lines: sentences about the other runs.
     """
 
     table: Table
@@ -184,7 +184,7 @@ class RunReadings:
 
 
 def run_readings(groups: Iterable[Group]) -> RunReadings:
-    """Return what the diagnosis of the runs of a page shows.
+    """Return the diagnosis of a page's runs.
 
     Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
     """
@@ -210,7 +210,7 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
 
 
 def marked(figure: Figure, readings: RunReadings) -> Figure:
-    """Return a figure over steps with an upright line at the first reading of each run, if it is one of :data:`MARKED`."""
+    """Add an upright line at each run's first reading to a figure over steps, if it is one of :data:`MARKED`."""
     if figure.name not in MARKED or not readings.first:
         return figure
     marks = [_mark(group, name, reading) for group, name, _, reading in readings.first]
@@ -224,7 +224,7 @@ def _mark(group: int, name: str, reading: Reading) -> Row:
 
 
 def reading_marks(readings: RunReadings) -> list[Row]:
-    """Return the first readings on the figure of events, which has a line for each run."""
+    """Return the first readings as marks on the figure of events, which has a line per run."""
     if not readings.first:
         return []
     return [

@@ -1,1 +1,1 @@
-"""Comparison of runs: statistics of each run, a classification of each recipe, and a verdict in sentences."""
+"""Compare runs: statistics of each run, a classification of each recipe, and a verdict in sentences."""

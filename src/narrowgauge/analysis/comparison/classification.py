@@ -1,8 +1,8 @@
-"""The classification of each recipe of a comparison: decided once here, read by the verdict, the tables and the page.
+"""Classify each recipe of a comparison. The verdict, the tables and the page read the result.
 
-A recipe has a *rank*: how its losses compare with the baseline's, at the end and at equal time. It has *faults*, each a reason
-not to use it, whatever its rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. The
-thresholds stand here; that of lost updates is the audit's (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
+A *rank* compares a recipe's losses with the baseline's, at the end and at equal time. A *fault* is a reason not to use a
+recipe, at any rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. The thresholds stand here,
+except the audit's threshold of lost updates (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec.significance import MIN_EDQ
 
 NEGLIGIBLE = 1e-3
-"""A difference whose whole interval lies within this share of the baseline's loss does not matter, however certain."""
+"""A difference does not matter if its whole interval lies within this fraction of the baseline's loss."""
 ACCEPTABLE = 0.01
-"""A certain loss up to this share of the baseline's is reported as a price, a larger one as a fault."""
+"""A certain increase up to this fraction of the baseline's loss is a price. A larger one is a fault."""
 MAX_SKIPPED = 0.05
-"""The share of skipped steps above which a recipe has a fault; a loss scale settles within fewer."""
+"""Fraction of skipped steps that makes a fault. A loss scale settles within fewer."""
 CLEAR_RATIO = 1.005
-"""How many times as fast a recipe must be with every seed to be the faster one."""
+"""Minimum speed ratio, in every seed, of a faster recipe."""
 
 LATE = ("edq", "noise", "lost_fraction")
 
 
 class Rank(Enum):
-    """How a recipe's loss compares with the baseline's. ``BETTER`` and ``WORSE`` are statistically significant."""
+    """Compare a recipe's loss with the baseline's. ``BETTER`` and ``WORSE`` are statistically significant."""
 
     BASELINE = "the baseline"
     BETTER = "better"
@@ -44,12 +44,12 @@ class Rank(Enum):
 
 
 def rank(difference: PairedDifference | None, negligible: float, acceptable: float = math.inf) -> Rank:
-    """Return the rank of a recipe other than the baseline, by its difference from the baseline's loss.
+    """Return the rank of a recipe, from its difference to the baseline's loss.
 
     Args:
-        difference: ``None`` where the two have no seed in common.
-        negligible: an interval that lies within ± this does not matter, however certain.
-        acceptable: inconclusive where the interval is not clearly better or worse and reaches higher.
+        difference: ``None`` without a common seed.
+        negligible: an interval within ± this does not matter, however certain.
+        acceptable: inconclusive if the interval reaches higher and is not clearly better or worse.
 
     Example:
         >>> rank(PairedDifference("a", 0.1, 0.02, 3), 0.004), rank(PairedDifference("a", 0.01, 0.02, 3), 0.004)
@@ -68,7 +68,7 @@ def rank(difference: PairedDifference | None, negligible: float, acceptable: flo
 
 @dataclass(frozen=True)
 class Fault:
-    """A reason not to use a recipe: in a few words, and with its numbers.
+    """Give a reason not to use a recipe: a short name, and a text with numbers.
 
     Both continue a sentence that begins with the recipe's label.
     """
@@ -79,13 +79,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Classification:
-    """What a comparison found out about one recipe.
+    """Hold the results of a comparison for one recipe.
 
     Args:
-        row: of ``compare.json``.
-        rank: of its final loss.
-        difference: its final loss minus the baseline's; ``None`` where the two have no seed in common.
-        equal_time, rank_at_equal_time: the row and the rank of its loss at equal time, where it has one.
+        row: the recipe's row of ``compare.json``.
+        rank: rank of its final loss.
+        difference: its final loss minus the baseline's; ``None`` without a common seed.
+        equal_time, rank_at_equal_time: row and rank of its loss at equal time, if any.
         late: the audit's last values of ``edq``, ``noise`` and ``lost_fraction``.
     """
 
@@ -101,17 +101,17 @@ class Classification:
 
     @property
     def usable_rank(self) -> Rank | None:
-        """Return the rank of a recipe without faults."""
+        """Return the rank of a recipe without faults, else ``None``."""
         return None if self.faults else self.rank
 
     @property
     def is_fit(self) -> bool:
-        """Return whether it is known to be usable and no worse than is acceptable; the baseline is, if it has no fault."""
+        """Return whether it is known to be usable and acceptably good. A baseline without faults is."""
         return self.usable_rank in (Rank.BASELINE, Rank.BETTER, Rank.WITHIN_NOISE, Rank.NEGLIGIBLE)
 
     @property
     def cost(self) -> tuple[float, float]:
-        """Return what recipes are ordered by: bytes per parameter, then time."""
+        """Return the sort key of recipes: bytes per parameter, then time."""
         return _rounded_size(self.row), -(self.row["tokens_per_second"] or 0.0)
 
 
@@ -125,11 +125,11 @@ def classify(
     """Classify every recipe of a comparison, by its label.
 
     Args:
-        rows: of ``compare.json``, by recipe.
-        baseline: ``None`` where no run counts.
+        rows: rows of ``compare.json``, by recipe.
+        baseline: ``None`` if no run counts.
         equal_time: losses at equal time, a row per recipe.
-        resolve: a difference of losses; where it is given, a recipe is as good as the baseline only if it is certainly no
-            worse than by this, and equal where it is certainly closer.
+        resolve: a difference of losses. If set, a recipe is as good as the baseline only if it is certainly no worse than by
+            this. It is equal if it is certainly closer.
     """
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     loss_at_time = float(equal_time[baseline]["val_loss"]) if baseline is not None and baseline in equal_time else 0.0
@@ -165,14 +165,14 @@ def _rank_of(
 
 
 def acceptable(loss: float, resolve: float | None) -> float:
-    """Return how much worse than a baseline's loss a recipe may be, and still be as good."""
+    """Return the acceptable excess over a baseline's loss."""
     return ACCEPTABLE * abs(loss) if resolve is None else resolve
 
 
 def paired_difference(
     label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None
 ) -> PairedDifference | None:
-    """A recipe's loss minus another's, over the seeds that both have; ``None`` without any, and of a recipe minus itself."""
+    """Return a recipe's loss minus the baseline's over common seeds; ``None`` without any, or for the baseline itself."""
     if baseline is None or label == baseline:
         return None
     base = {run.seed: run.loss for run in groups[baseline] if run.counts}
@@ -184,7 +184,7 @@ def paired_difference(
 
 
 def run_faults(group: Sequence[RunStats]) -> list[Fault]:
-    """Return the reasons not to use a recipe that its own runs show, without any other recipe."""
+    """Return the reasons not to use a recipe, from its own runs alone."""
     return [fault for of_group in (_divergence, _lost_updates, _skipped_steps) for fault in of_group(group)]
 
 
@@ -219,7 +219,7 @@ def _skipped_steps(group: Sequence[RunStats]) -> list[Fault]:
 
 
 def is_faster(one: Classification, other: Classification) -> bool:
-    """Return whether a recipe is faster beyond chance: with every seed that both have, or in a single pair by much."""
+    """Return whether a recipe is faster beyond chance: in every common seed, or by much in a single pair."""
     speeds = [
         {run.seed: float((run.run.summary or {}).get("tokens_per_second") or 0.0) for run in recipe.runs}
         for recipe in (one, other)
@@ -231,5 +231,5 @@ def is_faster(one: Classification, other: Classification) -> bool:
 
 
 def _rounded_size(row: Row) -> float:
-    # Less than a tenth of a byte is a few vectors, not a saving.
+    # Less than a tenth of a byte is a few norm weights, not a saving.
     return math.inf if row["bytes_per_param"] is None else round(row["bytes_per_param"], 1)

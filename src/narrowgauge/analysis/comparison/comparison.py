@@ -1,12 +1,12 @@
-"""Comparison of recipes: a row of metrics for each, and a verdict in words that a statistician would sign.
+"""Compare recipes: a row of metrics for each, and a verdict in words that a statistician would sign.
 
-Runs of one seed start from the same weights and read the same batches, so their *paired* difference of final validation losses
+Runs of one seed start from the same weights and read the same batches. So their *paired* difference of final validation losses
 contains little of the seed's effect. Its mean over the seeds gets an interval (``intervals.py``). Each recipe is compared with
-one baseline, chosen by what it costs and never by how it ended: the best of several equal recipes is the luckiest, and
-relative to it the others look worse than they are.
+one baseline. The baseline is chosen by its cost, never by its loss. The best of several equal recipes is the luckiest. Relative
+to it, the others would look worse than they are.
 
-Runs that diverged or did not finish are named and enter no average. ``classification.py`` classifies each recipe, and
-``verdict.py`` puts the classifications into sentences.
+Diverged and unfinished runs are named and enter no average. ``classification.py`` classifies each recipe. ``verdict.py``
+writes the sentences.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from narrowgauge.spec.tables import Column, Table
 
 @dataclass(frozen=True)
 class Comparison:
-    """Recipes compared with a baseline.
+    """Hold recipes and their comparison with a baseline.
 
     Args:
-        classes: the classification of each recipe, by its label.
-        baseline: the recipe that the others are compared with; ``None`` where no run counts.
-        resolve: the difference of losses that was to be resolved; ``None`` for 1 % of the loss.
+        classes: classification of each recipe, by its label.
+        baseline: baseline of all comparisons; ``None`` if no run counts.
+        resolve: the difference of losses to resolve; ``None`` for 1 % of the loss.
 
     Example:
         >>> from pathlib import Path
@@ -68,7 +68,7 @@ class Comparison:
 
     @property
     def equal_time(self) -> tuple[Row, ...]:
-        """Return losses at the moment the fastest recipe finished, each the baseline's plus the paired difference.
+        """Return losses at the time when the fastest recipe finished: the baseline's loss plus the paired difference.
 
         Columns: ``recipe``, ``seconds``, ``val_loss``, ``difference``, ``half``, ``num_seeds``.
         """
@@ -76,23 +76,23 @@ class Comparison:
 
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
-        """Return those from the baseline, one per other recipe that has a seed in common with it."""
+        """Return the differences from the baseline, one per other recipe with a common seed."""
         return tuple(one.difference for one in self.classes.values() if one.difference is not None)
 
     @property
     def has_intervals(self) -> bool:
-        """Return whether any recipe has two seeds in common with the baseline."""
+        """Return whether any recipe shares two seeds with the baseline."""
         return any(difference.num_pairs > 1 for difference in self.differences)
 
     @property
     def acceptable(self) -> float:
-        """Return by how much a recipe may be worse with certainty, and still be as good as the baseline."""
+        """Return the acceptable excess over the baseline's loss, in nats."""
         loss = None if self.baseline is None else self.classes[self.baseline].row["val_loss"]
         return acceptable(float(loss or 0.0), self.resolve)
 
     @property
     def usable(self) -> list[Classification]:
-        """Return the recipes fit for use; of runs with one seed each, all that have no fault."""
+        """Return the recipes fit for use. With one seed each, return all without faults."""
         unranked = None if self.has_intervals else Rank.NO_INTERVAL
         return [one for one in self.classes.values() if one.is_fit or (unranked and one.usable_rank is unranked)]
 
@@ -104,19 +104,19 @@ class Comparison:
 
     @property
     def cheaper_open(self) -> list[Classification]:
-        """Return recipes that cost less than the cheapest and might be as good: these seeds do not show it."""
+        """Return recipes that cost less than the cheapest and might be as good. These seeds do not decide it."""
         best = self.cheapest
         unsure = [one for one in self.classes.values() if one.usable_rank is Rank.INCONCLUSIVE]
         return [one for one in unsure if best is None or one.cost < best.cost]
 
     @property
     def at_equal_time(self) -> list[Classification]:
-        """Return those with a loss at equal time, the lowest loss first."""
+        """Return the recipes with a loss at equal time, the lowest loss first."""
         timed = [(float(one.equal_time["val_loss"]), one) for one in self.classes.values() if one.equal_time]
         return [one for _, one in sorted(timed, key=lambda pair: pair[0])]
 
     def table(self) -> Table:
-        """Return the rows as a table, as the terminal and the page show them."""
+        """Return the rows as the table of the terminal and the page."""
         minus = {difference.recipe: difference.text for difference in self.differences}
         difference = Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True)
         columns = (
@@ -144,7 +144,7 @@ class Comparison:
         return "not to be used" if rank is None else rank.value
 
     def _memory_columns(self) -> list[Column]:
-        """Return counted memory where it is known; else the peak of the process, which hardly depends on a format."""
+        """Return counted memory if known, else the peak of the process. The peak depends little on a format."""
         counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
         if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
             counted = {"peak MiB": "peak_memory_bytes"}
@@ -155,7 +155,7 @@ class Comparison:
         return "\n".join(self.verdict)
 
     def json(self) -> bytes:
-        """Return the rows as ``compare.json`` holds them: a list of objects, valid JSON with any values."""
+        """Return ``compare.json``: a list of rows, valid JSON for all values."""
         plain = [{key: _finite(value) for key, value in row.items()} for row in self.rows]
         return json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
 
@@ -198,20 +198,20 @@ def compare_runs(
 
     Invariant: torch is not needed, nothing is written, and the same runs give the same sentences.
 
-    The default baseline is the widest recipe that has a finished run, did not diverge and does not lose its updates: first
-    one without narrow matmuls, then the most bytes per parameter, then the wider compute, then the first in order. It never
-    depends on the losses, or the intervals would not hold (see the module).
+    By default the baseline is the most precise recipe with a finished run, no divergence and no lost updates. Recipes without
+    low-precision matmuls come first. Then more bytes per parameter, then the wider compute, then the order decide. The losses
+    never decide, or the intervals would not hold (see the module).
 
     Args:
         runs: finished or not, in any order.
         baseline: a recipe among them.
-        resolve: the difference of losses, in nats, that is to be resolved: a recipe is as good as the baseline only if it is
-            certainly no worse than by this; otherwise the verdict says how many seeds would tell. ``None`` for 1 % of the loss.
+        resolve: the difference of losses to resolve, in nats. A recipe is as good as the baseline only if it is certainly no
+            worse than by this. Otherwise the verdict gives the number of seeds needed. ``None`` means 1 % of the loss.
     Returns:
         The comparison.
     Raises:
         RecordError: there is no run, or a run's record is damaged.
-        RecipeError: no run has the baseline's recipe, or ``resolve`` is not above 0 and finite.
+        RecipeError: no run has the baseline's recipe, or ``resolve`` is not positive and finite.
     Example:
         >>> from pathlib import Path
         >>> def run(recipe, seed, loss, size):
@@ -237,7 +237,7 @@ def compare_runs(
 
 
 def require_resolvable(resolve: float | None) -> None:
-    """Refuse a difference to be resolved that is not above 0 and finite."""
+    """Raise unless ``resolve`` is ``None`` or positive and finite."""
     if resolve is not None and not 0 < resolve < math.inf:
         raise RecipeError(f"resolve = {resolve} was requested.", "Give a difference of losses above 0, such as 0.005.")
 
@@ -247,7 +247,7 @@ _MEMORY = ("state_bytes", "activation_bytes", "peak_tensor_bytes", "peak_memory_
 
 def _row(label: str, group: Sequence[RunStats]) -> Row:
     counted = [run.run.summary for run in group if run.counts and run.run.summary is not None]
-    # The speed and size of a run that diverged are known, too.
+    # Diverged runs also have a known speed and size.
     ended = counted or [run.run.summary for run in group if run.run.summary is not None]
 
     def over(summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]) -> float | None:
@@ -262,7 +262,7 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
         "tokens_per_second": over(ended, "tokens_per_second", statistics.median),
         "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
-        # Few steps compile, and do not move a median.
+        # Few steps compile, so they do not move a median.
         "step_seconds": statistics.median(known) if (known := [d for d in durations if d is not None]) else None,
         **{key: over(ended, key, max) for key in _MEMORY},
         **{key: over(counted, key, statistics.fmean) for key in LATE},

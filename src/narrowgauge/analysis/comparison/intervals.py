@@ -1,8 +1,8 @@
-"""The 95 % interval of paired differences over a few seeds, by Student's t, and how differences are printed.
+"""The 95 % interval of paired differences over a few seeds, by Student's t, and its printed form.
 
-Two runs of one seed share their initial weights and their batches, so most of a seed's effect cancels in their difference.
-What is left varies between seeds, and its mean gets an interval. The half width shrinks with the square root of the number of
-seeds; with two seeds it is 12.7 standard errors, since two values are a poor estimate of their spread.
+Two runs of one seed share initial weights and batches, so most of a seed's effect cancels in their difference. The rest varies
+between seeds, and its mean gets an interval. The half width shrinks with the square root of the number of seeds. With two seeds
+it is 12.7 standard errors, since two values estimate their spread poorly.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Mean of the cells' means and the half width of its 95 % interval, infinite where a cell has a single seed.
+    """Return the mean of the cells' means and the half width of its 95 % interval; infinite if a cell has one seed.
 
-    Each cell holds a difference for each seed. Cells are fixed and only seeds are random, so the variance is the sum of the
-    cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite's degrees of freedom rounded down. One cell
-    gives the plain t interval.
+    Each cell holds one difference per seed. Cells are fixed, only seeds are random. So the variance is the sum of the cells'
+    variances, Σ s²/n, over the squared number of cells. Satterthwaite's degrees of freedom are rounded down. One cell gives the
+    plain t interval.
 
     Example:
         >>> mean, half = interval([[1.0, 2.0, 3.0]])
@@ -41,7 +41,7 @@ def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """A recipe's validation loss minus the baseline's: the mean over ``num_pairs`` seeds that both have.
+    """Hold a recipe's validation loss minus the baseline's: the mean over ``num_pairs`` common seeds.
 
     ``half`` is half the width of the 95 % interval; infinite for fewer than two seeds.
     """
@@ -65,7 +65,7 @@ class PairedDifference:
 
 
 def shown_loss(loss: float) -> str:
-    """Return a loss or a standard deviation: four decimals, three digits where it is small, an exponent where it is huge.
+    """Format a loss or a standard deviation: four decimals, three digits if small, an exponent if huge.
 
     Example:
         >>> shown_loss(4.1), shown_loss(0.0012345), shown_loss(1.5e30)
@@ -75,7 +75,7 @@ def shown_loss(loss: float) -> str:
 
 
 def shown_difference(mean: float, half: float) -> str:
-    """Return a difference and half its interval, with the decimals that the half width justifies, four at least.
+    """Format a difference and its half interval: four decimals, or more if the half width justifies them.
 
     Example:
         >>> shown_difference(0.00024, 0.00021).replace("\N{NO-BREAK SPACE}", " ")
@@ -86,7 +86,7 @@ def shown_difference(mean: float, half: float) -> str:
     sizes = [abs(size) for size in (mean, half) if math.isfinite(size)]
     if not math.isfinite(half):
         return _signed(mean, sizes, abs(mean))
-    # A far narrower interval needs no further digits of the difference.
+    # A much smaller interval needs no further digits of the difference.
     fineness = max(half, abs(mean) / 20)
     return f"{_signed(mean, sizes, fineness)}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{_unsigned(half, sizes, fineness)}"
 
@@ -105,7 +105,7 @@ def _unsigned(size: float, sizes: Sequence[float], fineness: float) -> str:
 
 
 def _decimals(fineness: float) -> int:
-    """Four, and more where that leaves less than one significant digit, or less than two that begin with 1 or 2."""
+    """Return the number of decimals: four, or more to keep one significant digit (two that begin with 1 or 2)."""
     if not 0 < fineness < 1:
         return 4
     first = -math.floor(math.log10(fineness))

@@ -1,9 +1,8 @@
-"""The labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
+"""Labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
 
-A recipe's label is its full name, followed by its own name or by what its table overrides, and by the update rule where that is
-not AdamW. Runs that differ only in their seed share a label. Where one recipe was run twice with one seed, the settings that
-differ become part of the label; where none differs, the folder does. A label is for people: nothing parses it back to a recipe
-or a seed.
+A recipe's label is its full name, plus its own name or its table's overrides, plus any update rule other than AdamW. Runs that
+differ only in their seed share a label. If one recipe ran twice with one seed, the differing settings join the label. If no
+setting differs, the folder does. A label is for people: no code parses it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.update_rules import rule_title
 
 MOST_SETTINGS = 4
-"""Most settings in a label; runs that differ in more are told apart by their folders."""
+"""Maximum number of settings in a label. Runs that differ in more show their folders."""
 
 
 def run_name(recipe: str, seed: int) -> str:
-    """Return the folder of a run below its comparison's.
+    """Return the folder name of a run within its comparison's folder.
 
     Example:
         >>> run_name("bfloat16/word", 2)
@@ -36,7 +35,7 @@ def run_name(recipe: str, seed: int) -> str:
 
 
 def parsed_recipe(recipe: Any) -> Recipe | None:
-    """Return a recipe from its name, its table or itself; ``None`` where the name is no recipe's."""
+    """Return a recipe from its name, its table or itself; ``None`` for an unknown name."""
     try:
         return parse(recipe)
     except NarrowgaugeError:
@@ -44,7 +43,7 @@ def parsed_recipe(recipe: Any) -> Recipe | None:
 
 
 def recipe_name(recipe: Any) -> str:
-    """Return the label of a recipe: its title, or the given name where no recipe has it.
+    """Return the label of a recipe: its title, or the name itself if unknown.
 
     Example:
         >>> recipe_name("bf16/word"), recipe_name({"recipe": "bfloat16/word", "keep": ["lm_head"]}), recipe_name("mine")
@@ -55,14 +54,14 @@ def recipe_name(recipe: Any) -> str:
 
 
 def seed_of(run: Run) -> int:
-    """Return the seed of a run; 0 where none is recorded."""
+    """Return the seed of a run; 0 if unrecorded."""
     return int(run.config.get("seed", 0))
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """Return a label per run, in their order; the same for runs that differ only in their seed.
+    """Return a label per run, in their order. Runs that differ only in their seed share it.
 
-    Invariant: no two runs of one seed share a label, unless they are one run named twice.
+    Invariant: no two runs of one seed share a label, unless one run was passed twice.
 
     Example:
         >>> from pathlib import Path
@@ -70,7 +69,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         >>> run_labels([Run(Path("a"), {"config": {"recipe": "bf16/word", "lr": lr}}) for lr in rates])
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
-    # A folder may have the name of a recipe that it does not hold.
+    # A folder may carry the name of another recipe.
     labels = [
         rule_title(recipe_name(run.config["recipe"]), str(run.config.get("rule", "adamw")))
         if "recipe" in run.config
@@ -86,15 +85,15 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _repeated(labels: Sequence[str], runs: Sequence[Run]) -> set[str]:
-    """Return labels that name two runs of one seed."""
+    """Return labels that two runs of one seed share."""
     pairs = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
     return {label for label, seed in pairs if pairs.count((label, seed)) > 1}
 
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
-    """Return the settings in which the runs differ, a text per run; empty ones where they differ in too many.
+    """Return the differing settings as one text per run; empty texts if too many differ.
 
-    Settings that all of them record come first: your own loop records few of those of the trainer.
+    Settings that all runs record come first: your own loop records few of the trainer's settings.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ("recipe", "seed", "out"))
     differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
@@ -104,7 +103,7 @@ def _by_settings(runs: Sequence[Run]) -> list[str]:
 
 
 def _by_folder(runs: Sequence[Run]) -> list[str]:
-    """Return the folder of the comparison where that distinguishes runs of one seed, else the run's own folder."""
+    """Return the comparison's folder if it distinguishes runs of one seed, else the run's own folder."""
     above = [(run.path.parent.name, seed_of(run)) for run in runs]
     if len(set(above)) == len(runs):
         return [f" ({folder})" for folder, _ in above]
@@ -113,7 +112,7 @@ def _by_folder(runs: Sequence[Run]) -> list[str]:
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Return names as a sentence lists them.
+    """Join names for a sentence.
 
     Example:
         >>> listed(["a", "b", "c"])

@@ -1,14 +1,15 @@
-"""How small a difference of losses a comparison can show, and how many seeds a difference asked for takes.
+"""The smallest difference of losses that a comparison can show, and the number of seeds for a target difference.
 
 Paired differences vary from seed to seed, with a standard deviation ``s``. With ``n`` seeds the 95 % interval is ``± t s / √n``
-(Student's t with ``n - 1`` degrees of freedom). A comparison *resolves* a difference ``d`` if
+(Student's t with ``n - 1`` degrees of freedom). A comparison *resolves* a difference ``d`` if it shows two things, each in four
+of five cases.
 
-* of a recipe that is worse by ``d``, it shows that it is worse: the whole interval lies above zero;
-* of a recipe that is as good as the baseline, it shows that it is not worse by ``d``: the whole interval lies below ``d``;
+* A recipe worse by ``d`` is worse: the whole interval lies above zero.
+* A recipe as good as the baseline is not worse by ``d``: the whole interval lies below ``d``.
 
-each in four of five such comparisons. The two ask for the same: that the mean is far enough from a bound of the interval, at a
-true distance of ``d``. With ``s`` estimated from the same seeds, ``d √n / s`` must be the noncentrality at which a t test has
-this power. From 6 seeds on that is, within 1 %, the sum of the two quantiles of Student's t; for fewer it is tabulated.
+Both need the same. At a true distance of ``d``, the mean is far enough from a bound of the interval. ``s`` is estimated from
+the same seeds. So ``d √n / s`` must be the noncentrality at which a t test has this power. From 6 seeds on it is, within 1 %,
+the sum of the two quantiles of Student's t. For fewer seeds it is tabulated.
 
 Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), 2.2; Schuirmann 1987 for the second claim.
 """
@@ -22,7 +23,7 @@ from narrowgauge.spec.significance import student_t
 
 MOST_SEEDS = 1000
 NONCENTRALITY = {1: 16.334, 2: 5.653, 3: 4.256, 4: 3.761}
-"""By degrees of freedom: where the noncentral t distribution lies above the 97.5 % quantile of Student's t with 80 %."""
+"""Noncentrality by degrees of freedom: noncentral t exceeds the 97.5 % quantile of Student's t with 80 % probability."""
 
 
 def _noncentrality(degrees: int) -> float:
@@ -30,7 +31,7 @@ def _noncentrality(degrees: int) -> float:
 
 
 def resolution(spread: float, num_seeds: int) -> float:
-    """Return the smallest difference that a number of seeds (at least 2) resolves.
+    """Return the smallest difference that ``num_seeds`` seeds (at least 2) resolve.
 
     ``spread`` is the standard deviation of paired differences from seed to seed.
 
@@ -42,7 +43,7 @@ def resolution(spread: float, num_seeds: int) -> float:
 
 
 def seeds_needed(spread: float, difference: float) -> int | None:
-    """Return the fewest seeds that resolve a difference, at least 2; ``None`` for more than :data:`MOST_SEEDS`.
+    """Return the fewest seeds (at least 2) that resolve a difference; ``None`` above :data:`MOST_SEEDS`.
 
     Example:
         >>> seeds_needed(0.003, 0.005), seeds_needed(0.003, 0.0001)
@@ -58,5 +59,5 @@ def seeds_needed(spread: float, difference: float) -> int | None:
 
 
 def spread_of(difference: PairedDifference) -> float:
-    """Return the standard deviation of a paired difference from seed to seed, from the interval of its mean; at least 2 pairs."""
+    """Return the standard deviation of a paired difference over seeds, from its interval. Needs at least 2 pairs."""
     return difference.half * math.sqrt(difference.num_pairs) / student_t(difference.num_pairs - 1)

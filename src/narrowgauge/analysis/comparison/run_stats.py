@@ -1,8 +1,8 @@
-"""The statistics of one run that a comparison needs: final loss, divergence, loss over time, and late audit metrics.
+"""Statistics of one run for a comparison: final loss, divergence, loss over time, and late audit metrics.
 
-The final loss is not enough. A recipe that loses its updates falls behind late, when the learning rate is small. The large
-first steps dominate the sums over a run, so the audit's last values are read instead. Seconds are those of training steps
-alone: validations are left out, and a step that compiles counts as a median one.
+The final loss is not enough. A recipe that loses its updates falls behind late, at small learning rates. The large first steps
+dominate sums over a run, so we read the audit's last values instead. Seconds count training steps only, without validations. A
+step that compiles counts as a median step.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from narrowgauge.runs.schema import Row, finite_number, number
 from narrowgauge.spec.recipes import Recipe
 
 MAX_LOSS_RISE = 0.2
-"""A run whose loss ends higher than it began, by more than this share, has diverged."""
+"""A run has diverged if its loss rises by more than this fraction from start to end."""
 
 TIMING_NOISE = 1.1
-"""Times whose ratio is below this do not differ: timings vary by as much from seed to seed on a busy machine."""
+"""Times differ only beyond this ratio. On a busy machine timings vary as much from seed to seed."""
 
 
 @dataclass(frozen=True)
 class LossCurve:
-    """The validation losses of a run over seconds of training: ``points`` are seconds and loss of each, in the order of time.
+    """Hold validation losses over seconds of training: ``points`` are pairs of seconds and loss, in order.
 
-    ``step_seconds`` is the duration of the median step; ``None`` where steps are not timed.
+    ``step_seconds`` is the median duration of a step; ``None`` for untimed steps.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -46,9 +46,9 @@ class LossCurve:
 
     @classmethod
     def of(cls, run: Run) -> LossCurve:
-        """Return the curve of a run, over the seconds of its steps, or of its validations where steps are not timed.
+        """Return the curve of a run over the seconds of its steps, or of its validations if steps are untimed.
 
-        A step of five times the median or more counts as a median one: it compiles, as the first step after each resume may.
+        A step of five times the median or more counts as a median step: it compiles, perhaps after a resume.
         """
         timed, losses = column(run, "steps", "seconds"), column(run, "evals", "val_loss")
         if not len(timed):
@@ -63,11 +63,11 @@ class LossCurve:
 
     @property
     def end(self) -> float:
-        """Seconds up to the last validation."""
+        """Return the seconds up to the last validation."""
         return self.points[-1][0]
 
     def loss_at(self, seconds: float) -> float | None:
-        """Return the loss at that time, interpolated between two validations; ``None`` before the first and after the last."""
+        """Interpolate the loss between two validations. Return ``None`` before the first and after the last."""
         place = bisect.bisect_left(self.points, seconds, key=itemgetter(0))
         if place == len(self.points):
             return None
@@ -81,10 +81,10 @@ class LossCurve:
 
 
 def losses_at_common_times(curves: Sequence[LossCurve]) -> list[tuple[float, list[float]]]:
-    """Times, ascending, each with the losses that several runs had then; none where the curves share no time.
+    """Return ascending times, each with the losses of all runs; none if the curves share no time.
 
-    Invariant: the times are those of all validations that lie within every curve, and each loss is exactly
-    :meth:`LossCurve.loss_at`, as in the verdict. Between two of these times every loss, and so their mean, is linear.
+    Invariant: the times are all validations that lie within every curve. Each loss is exactly :meth:`LossCurve.loss_at`, as in
+    the verdict. Between two times every loss, and so their mean, is linear.
     """
     times = sorted({at for curve in curves for at, _ in curve.points})
     losses = [(at, [curve.loss_at(at) for curve in curves]) for at in times]
@@ -92,7 +92,7 @@ def losses_at_common_times(curves: Sequence[LossCurve]) -> list[tuple[float, lis
 
 
 def divergence(run: Run) -> str:
-    """Return how a run diverged; empty where it did not."""
+    """Describe how a run diverged; empty if it did not."""
     for event in run.events:
         if event.get("kind") == "divergence":
             return f"at step {event.get('step')}: {event.get('message', '')}"
@@ -112,12 +112,12 @@ def divergence(run: Run) -> str:
 
 @dataclass(frozen=True)
 class RunStats:
-    """A run of a comparison, with the statistics that are read more than once.
+    """Hold a run of a comparison and its shared statistics.
 
     Args:
-        label: of its recipe, as the comparison prints it.
-        recipe: as recorded; ``None`` where the name is no recipe's, as it may be in your own training loop.
-        divergence: how the run diverged; empty where it did not.
+        label: label of its recipe, as printed.
+        recipe: as recorded; ``None`` for an unknown name, as from your own loop.
+        divergence: how the run diverged; empty if it did not.
     """
 
     label: str
@@ -132,18 +132,18 @@ class RunStats:
 
     @property
     def counts(self) -> bool:
-        """Return whether its metrics may be averaged."""
+        """Return whether averages may include this run."""
         return self.run.summary is not None and not self.divergence and self.run.summary.get("val_loss") is not None
 
     @property
     def loss(self) -> float:
-        """Return the last validation loss; only a run that counts has one."""
+        """Return the last validation loss. Only a run that counts has one."""
         assert self.run.summary is not None
         return float(self.run.summary["val_loss"])
 
     @property
     def is_unit_scaled(self) -> bool:
-        """Return whether the model is unit-scaled, with initial weights and a learning rate of its own."""
+        """Return whether the model is unit-scaled. Such models have other initial weights and learning rates."""
         return self.recipe is not None and self.recipe.compute.transform == "unit"
 
     @cached_property
@@ -152,11 +152,11 @@ class RunStats:
 
     @property
     def has_curve(self) -> bool:
-        """Return whether it has losses at other times than its end."""
+        """Return whether it has losses before its end."""
         return len(self.curve.points) > 1
 
     def late(self, metric: str) -> float | None:
-        """Return the median of the last audited values (a tenth of them, three at least); else the summary's value."""
+        """Return the median of the last tenth of audited values (at least three), else the summary's value."""
         values = column(self.run, "steps", metric).finite
         if len(values):
             return float(np.median(values[-max(3, len(values) // 10) :]))
@@ -164,24 +164,24 @@ class RunStats:
 
 
 def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
-    """Return the median of a metric's late values over the runs that count."""
+    """Return the median of a late metric over the runs that count."""
     known = [value for run in runs if run.counts and (value := run.late(metric)) is not None]
     return statistics.median(known) if known else None
 
 
 def requested_steps(groups: Mapping[str, Sequence[RunStats]]) -> dict[str, Any]:
-    """Return the number of steps that each recipe was to take."""
+    """Return the planned number of steps of each recipe."""
     return {label: group[-1].run.config.get("steps") for label, group in groups.items()}
 
 
 def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> tuple[Row, ...]:
-    """Losses at the moment when the fastest recipe finished with the same seed; a row per recipe.
+    """Return a row per recipe: losses at the time when the fastest recipe finished with the same seed.
 
-    Each is interpolated between two validations, and reported as the baseline's plus the paired difference: means over
-    different seeds would differ by the effect of the seeds, which is larger than that of the recipes.
+    Each loss is interpolated between two validations. It is the baseline's mean plus the mean paired difference over common
+    seeds. Means over different seeds would differ by the seeds' effect, which exceeds the recipes' effect.
 
-    Invariant: losses differ by exactly their reported difference. A loss is the baseline's mean plus the mean of the paired
-    differences, over the seeds that the two have in common. Where all have the same seeds it is the plain mean.
+    Invariant: losses differ by exactly their reported difference. If all recipes have the same seeds, each loss is the plain
+    mean.
     """
     timed = {label: [run for run in group if run.counts and run.has_curve] for label, group in groups.items()}
     timed = {label: group for label, group in timed.items() if group}
@@ -207,6 +207,6 @@ def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str
 
 
 def _losses_at(group: Sequence[RunStats], ends: Mapping[int, float]) -> dict[int, float]:
-    """Return the loss of each seed's run at that seed's moment, where it had one; one that ended earlier keeps its last loss."""
+    """Return the loss of each seed's run at that seed's time, if any. A run that ended earlier keeps its last loss."""
     losses = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
     return {seed: loss for seed, loss in losses.items() if loss is not None and math.isfinite(loss)}

@@ -1,9 +1,9 @@
-"""The verdict: at most eight sentences on the classes of a comparison, the most important first.
+"""The verdict: at most eight sentences about a comparison, the most important first.
 
-A recipe wins only where its interval rules out a loss worse by more than 1 %, or than the difference that was to be resolved.
-Each interval is for one recipe: of twenty harmless ones, expect one outside. Recipes are ordered by bytes, then time. Timings are
-noisy, so a recipe is called faster only where every seed agrees. Only runs of one seed are paired, so only these must agree in
-their settings: another seed always has another validation text.
+A recipe wins only if its interval rules out a loss worse by more than 1 %, or than the difference to resolve. Each interval is
+for one recipe: of twenty harmless recipes, expect one outside. Recipes are ordered by bytes, then time. Timings are noisy, so a
+recipe is faster only if every seed agrees. Only runs of one seed are paired, so only their settings must agree. Another seed
+always has another validation text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from narrowgauge.analysis.comparison.comparison import Comparison
 
 MAX_NOISE = 1.0
-"""The relative rounding noise of late updates above which a recipe is noisy."""
+"""Maximum relative rounding noise of late updates. Above it, a recipe is noisy."""
 
 
 def sentences(comparison: Comparison) -> list[str]:
@@ -63,7 +63,7 @@ def _cheapest(comparison: Comparison) -> str:
 
 
 def _unresolved(comparison: Comparison) -> str:
-    """Say which differences these seeds do not resolve, and how many seeds would."""
+    """Name the differences that these seeds do not resolve, and the number of seeds needed."""
     ranks = [one for one in comparison.classes.values() if one.usable_rank is Rank.INCONCLUSIVE]
     unsure = [one.difference for one in ranks if one.difference is not None]
     paired = [difference for difference in comparison.differences if difference.num_pairs > 1]
@@ -102,7 +102,7 @@ def _with_differences(recipes: Iterable[Classification]) -> str:
 
 
 def _seen_by_the_audit(comparison: Comparison) -> str:
-    """Name recipes whose late updates are mostly rounding noise, and those whose updates nobody audited."""
+    """Name recipes whose late updates are mostly rounding noise, and recipes without an audit."""
     usable = [one for one in comparison.classes.values() if not one.faults]
     noises = {one.label: one.late.get("noise") or 0.0 for one in usable}
     noisy = [f"{label} ({noise:.1f} ×)" for label, noise in noises.items() if noise > MAX_NOISE]
@@ -155,7 +155,7 @@ def _at_equal_time(comparison: Comparison) -> Iterator[str]:
 
 # ── what to know about the runs ─────────────────────────────────────────────────────────────────────────────────────
 
-# What may differ between compared runs; learning rates and steps are examined separately.
+# Settings that may differ between compared runs. Learning rates and steps have their own check.
 _FREE = NOT_COMPARED - {"eval_batches"} | {"recipe", "seed", "lr", "warmup_steps", "steps"}
 
 
@@ -164,7 +164,7 @@ def _runs(comparison: Comparison) -> list[RunStats]:
 
 
 def _steps(comparison: Comparison) -> dict[Any, list[str]]:
-    """Return the recipes that were to take each number of steps."""
+    """Return the recipes by planned number of steps."""
     labels: dict[Any, list[str]] = {}
     for label, steps in requested_steps({label: one.runs for label, one in comparison.classes.items()}).items():
         labels.setdefault(steps, []).append(label)
@@ -184,7 +184,7 @@ def _progress(run: RunStats) -> str:
 
 
 def _differing(comparison: Comparison) -> str:
-    """Name what else differs between the runs."""
+    """Name other differences between the runs."""
     runs = _runs(comparison)
     items = [f"{key} {', '.join(texts)}" for key, texts in _settings_apart(runs).items()]
     steps = {number: labels for number, labels in _steps(comparison).items() if number is not None}
@@ -199,7 +199,7 @@ def _differing(comparison: Comparison) -> str:
 
 
 def _settings_apart(runs: Sequence[RunStats]) -> dict[str, dict[str, None]]:
-    """Return the settings in which runs of one seed differ, with their values; what one run lacks is no difference."""
+    """Return the differing settings of runs with one seed, with their values. Skip settings that one run lacks."""
     by_seed: dict[int, dict[str, dict[str, None]]] = {}
     for run in runs:
         for key, value in _settings(run):
@@ -216,7 +216,7 @@ def _settings(run: RunStats) -> Iterator[tuple[str, Any]]:
     """Yield the settings that runs of one seed should share."""
     config = run.run.config
     yield from ((key, value) for key, value in config.items() if key not in _FREE)
-    # The learning rate of a unit-scaled model is in other units.
+    # A unit-scaled model's learning rate has other units.
     if "lr" in config:
         yield "lr of unit-scaled models" if run.is_unit_scaled else "lr", config["lr"]
     for table, key, words in (

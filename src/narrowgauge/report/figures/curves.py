@@ -1,7 +1,7 @@
-"""The figures that compare recipes: what is drawn, on which axes, and how to read it.
+"""Figures that compare recipes: their data, their axes, and their captions.
 
-Axes are chosen so that they do not mislead: a log scale where values span decades, zero where a length is compared, the
-same colour for the same recipe in every figure.
+Axes must not mislead: a log scale for values over decades, zero for compared lengths, and one colour per recipe in every
+figure.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from narrowgauge.report.recipe_groups import Group, final_loss
 from narrowgauge.runs.schema import Row, finite_number
 
 SMALLEST_SPAN = 0.001
-"""The least span of an axis of losses or of their differences, as a share of the loss."""
+"""Minimum span of an axis of losses or of their differences, as a fraction of the loss."""
 _LOSS = "loss (nats per token)"
 _BAND = " A line is the mean over a recipe's seeds, its band the range from the lowest seed to the highest."
 
 
 def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> dict[str, list[Figure]]:
-    """Return all figures that have data, by section; ``baseline`` is the label of the group to compare with, None the first."""
+    """Return all figures with data, by section. ``baseline`` is the label of the group to compare with (None: the first)."""
     sections: dict[str, list[Figure | None]] = {
         "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
         "cost": [loss_against_bytes(groups), loss_against_seconds(groups), time_of_a_step(groups)],
@@ -56,7 +56,7 @@ def _curves(groups: Sequence[Group], table: str, name: str) -> list[Curve]:
 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
-    """Draw the loss of the training batches over steps, smoothed, and faintly as it was."""
+    """Draw the loss of the training batches over steps, smoothed, with the raw loss in the background."""
     lines = {group.label: group.lines("steps", "loss") for group in groups}
     half_life = max(1, max((len(line) for group in lines.values() for line in group), default=0) // 100)
     smoothed = [curve_of(group, [smooth(line, half_life) for line in lines[group.label]]) for group in groups]
@@ -74,7 +74,7 @@ def training_loss(groups: Sequence[Group]) -> Figure | None:
 
 
 def _fit_lines(curves: Sequence[Curve], layout: Row) -> str:
-    """End the axis where the smoothed lines do, so that a single spike does not flatten them."""
+    """End the axis at the smoothed lines, so that a single spike does not flatten them."""
     low, high = (
         reduce(np.concatenate(sides), initial=math.nan)
         for reduce, sides in (
@@ -102,7 +102,7 @@ def validation_loss(groups: Sequence[Group]) -> Figure | None:
 
 
 def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure | None:
-    """Draw the validation loss minus that of the baseline with the same seed."""
+    """Draw the validation loss minus the baseline's loss with the same seed."""
     first = next((group for group in groups if group.label == baseline), groups[0] if groups else None)
     if first is None or len(groups) < 2:
         return None
@@ -179,7 +179,7 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
 
 
 def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
-    """Draw the validation loss over seconds of training at the times common to a recipe's seeds, as the verdict reads it."""
+    """Draw the validation loss over seconds of training, at the common times of a recipe's seeds, as in the verdict."""
     curves = []
     for group in groups:
         curved = [run for run in group.stats if run.has_curve]
@@ -206,11 +206,11 @@ def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
 
 @dataclass(frozen=True)
 class OverSteps:
-    """A figure of a column of ``steps``.
+    """Describe a figure of a column of ``steps``.
 
     Args:
-        spans_decades: the vertical axis is logarithmic where no value forbids it.
-        axis: the title of the vertical axis, and ``layout`` its other settings.
+        spans_decades: the vertical axis is logarithmic if its values allow it.
+        axis: title of the vertical axis. ``layout`` has its other settings.
     """
 
     title: str
@@ -244,7 +244,7 @@ OVER_STEPS: dict[str, OverSteps] = {
         spans_decades=True,
     ),
 }  # fmt: skip
-"""Figures of one column, by their name on the page."""
+"""Figures of one column, by name on the page."""
 
 
 def over_steps(groups: Sequence[Group], name: str) -> Figure | None:

@@ -1,7 +1,7 @@
 """Heat maps of gauge metrics: a row per tensor, a column per sampled step, for one run.
 
-A page cannot hold every cell of a long run of a large model. So steps are joined, each cell keeping its *worst* value, and
-if there are too many tensors, those that ever were farthest from health are shown, in the model's order.
+A page cannot hold every cell of a large model's long run. So a cell joins steps and keeps their *worst* value. If there are too
+many tensors, we show the tensors that ever were farthest from health, in the model's order.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from narrowgauge.report.figures.series import json_list
 from narrowgauge.runs.schema import Row
 
 MAX_CELLS = 150_000
-"""The most cells of all heat maps of a page together; a cell takes about one byte of it, compressed."""
+"""Maximum number of cells of all heat maps on a page. A compressed cell takes about one byte."""
 
 MOST_TENSORS = 64
-"""The most rows of a heat map."""
+"""Maximum number of rows in a heat map."""
 
 _DIVERGING = [[0, "@below"], [0.5, "@even"], [1, "@above"]]
 _SMALLEST = 1e-7
@@ -29,14 +29,14 @@ _SMALLEST = 1e-7
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric that a heat map can show.
+    """Describe one metric of a heat map.
 
     Args:
-        table, field: where a row of ``gauges.jsonl`` has it.
-        how: how to read its heat map.
-        low, high: the ends of the colour scale, in the metric's own unit.
-        good: the value of perfect health; the value farthest from it is the worst.
-        is_log: whether the colour scale is logarithmic.
+        table, field: its place in a row of ``gauges.jsonl``.
+        how: the caption that explains its heat map.
+        low, high: ends of the colour scale, in the metric's unit.
+        good: value of perfect health. The value farthest from it is the worst.
+        is_log: the colour scale is logarithmic.
     """
 
     table: str
@@ -121,17 +121,17 @@ HEAT_MAPS: dict[str, Metric] = {
         1.0, 1e4, is_log=True,
     ),
 }  # fmt: skip
-"""The metrics that a reader can choose, the first by default."""
+"""Metrics that a reader can choose. The first is the default."""
 
 
 @dataclass(frozen=True, eq=False)
 class MetricValues:
-    """One metric of the tensors that were farthest from health.
+    """Hold one metric of the tensors that were farthest from health.
 
     Args:
-        names: of the tensors, in the order in which the run names them.
-        values: a row per tensor, a column per sampled step; NaN where it was not taken.
-        num_tensors: how many tensors had the metric.
+        names: tensors, in the run's order.
+        values: a row per tensor, a column per sampled step; NaN where unsampled.
+        num_tensors: number of tensors with the metric.
     """
 
     names: Sequence[str]
@@ -139,7 +139,7 @@ class MetricValues:
     num_tensors: int
 
     def farthest(self, good: float, most: int) -> MetricValues:
-        """Keep only the tensors that ever were farthest from health, in their order."""
+        """Keep only the ``most`` tensors that ever were farthest from health, in their order."""
         reach = np.fmax.reduce(np.abs(self.values - good), axis=1)
         kept = np.sort(np.argsort(-reach, kind="stable")[:most])
         return MetricValues([self.names[row] for row in kept], self.values[kept], self.num_tensors)
@@ -155,7 +155,7 @@ def heat_maps(steps: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, M
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return names without what all of them share at either end, cut at dots; a kind before a colon is kept.
+    """Remove common leading and trailing parts of names, split at dots. Keep a kind before a colon.
 
     Example:
         >>> short_names(["input:model.layers.0.up.weight", "grad:model.norm.weight"])
@@ -172,7 +172,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 def _heat_map(metric: Metric, sampled: Array, metric_values: MetricValues, num_cells: int) -> Row:
     shown = metric_values.farthest(metric.good, min(MOST_TENSORS, max(16, num_cells // 40)))
-    # Steps at which none of these tensors was sampled have no column.
+    # Steps without a sample of these tensors have no column.
     is_taken = ~np.isnan(shown.values).all(axis=0)
     steps, values = sampled[is_taken], shown.values[:, is_taken]
     num_columns = min(len(steps), 160, max(20, num_cells // max(1, len(values))))

@@ -1,7 +1,7 @@
 """Histograms of binary exponents over the ranges of number formats, for a slider over a run's sampled steps.
 
-Left of a format's range values round to zero, right of it they overflow. Drawn below such ranges, a histogram of exponents
-shows what a format would lose, and where a scale would have to move the values.
+Left of a format's range values round to zero, right of it they overflow. A histogram of exponents below these ranges shows the
+losses of a format, and the scale that the values need.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from narrowgauge.spec.formats import FORMATS
 SHOWN_FORMATS = (
     "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float6_e3m2fn", "float6_e2m3fn", "float4_e2m1fn",
 )  # fmt: skip
-"""The formats whose ranges are shown above the histograms."""
+"""Formats with ranges above the histograms."""
 
 KIND_TITLES: dict[str, str] = {
     "weight": "Weights",
@@ -28,20 +28,20 @@ KIND_TITLES: dict[str, str] = {
     "exp_avg": "First moments",
     "exp_avg_sq": "Second moments",
 }
-"""The panels of the histogram figure, from top to bottom."""
+"""Panels of the histogram figure, from top to bottom."""
 
 MAX_BARS = 150_000
-"""The most bars of all histograms of a page together; a bar takes about two bytes of it, compressed."""
+"""Maximum number of bars of all histograms on a page. A compressed bar takes about two bytes."""
 
 
 def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row | None]:
     """Return the exponent histograms of every run, for a slider over its sampled steps.
 
     Args:
-        indices: each run's index in the palette.
+        indices: palette index of each run.
     Returns:
-        Per run a Plotly figure with a slider over the sampled steps, whose ``frames`` give, per step and panel, the heights
-        of the bars; or ``None`` where the run has no histograms.
+        Per run a Plotly figure with a slider over the sampled steps, or ``None`` without histograms. Its ``frames`` hold the
+        heights of the bars, per step and panel.
     """
     spans = [span for sample in samples for span in sample.spans.values()]
     num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, sum(stop - start for start, stop in spans))))
@@ -59,8 +59,8 @@ def format_ranges() -> list[Row]:
     """Return the formats above the histograms, their ends as powers of two.
 
     Returns:
-        Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``: bins below the one
-        round to zero in the format, bins above the other overflow.
+        Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``. Bins below ``zero_below``
+        round to zero in the format. Bins above ``last`` overflow.
     """
     return [
         {
@@ -102,7 +102,7 @@ def _histogram(samples: Samples, index: int, num_steps: int, exponents: list[flo
 
 
 def _slider(steps: Sequence[int], samples: Samples) -> Row:
-    """Return a slider over the steps; the page's script shows the frame of the chosen one."""
+    """Return a slider over the steps. The page's script shows the frame of the chosen step."""
     more = f" ({len(steps)} of {samples.num_histograms} samples)" if len(steps) < samples.num_histograms else ""
     return {
         "active": len(steps) - 1, "pad": {"t": 44, "b": 4}, "steps": [{"label": f"{step}", "method": "skip"} for step in steps],
@@ -118,7 +118,7 @@ def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float
 
 
 def _format_bars() -> list[Row]:
-    """Return a thick bar over a format's normal range, a thin one over its subnormals."""
+    """Return a thick bar over a format's normal range, a thin bar over its subnormals."""
     return [
         {
             "type": "scatter",
@@ -136,7 +136,7 @@ def _format_bars() -> list[Row]:
 
 
 def _panels(num_panels: int, exponents: list[float]) -> Row:
-    """Return the formats on top, below them a panel per kind, all over one axis of exponents."""
+    """Return the axes: formats on top, a panel per kind below, all over one axis of exponents."""
     top, panel, gap, bottom = 24 * len(SHOWN_FORMATS), 74, 30, 10
     total = top + (panel + gap) * num_panels + bottom
     layout: Row = {

@@ -1,19 +1,19 @@
 """The colour, dash and marker of each recipe, the same in figures, legend and tables.
 
-Colours are names (``@c2`` is the third of the palette, ``@c2/0.2`` the same at 20 % opacity), which the page resolves for
-its light or dark theme. A recipe differs from all others by colour and dash, and by colour and marker.
+Colours are names. ``@c2`` is the third of the palette, ``@c2/0.2`` the same at 20 % opacity. The page resolves them for its
+light or dark theme. A recipe differs from all others by colour and dash, and by colour and marker.
 """
 
 from __future__ import annotations
 
 NUM_COLOURS = 8
-"""Colours of the palette; recipes beyond it repeat its colours with another dash and another kind of marker."""
+"""Number of palette colours. Further recipes repeat the colours with another dash and marker."""
 
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "pentagon", "star")
 FILLS = ("", "-open", "-dot", "-open-dot")
 SEQUENTIAL = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
-"""The colours of a heat map from its least to its largest value."""
+"""Colours of a heat map from its lowest to its highest value."""
 
 
 def colour(index: int, opacity: float | None = None) -> str:
@@ -28,12 +28,12 @@ def colour(index: int, opacity: float | None = None) -> str:
 
 
 def dash_of(index: int) -> str:
-    """Return the dash that distinguishes a recipe from the one with the same colour."""
+    """Return the dash that distinguishes a recipe from others with the same colour."""
     return DASHES[index // NUM_COLOURS % len(DASHES)]
 
 
 def symbol_of(index: int) -> str:
-    """Return the marker of a recipe, distinct from that of the recipe with the same colour.
+    """Return the marker that distinguishes a recipe from others with the same colour.
 
     Example:
         >>> symbol_of(1), symbol_of(9)
@@ -43,7 +43,7 @@ def symbol_of(index: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Plotly shows as it is: its labels understand a small set of tags and entities, its templates ``%{x}``.
+    """Escape text for Plotly: its labels interpret some tags and entities, its templates ``%{x}``.
 
     Example:
         >>> plain("<b>a</b> & %{x}")

@@ -1,9 +1,9 @@
 """Lines of a page as numpy arrays: read from rows, smoothed, joined across seeds, thinned without losing extremes.
 
 A screen is about a thousand pixels wide and a run has ten thousand steps, so most points must go. Each bucket of a line
-keeps its lowest and its highest point, so a spike of one step keeps its height. A value that is not finite is NaN: a gap
-in the line, never a bridge over it. Seeds of one recipe become a mean and a band from the lowest to the highest; where a
-seed ends, the line of the mean breaks too, because the means before and after it are over different runs.
+keeps its lowest and its highest point, so a spike of one step keeps its height. A non-finite value is NaN: a gap in the
+line, never a bridge over it. Seeds of one recipe become a mean and a band from the lowest to the highest. If a seed ends,
+the mean's line breaks too, because the means before and after cover different runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from narrowgauge.runs.schema import finite_number
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Several runs as one: mean, lowest, highest and number of finite values at each ``x``; NaN is a gap."""
+    """Join several runs: mean, lowest, highest and number of finite values at each ``x``; NaN is a gap."""
 
     x: Array
     mean: Array
@@ -32,7 +32,7 @@ class Band:
 
 
 def rounded(value: float, digits: int = 6) -> float:
-    """Return a number with that many significant digits: a page need not carry sixteen.
+    """Round a number to ``digits`` significant digits, to keep pages small.
 
     Example:
         >>> rounded(2.123456789)
@@ -42,7 +42,7 @@ def rounded(value: float, digits: int = 6) -> float:
 
 
 def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
-    """Rounded numbers as JSON can hold them, a gap as ``None``.
+    """Return rounded numbers for JSON, a gap as ``None``.
 
     Example:
         >>> json_list(np.array([2.123456789, np.nan]))
@@ -52,7 +52,7 @@ def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
 
 
 def series_of(points: Iterable[tuple[float, Any]]) -> Series:
-    """Return a line through pairs of x and y; a y that is no finite number is a gap.
+    """Return a line through pairs of x and y. A non-finite y is a gap.
 
     Example:
         >>> series_of([(1, 2.0), (3, float("inf"))])
@@ -65,7 +65,7 @@ def series_of(points: Iterable[tuple[float, Any]]) -> Series:
 def smooth(series: Series, half_life: float) -> Series:
     """Return the exponential mean of a line: a point's weight halves with every ``half_life`` points after it.
 
-    A constant line stays as it is; a gap stays a gap and enters no mean.
+    A constant line stays constant. A gap stays a gap and does not enter the mean.
 
     Example:
         >>> smooth(series_of([(0, 1.0), (1, None), (2, 1.0)]), 5).y
@@ -73,7 +73,7 @@ def smooth(series: Series, half_life: float) -> Series:
     """
     at = np.flatnonzero(~np.isnan(series.y))
     y, means = series.y[at], np.full(len(series), np.nan)
-    # Within a block the sums are running ones of growing weights, which stay below 2 ** 20: 1e-9 of a mean is lost at most.
+    # Within a block, sums run over growing weights. Weights stay below 2 ** 20, so a mean loses at most 1e-9.
     length = max(1, int(_HALVINGS * half_life))
     growth = 2.0 ** (np.arange(min(length, len(y))) / half_life)
     summed = np.cumsum(growth)
@@ -89,14 +89,14 @@ def smooth(series: Series, half_life: float) -> Series:
 
 
 _HALVINGS = 20
-"""The half-lives of a block in :func:`smooth`."""
+"""Half-lives per block in :func:`smooth`."""
 
 
 def decimate(series: Series, num_buckets: int = 400) -> Series:
-    """Return at most three points per bucket: the lowest, the highest, and a gap where there is one.
+    """Return at most three points per bucket: the lowest, the highest, and a gap if there is one.
 
-    Invariant: the first and the last point and the lowest, the highest and the first gap of every bucket remain; no point
-    is made up. A line that is short enough is returned as it is.
+    Invariant: the first and the last point remain, and each bucket's lowest, highest and first gap. No point is invented. A
+    short line stays unchanged.
 
     Example:
         >>> decimate(series_of(enumerate([0, 0, 9, 0, 0, 0, 0, -9, 0])), 1)
@@ -122,10 +122,9 @@ def decimate(series: Series, num_buckets: int = 400) -> Series:
 
 
 def band(lines: Sequence[Series]) -> Band:
-    """Several runs as their mean and span.
+    """Join several runs into their mean and span.
 
-    A step is kept if every run that was under way has a row for it. Where the set of runs with a finite value changes, a
-    gap lies between.
+    Keep a step if every active run has a row for it. Insert a gap where the set of runs with a finite value changes.
 
     Example:
         >>> joined = band([series_of([(1, 1.0), (2, 2.0)]), series_of([(1, 3.0), (2, 6.0)])])
@@ -148,7 +147,7 @@ def band(lines: Sequence[Series]) -> Band:
     count = known.sum(axis=0)
     mean = np.where(known, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
     low, high = (reduce(values, axis=0, initial=np.nan) for reduce in (np.fmin.reduce, np.fmax.reduce))
-    # A change of runs is a gap; next to a step without any run there is one already.
+    # A change of runs is a gap. Next to a step without any run, a gap exists already.
     changes = (known[:, 1:] != known[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
     at = np.flatnonzero(changes) + 1
     mean, low, high = (np.insert(side, at, np.nan) for side in (mean, low, high))
@@ -156,14 +155,14 @@ def band(lines: Sequence[Series]) -> Band:
 
 
 def outline(joined: Band, num_buckets: int = 200) -> Series:
-    """Return the span of a band as closed shapes with at most ``num_buckets`` corners a side, with gaps between them.
+    """Return the span of a band as closed shapes with at most ``num_buckets`` corners per side, with gaps between them.
 
     Each stretch without a gap is one shape: along the upper side and back along the lower.
 
-    Invariant: every point of the span lies inside; thinning only widens it.
+    Invariant: every point of the span lies inside. Thinning only widens the shape.
     """
     share = max(1, math.ceil(len(joined.x) / num_buckets))
-    # A corner covers the points on both of its sides, or one between two corners could lie outside.
+    # A corner covers the points on both sides. Else a point between two corners could lie outside.
     reach = 0 if share == 1 else share
     x: list[float] = []
     y: list[float] = []
@@ -181,7 +180,7 @@ def outline(joined: Band, num_buckets: int = 200) -> Series:
 
 
 def is_wide(values: npt.ArrayLike, ratio: float = 20.0) -> bool:
-    """Tell whether a linear axis would hide the small ones of these values, and a log axis can show them all.
+    """Tell whether a linear axis would hide small values and a log axis can show all values.
 
     Example:
         >>> is_wide([1.0, 50.0]), is_wide([1.0, 2.0, np.nan]), is_wide([0.0, 99.0])

@@ -1,7 +1,7 @@
-"""The figure of where the time of a step goes: data, forward and backward, optimizer, the rest, evaluation.
+"""The figure of a step's time: data, forward and backward, optimizer, the rest, evaluation.
 
-Tokens per second say how fast a run is and not what would make it faster. The parts are those that the trainer records; in a
-record without them, such as of an older version, forward, backward and optimizer are one part.
+Tokens per second give the speed of a run, not its bottleneck. The trainer records these parts. Other records, such as of an
+older version, join forward, backward and optimizer into one part.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PARTS: dict[str, float] = {
     "all else in the step": 0.2,
     "evaluation": 0.4,
 }
-"""The parts of a step from left to right, each with the opacity of its bar: a recipe keeps its own colour."""
+"""Parts of a step from left to right, each with the opacity of its bar. A recipe keeps its own colour."""
 
 _RECORDED = ("data_seconds", "gradient_seconds")
-"""Without one of these columns a step has no parts to show."""
+"""Without one of these columns a step has no parts."""
 _WARM_UP = 2
-"""The first steps, which compile."""
+"""Number of first steps to skip: they compile."""
 
 
 def time_of_a_step(groups: Sequence[Group]) -> Figure | None:
-    """Return a bar for each recipe, cut into the parts of its average step; ``None`` where no run recorded any part."""
+    """Return a bar per recipe, divided into the parts of its average step; ``None`` if no run recorded parts."""
     parts_by_index = {
         group.index: parts for group in groups if (parts := _mean([parts_of_step(run) for run in group.runs]))
     }
@@ -44,9 +44,9 @@ def time_of_a_step(groups: Sequence[Group]) -> Figure | None:
     if not drawn:
         return None
     layout = layout_of("milliseconds of a step", "")
-    # A part too narrow for its name is told by hovering.
+    # Hovering shows the name of a part with a short bar.
     layout |= {"barmode": "stack", "uniformtext": {"mode": "hide", "minsize": 10}}
-    # Room for the tokens per second beside the longest bar.
+    # Leave space for the tokens per second next to the longest bar.
     layout["xaxis"] |= {"range": [0, 1.35e3 * max(math.fsum(parts.values()) for parts in parts_by_index.values())]}
     layout["yaxis"] |= labelled_rows([group.label for group in drawn])
     named = [part for part in PARTS if any(part in parts for parts in parts_by_index.values())]
@@ -61,9 +61,9 @@ def time_of_a_step(groups: Sequence[Group]) -> Figure | None:
 
 
 def parts_of_step(run: Run) -> dict[str, float]:
-    """Return the seconds of an average step of a run by part, in the order of :data:`PARTS`; empty where it recorded none.
+    """Return the seconds of a run's average step by part, in the order of :data:`PARTS`; empty if unrecorded.
 
-    Their sum is the average duration of those steps, with each step's share of the evaluations.
+    Their sum is the average duration of those steps, plus the time of evaluations per step.
 
     Example:
         >>> from pathlib import Path
@@ -73,7 +73,7 @@ def parts_of_step(run: Run) -> dict[str, float]:
     """
     columns = {name: numbers(run, "steps", name)[_WARM_UP:] for name in ("seconds", *_RECORDED, "update_seconds")}
     order = np.argsort(columns["seconds"], kind="stable")
-    order = order[columns["seconds"][order] > 0]  # without steps that were not timed
+    order = order[columns["seconds"][order] > 0]  # without untimed steps
     quarter = len(order) // 4
     middle = {name: values[order[quarter : len(order) - quarter]] for name, values in columns.items()}
     known = {name: None if np.isnan(v).all() else float(np.nanmean(v)) for name, v in middle.items()}
@@ -90,7 +90,7 @@ def parts_of_step(run: Run) -> dict[str, float]:
 
 
 def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over runs of one recipe; those without parts do not count."""
+    """Return the mean over runs of one recipe. Skip runs without parts."""
     known = [parts for parts in runs if parts]
     if not known:
         return {}
@@ -102,7 +102,7 @@ def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _rate(group: Group, line: int, parts: Mapping[str, float]) -> Row:
-    """Return the tokens per second beside a bar: of each run those of its median step, the mean over runs."""
+    """Return the tokens per second next to a bar: the mean over runs, each at its median step."""
     rates = [
         float(np.nanmedian(line.y)) for line in group.lines("steps", "tokens_per_second") if not np.isnan(line.y).all()
     ]

@@ -1,6 +1,6 @@
 """Plotly traces and layouts as plain data: the mean, band and marks of each recipe on a figure.
 
-Every trace has its recipe's index in ``meta.group``, so that one button hides a recipe in every figure.
+Every trace has its recipe's index in ``meta.group``. So one button hides a recipe in every figure.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
 CROSS_GAP = 0.05
-"""Vertical distance between the crosses of two recipes, as a share of the figure's height."""
+"""Vertical distance between the crosses of two recipes, as a fraction of the figure's height."""
 POINTS_PER_LINE = 600
-"""How many buckets the lines of one figure may have together, per eight lines."""
+"""Maximum number of buckets for all lines of a figure, per eight lines."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of the page.
+    """Describe one figure of the page.
 
     Args:
-        name, title: its id on the page, and what it shows.
-        how: how to read it, in a few sentences.
+        name, title: its id on the page, and its heading.
+        how: a caption of a few sentences that explains it.
         layout: Plotly layout, without fonts and colours.
         height: in pixels.
     """
@@ -43,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """The runs of a group on a figure: their mean and span, and where a run had a value that was not finite."""
+    """Hold the runs of a group on a figure: mean and span, and the places of non-finite values."""
 
     group: Group
     joined: Band
@@ -67,7 +67,7 @@ def curve_of(group: Group, lines: Sequence[Series]) -> Curve:
 def traces_of(
     curves: Iterable[Curve], *, name: str, markers: bool = False, shape: str = "linear", dash: str = ""
 ) -> list[Row]:
-    """Return per curve its band, crosses where a value was not finite, and its mean; bands lie lowest."""
+    """Return each curve's band, its crosses at non-finite values, and its mean. Bands lie lowest."""
     curves = [curve for curve in curves if curve.high.size or curve.not_finite]
     num_buckets = num_buckets_of(curves)
     spans = [_span(curve, num_buckets // 2) for curve in curves if max(curve.joined.count, default=0) > 1]
@@ -82,12 +82,12 @@ def traces_of(
 
 
 def num_buckets_of(curves: Sequence[Curve]) -> int:
-    """Return how many buckets a line may have, beside the others of its figure."""
+    """Return the maximum number of buckets per line, given the other lines of its figure."""
     return max(60, POINTS_PER_LINE * 8 // max(8, len(curves)))
 
 
 def faint(curves: Sequence[Curve]) -> list[Row]:
-    """Return the mean of each curve as a thin line in the background, which answers no hovering."""
+    """Return the mean of each curve as a thin background line without hover text."""
     return [
         _scatter(decimate(Series(curve.joined.x, curve.joined.mean), num_buckets_of(curves)), curve.group)
         | {"mode": "lines", "line": {"color": colour(curve.group.index, 0.3), "width": 1}, "hoverinfo": "skip"}
@@ -121,7 +121,7 @@ def _mean(curve: Curve, num_buckets: int, name: str, markers: bool) -> Row:
 
 
 def _crosses(curve: Curve, line: int) -> Row:
-    """Return crosses along the top edge, at most some hundred, on a line of the recipe's own: only their x means anything."""
+    """Return crosses (about a hundred at most) along the top edge, one line per recipe. Only their x means anything."""
     x = np.array(curve.not_finite[:: max(1, len(curve.not_finite) // 200)])
     return _scatter(Series(x, np.full(len(x), 0.97 - CROSS_GAP * (line % 16))), curve.group) | {
         "yaxis": "y2", "mode": "markers",
@@ -135,7 +135,7 @@ def _scatter(line: Series, group: Group) -> Row:
 
 
 def mark(step: int, group: int, colour: str, line: Row, hover: str) -> Row:
-    """Return an upright line at a step, with a triangle at its top that shows ``hover``."""
+    """Return an upright line at a step. A triangle at its top shows ``hover``."""
     return {
         "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2",
         "meta": {"group": group}, "line": line,
@@ -144,7 +144,7 @@ def mark(step: int, group: int, colour: str, line: Row, hover: str) -> Row:
 
 
 def layout_of(x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, **yaxis: object) -> Row:
-    """Return axes with titles; ``can_log_x`` adds a button that switches the horizontal one to a log scale and back."""
+    """Return axes with titles. ``can_log_x`` adds a button that toggles a log scale on the horizontal axis."""
     layout: Row = {
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": plain(y)}, "type": "log" if log_y else "linear", **yaxis},
@@ -167,7 +167,7 @@ _LOG_X: Row = {
 
 
 def labelled_rows(labels: Sequence[str]) -> Row:
-    """Return a vertical axis with one line for each label, the first on top."""
+    """Return a vertical axis with one line per label, the first on top."""
     return {
         "tickvals": list(range(len(labels))), "ticktext": list(map(plain, labels)), "range": [len(labels) - 0.5, -0.5],
         "zeroline": False, "showgrid": False,
@@ -177,7 +177,7 @@ def labelled_rows(labels: Sequence[str]) -> Row:
 def clip_diverged(curves: Sequence[Curve], layout: Row) -> str:
     """End the axis of losses where a diverged recipe would flatten all others.
 
-    Returns a sentence that names every recipe beyond the axis; empty where the ``yaxis`` of ``layout`` needs no range.
+    Return a sentence that names every recipe beyond the axis; empty if the ``yaxis`` of ``layout`` needs no range.
     """
     limit = 1.25 * max((curve.high[0] for curve in curves if curve.high.size), default=0.0)
     beyond = [curve.group.label for curve in curves if curve.high.max(initial=0.0) > 1.5 * limit]

@@ -1,7 +1,7 @@
-"""The figure beside the verdict: how each recipe's loss differs from the baseline's, with its interval, against the threshold.
+"""The figure of the verdict: each recipe's loss difference from the baseline, with its interval and the threshold.
 
-One look answers what the sentences say: an interval inside the band is as good as the baseline, one beyond it costs
-something, and one that reaches over the edge is not resolved.
+The figure shows the verdict at a glance. An interval inside the band is as good as the baseline. An interval beyond it costs
+something. An interval across the edge is not resolved.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
 FAR = 10.0
-"""A recipe whose difference is this many times the threshold is drawn at the edge, or the others could not be told apart."""
+"""Draw a recipe at the edge if its difference exceeds this multiple of the threshold. Else the others would overlap."""
 
 
 def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
-    """Return the paired difference of each recipe from the baseline, with its 95 % interval; ``None`` where there is none."""
+    """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if there is none."""
     pairs = [(group, comparison.classes[group.label].difference) for group in groups]
     drawn = [(group, one) for group, one in pairs if one is not None and math.isfinite(one.mean)]
     threshold = comparison.acceptable
@@ -30,7 +30,7 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         return None
     near = [one for _, one in drawn if abs(one.mean) <= FAR * threshold]
     reach = [abs(side) for one in near for side in (one.low, one.high, one.mean) if math.isfinite(side)]
-    # An interval may be much wider than any difference: it may leave the figure.
+    # An interval may be much wider than any difference, and may leave the figure.
     limit = 1.1 * max(1.5 * threshold, min(max(reach, default=0.0), 1.5 * FAR * threshold))
     beyond = [(group, one) for group, one in drawn if abs(one.mean) > limit]
     layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
