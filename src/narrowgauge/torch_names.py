@@ -25,6 +25,8 @@
     An optimizer made earlier steps such parameters, which never get a gradient. Alternative: torch's silence.
 ``torch.nn.utils.clip_grad._get_total_norm``
     ``clip_grad_norm_`` calls it. Its sum over shards depends on the order of the ranks. Alternative: only ``max_grad_norm=``.
+``torch.autograd.Variable._execution_engine.queue_callback``
+    Replicated parameters are summed when a backward pass ends. Alternative: a call after it.
 ``DistributedDataParallel._ddp_params_and_buffers_to_ignore`` (read in PyTorch 2.13 only from the model that it wraps)
     It sends rank 0's buffers to all before each forward pass. A narrow layer's buffers say which sequences of the batch are on
     this rank. Alternative: ``broadcast_buffers=False``, which a user must pass.
@@ -117,6 +119,11 @@ def autograd_node() -> Any:
 def runs_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def current_backward() -> int:
+    """Return a number for the backward pass that this thread is inside of; -1 outside."""
+    return torch._C._current_graph_task_id()
 
 
 def local_shard(parameter: Any) -> Tensor:
@@ -336,6 +343,10 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
             info.replicate_process_group = replicas
 
     return undo
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def graph_dtypes(roots: Iterable[Tensor], most: int = 100_000) -> tuple[set[torch.dtype], bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import expectations
 import narrowgauge as ng
@@ -87,7 +87,7 @@ def test_every_reduction_has_its_figures() -> None:
 
 
 def every_kind(rank: int) -> list[dict[str, Tensor]]:
-    """Five leaves on four ranks, two rounds: of each row and kind, two steps' gradients."""
+    """Five leaves on four ranks, two rounds: of each row and kind, two steps' gradients, and those without micro_batch."""
     results = []
     for name in WIDE:
         for kind in KINDS:
@@ -97,17 +97,19 @@ def every_kind(rank: int) -> list[dict[str, Tensor]]:
                 step(reduction, called, [rank, 4 if rank == 0 else None])
                 results.append(found(model))
                 model.zero_grad()
+            called(gradients_of(rank)).backward()
+            results.append(found(model))
     return results
 
 
 def test_every_kind_of_model_gets_the_sum(tmp_path: Path) -> None:
     for results in run_ranks(every_kind, 4, tmp_path):
-        by_row = zip(*[iter(results)] * (2 * len(KINDS)), strict=True)
+        by_row = zip(*[iter(results)] * (3 * len(KINDS)), strict=True)
         for wanted, found_of_row in zip(WIDE.values(), by_row, strict=True):
-            for result in found_of_row:
-                close(result, expected(range(5)), wanted.tolerance)
-            for first in range(2 if wanted.order_invariant else 0):  # of all kinds
-                assert len({fingerprint_all(result) for result in found_of_row[first::2]}) == 1
+            for place, result in enumerate(found_of_row):
+                close(result, expected(range(4 if place % 3 == 2 else 5)), wanted.tolerance)
+            for first in range(3 if wanted.order_invariant else 0):  # of all kinds, without micro_batch too
+                assert len({fingerprint_all(result) for result in found_of_row[first::3]}) == 1
 
 
 def averaged(rank: int) -> list[dict[str, Tensor]]:
@@ -116,9 +118,8 @@ def averaged(rank: int) -> list[dict[str, Tensor]]:
     for name in WIDE:
         for kind in KINDS:
             model, called = placed(kind)
-            reduction = ng.reduce_gradients_with(called, name)
-            with reduction.micro_batch() if kind != "ddp" else contextlib.nullcontext():
-                called(gradients_of(rank)).backward()
+            ng.reduce_gradients_with(called, name)
+            called(gradients_of(rank)).backward()
             results.append(found(model))
     return results
 
@@ -202,6 +203,8 @@ def test_what_cannot_be_done_is_refused() -> None:
     model = Leaf()
     with pytest.raises(RecipeError, match="no reduction is named 'reproducable'"):
         ng.reduce_gradients_with(model, "reproducable")
+    with pytest.raises(RecipeError, match="add micro-batches before they are exchanged"):
+        ng.reduce_gradients_with(model, "reproducible", sums="unsharded")
     reduction = ng.reduce_gradients_with(model, "reproducible")
     two_steps(model, reduction)
     with pytest.raises(RecipeError, match="gradients of an earlier one are still there"):
@@ -258,21 +261,32 @@ def test_sums_are_released_and_addends_are_not(tmp_path: Path) -> None:
 # ── backward passes that nothing surrounds ──────────────────────────────────────────────────────────────────────────────
 
 
-def lone(rank: int) -> list[str]:
-    """What is refused of a pass over a model that is whole on every rank, and over one with a whole vector beside shards."""
-    refused = []
-    for kind in ("replicated", "sharded", "shards of one"):
-        _, called = placed(kind)
-        ng.reduce_gradients_with(called, "float32")
-        with pytest.raises(RecipeError) as error:
-            called(gradients_of(rank)).backward()
-        refused.append(str(error.value))
-    return refused
+def passes(rank: int) -> list[dict[str, Tensor]]:
+    """Two passes over different layers; one that only rank 0 uses; and passes inside a pass. Whole, and vectors beside shards."""
+    results = []
+    for shards in (False, True):
+        for losses in (
+            lambda a, b: [a, b],
+            lambda a, b: [a + b, a + b if rank == 0 else a],
+            lambda a, b: [a + checkpoint(torch.mul, b, torch.ones((), requires_grad=True), use_reentrant=True)],
+        ):
+            first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+            model = nn.ParameterList([first, second, nn.Parameter(torch.ones(4, 2))])
+            if shards:
+                mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+                fully_shard(model, mesh=mesh, ignored_params={first, second})
+            ng.reduce_gradients_with(model, "float32", average=False)
+            for loss in losses(first.sum() * (rank + 1), second.sum() * (rank + 1)):
+                loss.backward(retain_graph=True)
+            results.append({"first": first.grad.clone(), "second": second.grad.clone()})
+    return results
 
 
-def test_a_pass_that_nothing_surrounds_is_refused_where_its_gradients_would_stay(tmp_path: Path) -> None:
-    for refused in run_ranks(lone, 2, tmp_path):
-        assert all("whole on every rank" in message and "micro_batch()" in message for message in refused)
+def test_each_backward_pass_sums_what_it_has_computed(tmp_path: Path) -> None:
+    for rank in run_ranks(passes, 2, tmp_path):
+        for found in (rank[:3], rank[3:]):
+            for (first, second), gradients in zip([(3, 3), (6, 4), (3, 3)], found, strict=True):
+                close(gradients, {"first": torch.full((2,), first), "second": torch.full((2,), second)}, 0.0)
 
 
 # ── installing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -286,15 +300,14 @@ def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
         called: nn.Module = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
         if kind == "sharded":
             fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        first = second = ng.reduce_gradients_with(called, "float32", average=False)
+        first = ng.reduce_gradients_with(called, "float32", average=False)
         for _ in range(2):
             try:
-                second = ng.reduce_gradients_with(called, "reproducible", average=False)
+                ng.reduce_gradients_with(called, "reproducible", average=False)
             except RecipeError as error:
                 refused.append(str(error))
                 first.close()
-        with second.micro_batch() if kind == "replicated" else contextlib.nullcontext():
-            called(torch.ones(1, 2)).sum().backward()
+        called(torch.ones(1, 2)).sum().backward()
         gradients.append(whole(model.weight.grad))
         with pytest.raises(RuntimeError, match="closed"), first.micro_batch():
             pass
@@ -314,6 +327,9 @@ def test_a_parameter_that_nobody_sums_is_refused() -> None:
     model[0].requires_grad_(False)
     reduction = ng.reduce_gradients_with(model, "reproducible")
     model[0].requires_grad_(True)
+    with pytest.raises(RecipeError, match="was frozen when"):
+        model(torch.ones(1, 2)).sum().backward()
+    model.zero_grad()
     with pytest.raises(RecipeError, match="was frozen when"), reduction.micro_batch():
         pass
 

@@ -219,7 +219,7 @@ def test_the_way_through_toml_changes_nothing(config: TrainConfig) -> None:
         ("steps = 0", "steps = 0 was requested in mine.toml; it must be at least 1"),
         ('steps = "many"', "must be an integer"),
         ("steps = [", "cannot be read"),
-        ('[recipe]\ncompute = "bf61"', "no recipe part is named 'bf61'"),
+        ('[recipe]\ncompute = "bf61"', "no compute is named 'bf61'"),
         ('recipe = "bfloat16/wrod"', "Did you mean 'word'"),
         ('recipe = "none.toml"', "does not exist"),
         ("recipe = 3", "mine.toml has recipe = 3"),

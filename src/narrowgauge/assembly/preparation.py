@@ -130,8 +130,7 @@ def prepare(
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks,
         ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each backward pass of a step with several
-        micro-batches, and of a model with parameters that are whole on several ranks. The ``state_dict()`` of both suffices to
-        resume with the same bits. The model's is the plain model's.
+        micro-batches. The ``state_dict()`` of both suffices to resume with the same bits. The model's is the plain model's.
     Raises:
         RecipeError: an unknown recipe, rule or option, or a model that the recipe cannot train. The model is unchanged then.
 

@@ -1,7 +1,7 @@
-"""Sum flat gradients over ranks: which shards are summed, which rank keeps which piece, and by which collectives.
+"""Sums of flat gradients over ranks: whose shards are summed, who keeps which, and by which collectives.
 
-The ranks form a table of ``replicas`` rows and ``shards`` columns. This covers every kind of sharding. Each rank has a gradient
-of the whole, split into ``shards`` pieces, and gets the sum of its column's piece:
+One picture covers every kind of sharding. The ranks form a table of ``replicas`` rows and ``shards`` columns. Each rank has a
+gradient of the whole, cut into ``shards`` pieces, and gets the sum of its column's piece:
 
     FSDP2                    one row
     replicated, and DDP      one column
@@ -39,9 +39,9 @@ class RankGrid:
     """The ranks that sum a gradient, as a table of replicas and shards.
 
     Args:
-        shards: number of pieces of the gradient.
-        replicas: number of ranks that keep each piece.
-        group: the process group of all these ranks; ``None`` for a single process.
+        shards: into how many pieces the gradient is cut.
+        replicas: how many ranks keep each piece.
+        group: the process group of all of them; ``None`` for a single process.
         shard_group: the ranks of this rank's row, in the order of the pieces.
         replica_group: the ranks of this rank's column.
         places: row and column of each rank of ``group``, in its order.
@@ -63,7 +63,7 @@ ONE_RANK = RankGrid()
 
 
 def replicated(group: Any = None) -> RankGrid:
-    """Return the grid of a process group in which each rank keeps the whole gradient. The default is all ranks."""
+    """Return the ranks of a process group, each of which keeps the whole; without a group, all ranks."""
     if not has_group() or dist.get_world_size(group) == 1:
         return ONE_RANK
     group = group if group is not None else dist.group.WORLD
@@ -72,11 +72,11 @@ def replicated(group: Any = None) -> RankGrid:
 
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
-    """Return the grid of a DeviceMesh. ``replicate_dim`` is ``None`` without replicas."""
+    """Return the ranks of a DeviceMesh; ``replicate_dim`` is ``None`` where nothing is replicated."""
     table = mesh.mesh.reshape(1, -1) if replicate_dim is None else mesh.mesh.permute(replicate_dim, shard_dim)
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
-    # Without replicas, reuse FSDP2's group: on CUDA each group has a communicator and its own queues.
+    # Without replicas FSDP2's own group: on CUDA each group has a communicator, and queues of its own.
     group = mesh.get_group(shard_dim) if replicate_dim is None else group_of(table.flatten().tolist())
     ranks = dist.get_process_group_ranks(group)
     replica_group = None if replicate_dim is None else mesh.get_group(replicate_dim)
@@ -90,7 +90,7 @@ _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.We
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return a process group of these ranks, created once. Only these ranks need to call it."""
+    """Return a process group of these ranks, made once; only they need to call it."""
     key, everyone = tuple(sorted(ranks)), dist.group.WORLD
     if len(key) == dist.get_world_size():
         return everyone
@@ -101,15 +101,15 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 class Exchange:
-    """Sum one flat gradient over ranks, repeatedly.
+    """The sum of one flat gradient over ranks, again and again.
 
     Args:
         average: divide the sum by the number of ranks.
-        seed: of random bits, for stochastic reductions.
+        seed: of random bits, for reductions that draw some.
     Attributes:
-        sums_leaves: also sum micro-batches. Pass each micro-batch's gradient separately.
-        step, place: optimizer steps done, and this exchange's index in the model; they seed random bits.
-        on_gradient: called with each gradient before this rank sends it, for verification.
+        sums_leaves: whether it also sums micro-batches; each one's gradient must then be passed to it separately.
+        step, place: optimizer steps done, and this exchange's number among a model's; they seed random bits.
+        on_gradient: called with what this rank is about to send, for verification.
     """
 
     sums_leaves = False
@@ -121,7 +121,7 @@ class Exchange:
         self.grid, self.row, self.average, self.seed = grid, row, average, seed
 
     def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """Call ``on_gradient``, then :meth:`add`."""
+        """:meth:`add`, after a call of ``on_gradient``."""
         if self.on_gradient is not None:
             self.on_gradient(gradient)
         self.add(gradient, output, is_last=is_last)
@@ -130,9 +130,9 @@ class Exchange:
         """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
 
         Args:
-            gradient: shape [shards * n], of this rank's micro-batch; may be overwritten.
-            output: shape [n], same dtype. If the exchange sums micro-batches, it may stay unchanged until the last.
-            is_last: this is the step's last micro-batch.
+            gradient: shape [shards * n], of this rank's micro-batch; it may be overwritten.
+            output: shape [n], of the same dtype; may be left as it is if the exchange sums micro-batches and others follow.
+            is_last: whether this is the step's last micro-batch.
         """
         raise NotImplementedError
 
@@ -140,12 +140,12 @@ class Exchange:
         """Forget the micro-batches since the last step."""
 
     def num_bytes(self) -> int:
-        """Count the bytes of live tensors kept between micro-batches and steps."""
+        """Bytes kept between micro-batches and steps, counted from live tensors."""
         return 0
 
 
 class BackendSum(Exchange):
-    """Sum by the backend, in the gradient's format or a wider one, then divide once."""
+    """The backend's own sum, in the gradient's format or a wider one, followed by one division."""
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         grid = self.grid
@@ -161,7 +161,7 @@ class BackendSum(Exchange):
         output.copy_(part)
 
 
-# PyTorch 2.13 renames these two functions. 2.11 has only the old names.
+# PyTorch 2.13 renames these two; 2.11 knows the old names only.
 def reduce_scatter(output: Tensor, gradient: Tensor, group: Any) -> None:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, gradient, group=group)
@@ -173,9 +173,9 @@ def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
 
 
 def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
-    """Return each rank's piece, in the group's order: its replica's part of its shard.
+    """Return the piece of each rank of the group, in its order: its replica's share of its shard.
 
-    Zeros pad each shard, so all pieces have the same length, divisible by ``multiple``.
+    Zeros behind each shard make the pieces equally long, a ``multiple``.
     """
     shards = gradient.view(grid.shards, -1)
     if missing := -shards.shape[1] % (grid.replicas * multiple):
@@ -187,20 +187,20 @@ def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
 
 # ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# A ring adds while it passes on, in its own order and in the gradient's format. Here each rank sends every other rank that
-# rank's piece (*all-to-all*), with the same bytes as a ring's reduce-scatter. It adds what it receives in exact sums. These do
-# not depend on the order, on the number of ranks, or on which rank computed what. With replicas each rank keeps a piece of a
-# shard. The rounded pieces are gathered once a step:
+# A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank sends every other the piece
+# that the other keeps (*all-to-all*), the same bytes as a ring's reduce-scatter, and adds what it has received in exact sums.
+# These depend neither on the order nor on how many ranks there are or which computed what. With replicas each keeps a piece
+# of a shard, and the rounded pieces are gathered once a step:
 #
 #     ranks 0 1 2 3 as 2 replicas of 2 shards       0 │ s0 r0   1 │ s1 r0
 #     (s: shard, r: the replica's piece of it)      2 │ s0 r1   3 │ s1 r1
 
 
 class ExactExchange(Exchange):
-    """Sum exactly over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
+    """Exact sums over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
 
-    Cost: sends each micro-batch's gradient once, and with replicas also the sum once a step. With several micro-batches in a
-        step, it keeps 16 bytes for each element of this rank.
+    Cost: on the wire each micro-batch's gradient once, and with replicas the sum once a step. With several micro-batches in a
+        step, 16 bytes for each element that this rank keeps.
     """
 
     sums_leaves = True
@@ -261,18 +261,21 @@ class ExactExchange(Exchange):
 
 # ── sums of compressed gradients ───────────────────────────────────────────────────────────────────────────────────────
 #
-# A ring adds what it receives and sends the sum on. If that were compressed, each hop would round again. Here every rank sends
-# each *owner* its piece of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`). The owner adds the
-# pieces of all ranks in float32, in the order of the ranks. Its own piece is not rounded.
+# A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
+# *owner* its piece of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`), and the owner adds what all
+# ranks sent in float32, in the order of the ranks. It has its own piece without any rounding.
 #
-# If several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then gathered
-# in records too. The owner also decodes its own piece from records, so all ranks hold equal bits.
+# Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
+# gathered in records too, and the owner decodes its own piece as all others do: all ranks hold equal bits.
 #
 #     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  every rank's b
 #     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  every rank's a
 #
-# Not built: 1-bit methods and PowerSGD. They are biased, so each feeds the error of every step into the next. That takes a
-# residual of the whole model on every rank, which FSDP2 just saved.
+# Not built: *1-bit* methods (1-bit SGD, 1-bit Adam, signSGD, PowerSGD's low rank). They are biased, so each needs the error of
+# every step fed back into the next: a residual of the whole model on every rank, which FSDP2 just saved, and which must be
+# checkpointed and cannot be resharded. The same holds for error feedback under 4 bits. Nor is the method of "Distributed Low
+# Precision Training Without Mixed Precision" (1911.07384): only its abstract was available, which describes training in
+# float16 throughout; a gradient that travels in float16 is what ``native`` sends for such a model.
 #
 # Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
 # reduce_scatter_with_fp32_accumulation; stochastic rounding without feedback: QSGD (1610.02132).
@@ -282,13 +285,13 @@ _SENT, _GATHERED = range(2)
 
 
 class CompressedSum(Exchange):
-    """Sum gradients in records of 8 or 4 bits.
+    """The sum of gradients in records of 8 or 4 bits.
 
-    Invariant: all ranks that keep a piece of the sum get the same bits. A non-finite value on any rank makes the sum NaN there.
-    Random bits depend on the seed, step, exchange, micro-batch, rank and place.
+    Invariant: all ranks that keep a piece of the sum get the same bits of it. A value that is not finite on any rank makes the
+    sum NaN there. Random bits are a function of the seed, the step, the exchange, the micro-batch, the rank and the place.
 
-    Cost: sends 0.2588 (8 bits) or 0.1416 (4 bits) of float32's bytes: once for FSDP2, twice where several ranks keep the sum.
-    The records of one gradient are temporary memory.
+    Cost: of float32's bytes 0.2588 (8 bits) or 0.1416 (4 bits), once for FSDP2 and twice where several ranks keep the sum; the
+    records of one gradient as temporary memory.
     """
 
     def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:
@@ -298,7 +301,7 @@ class CompressedSum(Exchange):
 
     @torch.no_grad()
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """See :meth:`Exchange.add`. Each micro-batch is summed separately."""
+        """See :meth:`Exchange.add`; each micro-batch is summed separately."""
         grid = self.grid
         if grid.size > 1:
             total = self._sum_owned(gradient)
@@ -314,7 +317,7 @@ class CompressedSum(Exchange):
         self._micro_batch = 0
 
     def _sum_owned(self, gradient: Tensor) -> Tensor:
-        """Return the float32 sum of this rank's piece: a replica's part of its shard, in whole records."""
+        """Return the float32 sum of the piece that this rank owns: a replica's share of its shard, in whole records."""
         grid, rank = self.grid, dist.get_rank(self.grid.group)
         pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
         num_records = self.code.num_records(len(pieces[rank]))
@@ -326,12 +329,12 @@ class CompressedSum(Exchange):
         dist.all_to_all_single(received, sent, group=grid.group)
         total = torch.zeros(len(pieces[rank]), dtype=torch.float32, device=gradient.device)
         for sender, records in enumerate(received):
-            # This rank's piece is not rounded.
+            # A rank has its own piece unrounded.
             total = total + pieces[rank] if sender == rank else self.code.add_decoded(total, records)
         return total
 
     def _gather(self, piece: Tensor) -> Tensor:
-        """Return all pieces of this rank's shard. Every rank decodes them from records."""
+        """Return all pieces of this rank's shard, decoded from records on every rank."""
         group = self.grid.replica_group
         rank = dist.get_rank(self.grid.group)
         records = self.code.encode(piece, self._key(_GATHERED, rank, 0))

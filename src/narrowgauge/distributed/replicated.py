@@ -1,12 +1,13 @@
-"""Sum replicated gradients: of a replicated model, of parameters that FSDP2 ignores, and of DDP's buckets.
+"""Replicated gradients: those of a replicated model, of parameters that FSDP2 ignores, and of DDP's buckets.
 
-Gradients are copied into flat buckets of one dtype, and the buckets are summed. The buckets cover every trainable parameter in
-the model's order, with or without a gradient. So the layout is the same on all ranks and in all micro-batches.
+They are copied into flat buckets of one dtype, and the buckets are summed. The layout of the buckets holds every trainable
+parameter in the model's order, whether it has a gradient or not, so that it is the same on all ranks and in all micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import Exchange, RankGrid
 from narrowgauge.distributed.order_invariance import is_filled, refuse_unsent, require_first
 from narrowgauge.errors import RecipeError
@@ -24,7 +26,7 @@ BUCKET_BYTES = 32 << 20
 
 
 def in_buckets(parameters: Iterable[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> list[list[Tensor]]:
-    """Group parameters into buckets with one sum dtype and one device, in order, up to :data:`BUCKET_BYTES` of parameters.
+    """Parameters in buckets of one dtype of their sums and one device, in order, of at most :data:`BUCKET_BYTES` of parameters.
 
     A single parameter may be larger.
     """
@@ -43,12 +45,12 @@ def in_buckets(parameters: Iterable[Tensor], dtypes: Mapping[Tensor, torch.dtype
 
 
 class Replicated:
-    """Sum the gradients of parameters after the backward pass.
+    """Parameters whose gradients are summed after the backward pass.
 
     Args:
-        parameters: the replicated parameters, in the same order on all ranks.
+        parameters: the replicated ones, in the same order on all ranks.
         make: makes the exchange of a bucket.
-        dtypes: the sum dtype of gradients where it is not the parameter's.
+        dtypes: of gradients that are summed in another dtype than their parameter's.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Replicated:
 
     @torch.no_grad()
     def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
-        """Add ``p.grad``, unless absent. Set it to ``None``, or after the last micro-batch to the sum."""
+        """Add ``p.grad``, unless absent; after the last micro-batch write the sums to it, before that set it to ``None``."""
         if not self.parameters:
             return
         gradients = [None if is_absent else p.grad for p in self.parameters]
@@ -86,7 +88,7 @@ class Replicated:
             exchange.discard()
 
     def _used_anywhere(self) -> dict[Tensor, bool]:
-        """Return which parameters had a gradient on any rank in any micro-batch."""
+        """Which parameters had a gradient on any rank in any micro-batch."""
         used = self._used
         if self.parameters and self.grid.size > 1:
             used = used.to(self.parameters[0].device)
@@ -117,6 +119,71 @@ class Replicated:
             gradient.copy_(part.view(gradient.shape))
 
 
+@dataclass
+class _Pass:
+    """A backward pass: the parameters whose gradients it has computed, and the gradients from before it."""
+
+    arrived: set[Tensor] = field(default_factory=set)
+    before: dict[Tensor, Tensor] = field(default_factory=dict)
+
+
+class SumAfterBackward:
+    """Sums gradients at the end of each backward pass that nothing surrounds, and adds to those from before it.
+
+    A pass sums what it has computed itself: gradients of an earlier pass have been summed. A pass may run inside another, as
+    reentrant checkpointing does.
+
+    Args:
+        is_inside: whether the gradients of the current pass are summed elsewhere.
+        check: called before a sum with what its gradients would be added to; raises where there must be no sum.
+    """
+
+    def __init__(
+        self, replicated: Replicated, is_inside: Callable[[], bool], check: Callable[[Iterable[Tensor]], None]
+    ) -> None:
+        self._replicated, self._is_inside, self._check = replicated, is_inside, check
+        self._passes: dict[int, _Pass] = {}
+
+    def install(self) -> list[Callable[[], None]]:
+        """Attach to the parameters; returns what detaches."""
+        undo: list[Callable[[], None]] = []
+        for parameter in self._replicated.parameters:
+            undo.append(parameter.register_hook(partial(self.set_aside, parameter)).remove)
+            undo.append(parameter.register_post_accumulate_grad_hook(self._note).remove)
+        return undo
+
+    def discard(self) -> None:
+        self._passes.clear()
+
+    def set_aside(self, parameter: Tensor, _: Tensor | None = None) -> None:
+        """Keep the gradient from before the pass that is under way, which is about to compute another."""
+        if not self._is_inside() and parameter.grad is not None:
+            this = self._passes.setdefault(torch_names.current_backward(), _Pass())
+            this.before[parameter] = parameter.grad
+            parameter.grad = None
+
+    def _note(self, parameter: Tensor) -> None:
+        if self._is_inside():
+            return
+        number = torch_names.current_backward()
+        this = self._passes.setdefault(number, _Pass())
+        if not this.arrived:
+            torch_names.queue_after_backward(partial(self._sum, number))
+        this.arrived.add(parameter)
+
+    @torch.no_grad()
+    def _sum(self, number: int) -> None:
+        this = self._passes.pop(number)
+        self._check(this.before[p] for p in this.arrived if p in this.before)
+        for parameter in self._replicated.parameters:
+            if parameter.grad is not None and parameter not in this.arrived:
+                this.before[parameter] = parameter.grad
+                parameter.grad = None
+        self._replicated.add()
+        for parameter, gradient in this.before.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
 def _dense(gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         raise RecipeError(
@@ -132,16 +199,16 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 class BucketSums:
-    """Sum each bucket when DDP has filled it.
+    """Sums each bucket when DDP has filled it.
 
-    DDP fills it with the whole gradient: what ``no_sync()`` accumulated, and what was summed before. Averaging an average again
-    changes nothing. A sum would be multiplied by the number of ranks, so it is refused.
+    DDP fills it with all that a gradient holds: what was accumulated in ``no_sync()``, and also what it has summed before.
+    An average of that, averaged again, does not change; a sum would be multiplied by the number of ranks, and so is refused.
 
     Args:
         make: makes the exchange of a bucket.
-        is_inside: the current pass's gradients are summed elsewhere; leave them unchanged.
-        average: divide sums by the number of ranks.
-        sums_leaves: each pass's gradients must enter the sum separately.
+        is_inside: whether the gradients of the current pass are summed elsewhere: they are left as they are.
+        average: whether sums are divided by the number of ranks.
+        sums_leaves: whether each pass's gradients must enter the sum separately.
     """
 
     def __init__(
@@ -152,7 +219,7 @@ class BucketSums:
         self._summed: set[Tensor] = set()
 
     def install(self, model: Any) -> list[Callable[[], None]]:
-        """Attach to a DistributedDataParallel without a communication hook. Return functions that detach all but that hook."""
+        """Attach to a DistributedDataParallel without a communication hook, which keeps ours; returns what detaches the rest."""
 
         def sum_bucket(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
             return self._sum(bucket)

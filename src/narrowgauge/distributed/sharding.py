@@ -1,9 +1,10 @@
-"""Shard a model's parameters over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
+"""Sharding: a model's parameters shared out over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
 
-FSDP2 gathers a group's parameters before use and reduce-scatters its gradients after backward. This module only decides which
-parameters form a group. A group's gradients have one dtype. So a module that a recipe's ``keep`` leaves in float32 among
-bfloat16 modules gets its own group. Single float32 vectors in a module of bfloat16 matrices stay whole on every rank: a message
-for each would cost more than its memory. The gradient reduction sums whole parameters.
+FSDP2 gathers a group's parameters before they are used and reduce-scatters its gradients after backward; nothing of it is
+rewritten here. What is decided here is which parameters form a group. A group's gradients have one dtype, so a module that a
+recipe's ``keep`` leaves in float32 beside bfloat16 gets a group of its own. Single float32 vectors in a module of bfloat16
+matrices stay whole on every rank: a message for each would cost more than its memory. The gradient reduction sums what stays
+whole.
 
 A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
 """
@@ -25,13 +26,13 @@ from narrowgauge.spec.sums import SHARDINGS
 
 
 def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", replicas: int = 1) -> Any:
-    """Return the mesh of a job. Its axis is ``replicate`` or ``shard``, or with several replicas both.
+    """Return the mesh of a job, with axes named ``replicate`` and ``shard``: one of them, or with several replicas both.
 
     Args:
         num_ranks: processes in the default process group, which must exist.
         device_type: ``"cpu"`` or ``"cuda"``.
         sharding: one of ``SHARDINGS``.
-        replicas: copies of the model over all ranks; must divide ``num_ranks``. Only for ``"full"``.
+        replicas: how many copies of the model all ranks hold together; must divide their number. Only for ``"full"``.
     Raises:
         RecipeError: the replicas do not divide the ranks.
     """
@@ -55,14 +56,14 @@ def shard(
     """Shard a model's parameters over a mesh with FSDP2: a group for each decoder layer, and one for the rest.
 
     Args:
-        model: whole on every rank, with equal values. Changed in place: its parameters become DTensors.
+        model: whole on every rank, with equal values; changed in place: its parameters become DTensors.
         mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
-        offload: keep parameters, gradients and states in the host's memory. Copy each layer to the device when it is used.
-        is_layer: selects modules that get their own group; ``None`` for :func:`layers_of`.
+        offload: keep parameters, gradients and states in the host's memory; a layer is copied to the device when it is used.
+        is_layer: which modules get a group of their own; ``None`` for those of :func:`layers_of`.
     Raises:
         RecipeError: the model is sharded already, or the mesh has more than two axes.
-    Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its part of the model and
-        two whole layers.
+    Cost: per micro-batch two gathers of every layer and one reduction of its gradients; a rank holds its share of the model
+        and two whole layers.
     Example:
         >>> import torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -82,13 +83,13 @@ def shard(
     for module in [*alone, *reversed(layers), model]:
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole)
     for module in fsdp_modules(model):
-        # NCCL's average multiplies by 1 / ranks in the gradient's format: biased unless the ranks are a power of two.
+        # NCCL's average multiplies by 1 / ranks in the gradient's format, which is biased unless the ranks are a power of two.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules to gather one at a time: a transformers model's decoder layers, or the members of module lists.
+    """The modules that are gathered one at a time: a transformers model's decoder layers, else the members of module lists.
 
     Example:
         >>> class Net(nn.Module):
@@ -99,12 +100,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         3
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in named]
-    if not layers:
+    found = [module for module in model.modules() if type(module).__name__ in named]
+    if not found:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
-        layers = [layer for members in lists if id(members) not in inner for layer in members]
-    return [layer for layer in layers if any(True for _ in layer.parameters())]
+        found = [layer for each in lists if id(each) not in inner for layer in each]
+    return [layer for layer in found if any(True for _ in layer.parameters())]
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -116,7 +117,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 class GroupSum:
-    """FSDP2's interface for the sum of one parameter group's gradients (``FSDPModule.set_custom_reduce_scatter``)."""
+    """FSDP2's interface to the sum of one parameter group's gradients (``FSDPModule.set_custom_reduce_scatter``)."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -127,7 +128,7 @@ class GroupSum:
         self.sum(input_tensor, output_tensor, group)
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        """Sum the gradient of this rank, shape [shards * n], into its piece ``output``, shape [n]. May overwrite the gradient.
+        """Sum the gradient of this rank, shape [shards * n], which may be overwritten, into its piece ``output``, shape [n].
 
         ``group`` is the process group of the shards.
         """
@@ -135,10 +136,10 @@ class GroupSum:
 
 
 def settle(model: nn.Module) -> None:
-    """Make a model's modules and FSDP2 hold the same sharded parameters, before an optimizer takes them.
+    """Let a model's modules and FSDP2 hold the same parameters, all of them sharded, before an optimizer takes them.
 
-    A forward pass may leave gathered parameters in the modules. FSDP2 looks for parameters replaced after ``fully_shard`` only
-    in its first forward pass. A replacement that FSDP2 cannot gather is refused.
+    A forward pass may leave gathered parameters in the modules, and FSDP2 looks only in its first one for parameters that were
+    replaced after ``fully_shard``. One that was replaced by what FSDP2 cannot gather is refused.
     """
     for fsdp_module, group in torch_names.fsdp_groups(model):
         gathered = {id(parameter) for parameter in torch_names.fsdp_gathered(group)}
@@ -149,7 +150,7 @@ def settle(model: nn.Module) -> None:
             for module, name in places
             if (held := module._parameters.get(name)) is not sharded and id(held) not in gathered
         ]
-        fsdp_module.reshard()  # also undoes a replacement of a gathered parameter
+        fsdp_module.reshard()  # it also undoes what took the place of a gathered one
         for module, name, held in replaced:
             module._parameters[name] = held
         if replaced:
@@ -159,7 +160,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
-    """Refuse a replaced parameter that is not sharded, or a tied one that was replaced in one place only."""
+    """Refuse a parameter that took the place of a sharded one and is not sharded, or only in one place of a tied one."""
     held = [module._parameters.get(name) for module, name in places]
     if held[0] is not None and is_sharded(held[0]) and all(each is held[0] for each in held):
         return
@@ -173,9 +174,9 @@ def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]
 
 
 def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that uses submodules of a sharded model. The root's parameters are gathered while it runs.
+    """Return a function that uses submodules of a sharded model, with what the root holds gathered while it runs.
 
-    FSDP2 gathers parameters when a module is called. A loss that calls a model's body and multiplies by its head's weight calls
+    FSDP2 gathers parameters when a module is called; a loss that calls a model's body and multiplies by its head's weight calls
     neither the model nor the head. ``function`` must not call the model itself.
     """
     from torch.distributed.fsdp import register_fsdp_forward_method
@@ -187,17 +188,17 @@ def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[...
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Return whether any parameter is a DTensor, or is gathered by FSDP2 at the moment."""
+    """Return whether any parameter is a DTensor, or FSDP2 has gathered it at the moment."""
     return any(map(is_sharded, model.parameters())) or bool(torch_names.fsdp_groups(model))
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """Return the ``DeviceMesh`` of a model's first DTensor; ``None`` without a DTensor."""
+    """Return the ``DeviceMesh`` of a model's first DTensor; ``None`` where no parameter is one."""
     return next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
 
 
 def make_equal(model: nn.Module, mesh: Any) -> None:
-    """Broadcast parameters and buffers from a mesh's first rank, so that replicas begin with equal bits."""
+    """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with equal bits."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"}
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
@@ -212,15 +213,15 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors, some of which are DTensors.
+    """:func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors, some of which are DTensors.
 
-    Every rank of their meshes calls it with the same names. It returns the same 16 digits as one process with whole tensors.
+    Every rank of their meshes calls it, with the same names, and gets the same 16 digits as one process that holds all of it.
     """
     return fingerprint_all(fingerprints_whole(named))
 
 
 def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return :func:`~narrowgauge.numerics.hashing.fingerprint` of each tensor. For a DTensor, it covers the whole tensor.
+    """:func:`~narrowgauge.numerics.hashing.fingerprint` of each tensor; of a DTensor, that of the whole tensor.
 
     Every rank of their meshes calls it, with the same names in the same order, and gets the same numbers.
     """
@@ -228,9 +229,9 @@ def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return :func:`fingerprints_whole`, and the fingerprint of this rank's part of each tensor, from the same read.
+    """:func:`fingerprints_whole`, and the fingerprint of what this rank holds of each tensor, from the same read.
 
-    Cost: one read of this rank's part, and one sum over the ranks of 8 bytes for each tensor.
+    Cost: one read of what this rank holds, and one sum over the ranks of 8 bytes for each tensor.
     """
     numbers: dict[str, int] = {}
     waiting: dict[Any, list[str]] = {}
@@ -240,7 +241,7 @@ def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, i
             waiting.setdefault(group, []).append(name)
     own = dict(numbers)
     for group, names in waiting.items():
-        # Use signed numbers: their sums wrap modulo 2^64 like the fingerprints' sums.
+        # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
         signed = torch.tensor([numbers[name] - (numbers[name] >> 63 << 64) for name in names], dtype=torch.int64)
         total = signed.to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
@@ -249,7 +250,7 @@ def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, i
 
 
 def _own_fingerprint(tensor: Any) -> tuple[int, Any]:
-    """Return the fingerprint of this rank's part of a tensor, and the group to sum it over."""
+    """Return the fingerprint of what this rank holds of a tensor, and the group over which it must be added up."""
     if not is_sharded(tensor):
         return fingerprint(tensor), None
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -286,7 +287,7 @@ def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
 
 
 def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
-    """Return whether only modules inside a layer use its parameters. FSDP2 needs tied parameters in one group."""
+    """Return whether no module outside a layer uses its parameters: FSDP2 wants those that are tied in one group."""
     own = set(layer.parameters())
     inside = set(layer.modules())
     return not any(
@@ -295,7 +296,7 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
 
 
 def _left_to(unit: nn.Module, units: Iterable[int]) -> Iterator[nn.Parameter]:
-    """Yield a unit's parameters, except those of units inside it."""
+    """A unit's parameters without those of units inside it."""
     yield from (parameter for parameter in unit._parameters.values() if parameter is not None)
     for child in unit.children():
         if id(child) not in units:
@@ -303,7 +304,7 @@ def _left_to(unit: nn.Module, units: Iterable[int]) -> Iterator[nn.Parameter]:
 
 
 def _exceptions(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Return modules that get their own group, and parameters that stay whole: their dtype differs from their group's."""
+    """Modules that get a group of their own, and parameters that stay whole: those of another dtype than their group's."""
     units = {id(module) for module in layers}
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():

@@ -1,9 +1,10 @@
 """The experts of a mixture in narrow arithmetic: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and similar models.
 
-A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Tokens are sorted by expert: the rows from one
-*offset* to the next belong to one expert. A *grouped linear* is one small matmul per expert, each with its own casts. So each
-expert has its own per-tensor scale, delayed or not, and its own key of random bits. An expert without tokens costs nothing and
-gets no gradient. ``torch.compile`` leaves the product out of its graph, since the tokens per expert are known only at run time.
+A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix in
+which the rows from one *offset* to the next belong to one expert: a *grouped linear* is one small matmul per expert, each with
+its own casts. Each expert thus has its own per-tensor scale, delayed or not, and its own key of random bits; an expert without
+tokens costs nothing and gets no gradient. The whole product is one operator, so that a compiler does not see how many tokens
+each expert got, and the graph does not break.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.layer_matmuls import gradients, output, register
+from narrowgauge.matmul import layer_matmuls
+from narrowgauge.matmul.layer_matmuls import REGISTERED, gradients, output
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
 from narrowgauge.matmul.operand import Keys, Operand, layer_keys
 from narrowgauge.numerics.widening import is_widened
@@ -27,7 +29,7 @@ from narrowgauge.spec.notation import get_compute
 
 
 def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that got tokens, each with its rows."""
+    """The experts that got tokens, each with its rows."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
@@ -35,66 +37,129 @@ def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _settings(num_experts: int, expert: int, keys: Keys | None, history: Tensor | None) -> dict[str, Any]:
-    """Return the keys and the history for one expert's product."""
-    return {
-        "keys": None if keys is None else Keys(keys.clock, keys.layer[expert]),
-        "history": None if history is None else history.unflatten(2, (num_experts, -1))[:, :, expert],
-    }
+def _settings(
+    expert: int,
+    experts: int,
+    compute: str,
+    clock: Tensor | None,
+    key: Tensor | None,
+    history: Tensor | None,
+    record: bool,
+) -> dict[str, Any]:
+    """Return what one expert's product takes besides its tensors."""
+    keys = None if clock is None or key is None else Keys(clock, key[expert])
+    own = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
+    return {"name": compute, "keys": keys, "history": own, "record": record}
+
+
+def _place(compute: str, expert: int, tokens: slice) -> slice:
+    """Where an expert's scales of the input are kept: one per token, or one row per expert."""
+    return tokens if REGISTERED[compute].output.left.granularity == "row" else slice(expert, expert + 1)
+
+
+def _keeps_codes(compute: str) -> bool:
+    """Return whether backward takes the codes of the input, one row per token, and not the input itself."""
+    made = REGISTERED[compute]
+    return made.output.left.block is None and made.cast_slots["grad_weight.right"] == "output.left"
+
+
+@torch.library.custom_op("narrowgauge::grouped_output", mutates_args=("history",))
+def _grouped_output(
+    x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, compute: str, clock: Tensor | None, key: Tensor | None,
+    history: Tensor | None, record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``output [tokens, out]``, zero after the last expert's tokens; and of the cast input the data and outer scales to keep."""
+    result, data, outer = _empty_output(x, weights, compute)
+    for expert, tokens in groups_of(offsets):
+        settings = _settings(expert, len(weights), compute, clock, key, history, record)
+        own_bias = None if bias is None else bias[expert]
+        y, kept = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
+        result[tokens] = y
+        if data.numel():
+            data[tokens] = kept.data
+        if outer.numel() and kept.outer is not None:
+            outer[_place(compute, expert, tokens)] = kept.outer
+    return result, data, outer
+
+
+@torch.library.custom_op("narrowgauge::grouped_gradients", mutates_args=("history",))
+def _grouped_gradients(
+    grad: Tensor, data: Tensor, outer: Tensor, weights: Tensor, offsets: Tensor, compute: str, clock: Tensor | None,
+    key: Tensor | None, history: Tensor | None, sequence_length: int, needs: list[bool], record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of input, weights and bias; empty where not needed, zero for experts without tokens."""
+    grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, needs)
+    for expert, tokens in groups_of(offsets):
+        settings = _settings(expert, len(weights), compute, clock, key, history, record)
+        kept = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
+        if not _keeps_codes(compute) and REGISTERED[compute].cast_slots["grad_weight.right"] == "output.left":
+            kept = layer_matmuls.cast_to_slot(kept.data, REGISTERED[compute], "output.left")
+        by_token, by_output = gradients(
+            grad[tokens], kept, weights[expert], sequence_length=sequence_length, needs=(needs[0], needs[1]), **settings
+        )
+        if by_token is not None:
+            grad_input[tokens] = by_token
+        if by_output is not None:
+            grad_weights[expert] = by_output
+        if needs[2]:
+            grad_bias[expert] = grad[tokens].sum(0)
+    return grad_input, grad_weights, grad_bias
+
+
+@_grouped_output.register_fake
+def _(x: Tensor, weights: Tensor, bias: Any, offsets: Any, compute: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_output(x, weights, compute)
+
+
+@_grouped_gradients.register_fake
+def _(grad: Tensor, data: Any, outer: Any, weights: Tensor, offsets: Any, compute: str, clock: Any, key: Any, history: Any,
+      sequence_length: int, needs: list[bool], record: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_gradients(grad, weights, needs)
+
+
+def _empty_output(x: Tensor, weights: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and what is kept of the cast input; entries that belong to no expert are never read."""
+    result, data, outer = x.new_zeros((x.shape[0], weights.shape[1])), x.new_empty(0), None
+    if _keeps_codes(compute):
+        one = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
+        data = x.new_empty(x.shape, dtype=one.data.dtype)
+        if one.outer is not None:
+            scales = x.shape[0] if REGISTERED[compute].output.left.granularity == "row" else len(weights)
+            outer = one.outer.new_empty((scales, one.outer.shape[1]))
+    return result, data, x.new_empty(0, dtype=torch.float32) if outer is None else outer
+
+
+def _empty_gradients(grad: Tensor, weights: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        grad.new_zeros((grad.shape[0], weights.shape[2])) if needs[0] else grad.new_empty(0),
+        weights.new_zeros(weights.shape) if needs[1] else grad.new_empty(0),
+        grad.new_zeros(weights.shape[:2]) if needs[2] else grad.new_empty(0),
+    )
 
 
 class _Product(torch.autograd.Function):
-    """Compute every expert's ``x · wᵀ + b`` and its gradients, in a compute's casts."""
+    """Every expert's ``x · wᵀ + b`` and its gradients, in a compute's casts."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str, keys: Keys | None,
-        history: Tensor | None, sequence_length: int, record: bool,
+        ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str, clock: Tensor | None,
+        key: Tensor | None, history: Tensor | None, sequence_length: int, record: bool,
     ) -> Tensor:  # fmt: skip
-        result = x.new_zeros((x.shape[0], weights.shape[1]))
-        groups, saved = list(groups_of(offsets)), list[Tensor | None]()
-        for expert, tokens in groups:
-            settings = _settings(len(weights), expert, keys, history)
-            expert_bias = None if bias is None else bias[expert]
-            result[tokens], kept = output(
-                x[tokens],
-                weights[expert],
-                expert_bias,
-                name,
-                record=record,
-                input_history=settings["history"],
-                **settings,
-            )
-            saved += [*kept]
-        ctx.save_for_backward(weights, *(keys or (None, None)), *saved)
-        ctx.groups, ctx.x_shape, ctx.history = groups, x.shape, history
+        y, data, outer = _grouped_output(x, weights, bias, offsets, name, clock, key, history, record)
+        ctx.save_for_backward(data if _keeps_codes(name) else x, outer, weights, offsets, clock, key)
+        ctx.history = history
         ctx.name, ctx.sequence_length, ctx.record = name, sequence_length, record
-        return result
+        return cast(Tensor, y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, (weights, clock, key, *saved) = grads[0].contiguous(), ctx.saved_tensors
-        keys = None if clock is None else Keys(clock, key)
-        by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
-        grad_input = grad.new_zeros(ctx.x_shape) if by_input else None
-        grad_weights = weights.new_zeros(weights.shape) if by_weight else None
-        grad_bias = grad.new_zeros(weights.shape[:2]) if by_bias else None
-        for place, (expert, tokens) in enumerate(ctx.groups):
-            by_token, by_output = gradients(
-                grad[tokens], Operand(*saved[3 * place : 3 * place + 3]), weights[expert], ctx.name, record=ctx.record,
-                sequence_length=ctx.sequence_length, needs=(by_input, by_weight),
-                **_settings(len(weights), expert, keys, ctx.history),
-            )  # fmt: skip
-            if grad_input is not None and by_token is not None:
-                grad_input[tokens] = by_token
-            if grad_weights is not None and by_output is not None:
-                grad_weights[expert] = by_output
-            if grad_bias is not None:
-                grad_bias[expert] = grad[tokens].sum(0)
-        return grad_input, grad_weights, grad_bias, *[None] * 6
-
-
-_product: Callable[..., Tensor] = torch.compiler.disable(cast(Callable[..., Tensor], _Product.apply))
+        data, outer, weights, offsets, clock, key = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        results = _grouped_gradients(
+            grads[0].contiguous(), data, outer, weights, offsets, ctx.name, clock, key, ctx.history, ctx.sequence_length,
+            needs, ctx.record,
+        )  # fmt: skip
+        return *(grad if needed else None for grad, needed in zip(results, needs, strict=True)), *[None] * 7
 
 
 def grouped_linear(
@@ -110,32 +175,34 @@ def grouped_linear(
 ) -> Tensor:
     """Return each expert's linear layer over its own tokens, in a compute.
 
-    Invariant: an expert's rows of the output, and its gradients of input and weights, equal bit for bit a
-    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone.
+    Invariant: an expert's rows of the output, of the input's gradient and of the weights' are those of a
+    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone, bit for bit.
 
     Args:
         x: ``[tokens, in]``, sorted by expert.
-        weights: ``[experts, out, in]``, may be a view.
+        weights: ``[experts, out, in]``, a view or not.
         offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
         bias: ``[experts, out]``.
-        keys: with a key for each expert; needed for random bits or delayed scales.
+        keys: with a key for each expert; needed where casts take random bits or delayed scales.
         history: for computes with delayed scales, see :class:`GroupedLinear`.
-        sequence_length: tokens per sequence. With the index of the first sequence it keys random bits.
-        record: write this step's amax into ``history``.
+        sequence_length: tokens per sequence; with the index of the first sequence it keys random bits.
+        record: write the amax of this step into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
-    Cost: one matmul per expert, one after another; on CUDA also a wait for the offsets. bfloat16 uses PyTorch's grouped
-        matmul if that takes the operands.
+    Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets; bfloat16 uses PyTorch's grouped
+        matmul where that takes the operands.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
-    return _product(x, weights, bias, offsets, register(compute), keys, history, sequence_length, record)
+    apply = cast(Callable[..., Tensor], _Product.apply)
+    name, (clock, key) = layer_matmuls.register(compute), keys or (None, None)
+    return apply(x, weights, bias, offsets, name, clock, key, history, sequence_length, record)
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, with rows that begin at multiples of 16 bytes.
+    """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16 in rows that begin at multiples of 16 bytes.
 
     Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
     """
@@ -149,9 +216,9 @@ def _suits_torch(x: Tensor, weights: Tensor) -> bool:
 
 
 class GroupedLinear(NarrowLayer):
-    """One projection of all experts of a mixture, in a compute. The weights stay in the model's own module.
+    """One projection of all experts of a mixture, in a compute; the weights stay in the model's own module.
 
-    An expert's key for random bits comes from the name of its weights and its index.
+    An expert's key, and so its random bits, comes from the name of its weights and its index.
     """
 
     def __init__(self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None) -> None:
@@ -160,7 +227,7 @@ class GroupedLinear(NarrowLayer):
         self.begin(layer_keys([f"{name}.{expert}" for expert in range(num_experts)], device), compute)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply ``[tokens, in]`` to ``[tokens, out]``; see :func:`grouped_linear`."""
+        """``[tokens, in]`` to ``[tokens, out]``; see :func:`grouped_linear`."""
         x = self.cast_stream(x)
         return grouped_linear(
             x, weights, offsets, self.compute, bias, self.keys(), self.amax_history, x.shape[0],
@@ -173,9 +240,10 @@ class GroupedLinear(NarrowLayer):
 
 # ── the experts of transformers' models ────────────────────────────────────────────────────────────────────────────────
 #
-# Transformers stores a layer's experts as a module with two 3-D parameters: the projections into and out of the experts' hidden
-# width. A name in the module's config selects the function that multiplies them. Swapping registers our own function and sets
-# its name in the module's own config. So parameters, names, ``state_dict``, the model's config and the router stay.
+# Transformers stores the experts of a layer as a module with two 3-D parameters, the projection into the experts' hidden width
+# and the one out of it, and a name in the module's config selects the function that multiplies them. Swapping registers a
+# function of ours and sets its name in a config of the module's own, so parameters, names, ``state_dict`` and the model's config
+# stay. The router is not an expert and stays as it is.
 
 
 IMPLEMENTATION = "narrowgauge"
@@ -192,7 +260,7 @@ class _Projections(nn.ModuleDict):
 
 
 class _Permuted(torch.autograd.Function):
-    """Repeat each row ``copies`` times and reorder the rows. Backward applies the inverse order and adds the copies.
+    """Rows in another order, each first repeated ``copies`` times; backward applies the inverse order and adds the copies.
 
     PyTorch's own indexing adds up gradients row by row, on CUDA in no fixed order.
     """
@@ -214,9 +282,9 @@ _permuted = cast(Callable[..., Tensor], _Permuted.apply)
 
 
 def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts, ``[tokens, hidden]``, by transformers' interface for implementations.
+    """Return the weighted sum of each token's experts, ``[tokens, hidden]``: transformers' interface of an implementation.
 
-    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: the chosen experts and their weights.
+    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: which experts, and how much of each.
     """
     experts: Any = module
     tokens, top_k = top_k_index.shape
@@ -238,7 +306,7 @@ def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
-    """Apply one projection in its compute, or as PyTorch multiplies it if it was kept."""
+    """One projection, in its compute or, where it was kept, as PyTorch multiplies it."""
     weights: Any = getattr(experts, name, None)  # quantized experts have none
     weights = weights.transpose(1, 2) if experts.is_transposed and weights is not None else weights
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -249,7 +317,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
 
 
 def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    """Swap the experts whose projections ``choose`` gives a compute. Return the projections by name."""
+    """Swap the experts whose projections ``choose`` gives a compute, and return the projections by name."""
     layers: dict[str, GroupedLinear] = {}
     for name, module in list(model.named_modules()):
         if is_experts(module):
@@ -258,18 +326,18 @@ def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) ->
 
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
-    """Return the swapped projections, by the names that ``choose`` got."""
+    """Return the projections that are already swapped, by the names that ``choose`` got."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, GroupedLinear))
     return {".".join(part for part in name.split(".") if part != NARROW): module for name, module in named}
 
 
 def projections(model: nn.Module) -> list[str]:
     return [
-        f"{name}.{projection}" if name else projection
+        f"{name}.{own}" if name else own
         for name, module in model.named_modules()
         if is_experts(module)
-        for projection in PROJECTIONS
-        if projection in module._parameters
+        for own in PROJECTIONS
+        if own in module._parameters
     ]
 
 
@@ -281,37 +349,37 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    names = {p: f"{name}.{p}" if name else p for p in PROJECTIONS if p in module._parameters}
-    computes = {p: compute for p, full in names.items() if (compute := choose(full)) is not None}
+    names = {own: f"{name}.{own}" if name else own for own in PROJECTIONS if own in module._parameters}
+    computes = {own: compute for own, full in names.items() if (compute := choose(full)) is not None}
     if not computes:
         return {}
     require_reachable(name, module)
     layers = {
-        p: GroupedLinear(module.num_experts, names[p], compute, module.down_proj.device)
-        for p, compute in computes.items()
+        own: GroupedLinear(module.num_experts, names[own], compute, module.down_proj.device)
+        for own, compute in computes.items()
     }
     install(module, layers)
-    return {names[p]: layer for p, layer in layers.items()}
+    return {names[own]: layer for own, layer in layers.items()}
 
 
 def install(module: Any, projections: Mapping[str, nn.Module]) -> None:
-    """Make experts multiply by these projections, called like :class:`GroupedLinear`. Other projections stay PyTorch's."""
+    """Let experts multiply by these projections, each called as a :class:`GroupedLinear` is; others stay PyTorch's."""
     module.add_module(NARROW, _Projections(projections))
     _register()
-    # A copy: kept experts, and other models with the same config, use transformers' own function.
+    # A copy: another model of the same config, and experts that are kept, use transformers' own function.
     module.config = copy.copy(module.config)
     module.config._experts_implementation = IMPLEMENTATION
 
 
 def uninstall(module: Any, config: Any) -> None:
-    """Undo :func:`install`: restore this config."""
+    """Let experts multiply as they did with this config, before :func:`install`."""
     if NARROW in module._modules:
         del module._modules[NARROW]
     module.config = config
 
 
 def require_reachable(name: str, module: Any) -> None:
-    """Refuse experts that are sharded or that transformers' registry does not reach."""
+    """Refuse experts that transformers' registry does not reach, or that are sharded."""
     if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
         raise RecipeError(
             f"'{name}', a {type(module).__name__}, multiplies its experts by its own code, which cannot be replaced.",

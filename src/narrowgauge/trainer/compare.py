@@ -38,7 +38,6 @@ from narrowgauge.trainer.config import (
     load_settings,
 )
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.data.dataset import open_data
 from narrowgauge.trainer.resume_checks import FIXED, changed_settings
 
 if TYPE_CHECKING:
@@ -360,6 +359,8 @@ def run_comparison(
 
 def _unigram_loss(run: Run) -> float | None:
     """Return the loss of token frequencies on a run's held-out tokens. ``None`` if they are missing."""
+    from narrowgauge.trainer.data.dataset import open_data  # needs an extra, which ng.compare does not
+
     recorded = run.run.get("data", {})
     try:
         data = open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
