@@ -118,7 +118,7 @@ def autograd_node() -> Any:
 
 def runs_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def current_backward() -> int:

@@ -22,6 +22,7 @@ from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
+from narrowgauge.spec.tables import Column, Table
 
 WINDOW = 20
 """Audited steps in a window."""
@@ -276,23 +277,28 @@ class Audit(dict[str, Reading]):
             return "No step has been audited yet."
         worst = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))[: self.LINES]
         rows = [*worst, (f"all {len(self)} tensors", self.total)] if len(self) > 1 else worst
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{'tensor':{width}}  {'EDQ':>12}  {'updates lost':>12}  {'decay lost':>10}  {'noise':>6}  steps"]
-        for name, r in rows:
-            edq = (
-                "-"
-                if math.isnan(r.edq)
-                else f"{r.edq:.3f}" + ("" if math.isnan(r.edq_error) else f" ± {r.edq_error:.3f}")
-            )
-            decay = "-" if math.isnan(r.lost_decay) else f"{r.lost_decay:.1%}"
-            lines.append(
-                f"{name:{width}}  {edq:>13}  {r.lost_fraction:>12.1%}  {decay:>10}  {r.noise:>6.3f}  {r.num_audits:>5}"
-            )
+        table = [
+            {
+                "tensor": name,
+                "EDQ": _text(r.edq, ".3f") + ("" if math.isnan(r.edq_error) else f" ± {r.edq_error:.3f}"),
+                "updates lost": f"{r.lost_fraction:.1%}",
+                "decay lost": _text(r.lost_decay, ".1%"),
+                "noise": f"{r.noise:.3f}",
+                "steps": r.num_audits,
+            }
+            for name, r in rows
+        ]
+        columns = tuple(Column(title, title, right=title != "tensor") for title in table[0])
+        lines = Table(columns, table).plain().splitlines()
         if len(self) > self.LINES:
             lines.insert(-1, f"… and {len(self) - self.LINES} with a higher EDQ")
         return "\n".join(lines)
 
     __str__ = __repr__
+
+
+def _text(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
 
 
 def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:

@@ -359,11 +359,10 @@ def run_comparison(
 
 def _unigram_loss(run: Run) -> float | None:
     """Return the loss of token frequencies on a run's held-out tokens. ``None`` if they are missing."""
-    from narrowgauge.trainer.data.dataset import open_data  # needs an extra, which ng.compare does not
+    from narrowgauge.trainer.data.dataset import open_recorded  # needs an extra, which ng.compare does not
 
-    recorded = run.run.get("data", {})
     try:
-        data = open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
+        data = open_recorded(run.run.get("data", {}))
     except DataError:
         return None
     return data.unigram_loss() if len(data.valid) else None

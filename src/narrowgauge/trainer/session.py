@@ -43,7 +43,7 @@ from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, open_recorded, prepare_data
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
 from narrowgauge.trainer.resume_checks import run_of_trainer
 
@@ -359,7 +359,7 @@ def data_of_run(run: Run, config: TrainConfig, stage: Callable[[str], None] = la
     """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
-        data = open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
+        data = open_recorded(recorded)
     except DataError:
         data = prepare_tokens(config, stage)
     data.require_same(fingerprint)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -177,6 +178,11 @@ def prepare_data(
     if not len(tokens.ids):
         raise DataError(f"The data {source} is empty.")
     return _split(tokens, held_out, seed)
+
+
+def open_recorded(recorded: Mapping[str, Any]) -> Dataset:
+    """Open the tokens that the table ``data`` of a run names, as :func:`open_data` does."""
+    return open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
 
 
 def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
