@@ -114,6 +114,7 @@ class Job:
     row: str
     cell: Cell
     seed: int
+    data: str = "stdlib"
 
     @property
     def name(self) -> str:
@@ -127,7 +128,9 @@ class Job:
         stand_in = "naive" if self.row in PEERS else MASTER if self.row in FORMULAS else self.row
         recipe = parse(stand_in if "/" in stand_in else f"bfloat16/{stand_in}")
         sizes |= {"lr": lr, "min_lr_ratio": sizes.pop("final_lr") / lr, "beta2": beta2, "seed": self.seed}
-        config = TrainConfig(**sizes, recipe=recipe, keep_checkpoints=1, gauges_every=0, threads=1, compile=False)
+        config = TrainConfig(
+            **sizes, recipe=recipe, compile=False, data=self.data, keep_checkpoints=1, gauges_every=0, threads=1
+        )
         return config.filled()
 
 
@@ -142,7 +145,7 @@ class Record:
         bytes_per_param: weight, gradient and states, counted from live tensors.
         edq: of the audit over the run; ``None`` for a peer and for published states.
         weights: fingerprint of the stored weights at the end.
-        vectors: vector instructions of the processor; bits differ between them.
+        vectors: vector instructions of the processor, or the name of the GPU; bits differ between them.
     """
 
     row: str
@@ -195,6 +198,11 @@ def append(record: Record, setting: Setting, file: Path = FILE) -> None:
         lock(stream.fileno(), wait=True)
         if record.key not in {run.key for run in records_of(setting, file)}:
             stream.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+
+def vectors() -> str:
+    """Return what decides the bits of a run beside torch: the GPU, or the vector instructions of the processor."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -266,16 +274,16 @@ def trained(job: Job, out: Path) -> Record:
         narrowgauge=peer_version("narrowgauge"),
         torch=torch.__version__,
         python=platform.python_version(),
-        vectors=torch.backends.cpu.get_cpu_capability(),
+        vectors=vectors(),
         date=datetime.now(timezone.utc).date().isoformat(),
     )
 
 
-def jobs(setting: Setting, rows: Sequence[str], seeds: int) -> list[Job]:
+def jobs(setting: Setting, rows: Sequence[str], seeds: int, data: str) -> list[Job]:
     """Return the runs of these rows: one cell after another, in each one seed after another."""
     crossed = itertools.product(setting.cells, range(seeds), dict.fromkeys(rows))
     return [
-        Job(setting, row, cell, seed)
+        Job(setting, row, cell, seed, data)
         for cell, seed, row in crossed
         if row != ONCE or (cell, seed) == (setting.cells[0], 0)
     ]
@@ -291,7 +299,7 @@ def claimed(place: Path) -> Iterator[bool]:
 
 def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
     """Train what has no record of this processor's vectors and this torch; return the number of runs that failed."""
-    here, failures = (torch.backends.cpu.get_cpu_capability(), torch.__version__), 0
+    here, failures = (vectors(), torch.__version__), 0
     for row in {job.row: None for job in wanted if job.row in PEERS and not PEERS[job.row].is_installed}:
         print(f"{row} is not installed: pip install {PEERS[row].package}", flush=True)
     wanted = [job for job in wanted if job.row not in PEERS or PEERS[job.row].is_installed]
@@ -432,6 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--quick", action="store_true", help="two rows, six steps; nothing is kept")
     flags.add_argument("--model", choices=SETTINGS, default="llama-1m")
     flags.add_argument("--seeds", type=int, default=3, help="seeds per cell (default 3)")
+    flags.add_argument("--data", default="stdlib", help="text or tokens (default: the standard library's source)")
     flags.add_argument(
         "--out", type=Path, default=Path("runs/board"), help="folder of checkpoints (default runs/board)"
     )
@@ -443,7 +452,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.add and not options.quick:
         rows = (*STORAGES, *COMPUTES, *OTHERS) if options.add == ["all"] else (MASTER, *options.add)
-        return int(add(jobs(setting, rows, options.seeds), options.out) > 0)
+        return int(add(jobs(setting, rows, options.seeds, options.data), options.out) > 0)
     with tempfile.TemporaryDirectory() as folder:
         short = dataclasses.replace(setting, steps=6, eval_batches=2)
         wanted = [Job(short, row, short.cells[0], 0) for row in (WORD, "torch AdamW bfloat16")]

@@ -1,12 +1,13 @@
 """Narrowgauge on a CUDA device: first that every bit is right, then how fast it is, then whether it trains.
 
-Correctness: steps and casts, compiled for the device, against the definition run eagerly on a CPU; no bit may differ. Products
-of layers against float64 products of the cast operands' values are within a hundredth. A failed check ends with status 1, and
-nothing is timed.
+Correctness: steps and casts, compiled for the device, against the definition run eagerly on a CPU; no bit may differ. Layers
+against the CPU's, within a hundredth. A failed check ends with status 1, and nothing is timed. Checks run in several processes,
+since compiling takes most of their time.
 
-Times: the optimizer's step, with torch's fused float32 AdamW as the baseline and FlashOptim's beside it; a linear layer forward
-and backward, compiled, with bfloat16 as the baseline and torchao's float8 layers beside it. Training: the loss of a small Llama
-on bytes of the standard library, for torch's float32 AdamW and several recipes.
+Times: the optimizer's step, with torch's fused float32 AdamW as the baseline and peers beside it; a linear layer forward and
+backward, compiled, with bfloat16 as the baseline and torchao's float8 layers beside it. Training: validation loss, time of a
+step and memory of a Llama of 64 million weights on bytes of Python source, for torch's AdamW with float32 weights under
+autocast (the baseline), several recipes, and peers.
 
 Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. Without a CUDA device it ends with status 2; ``--rehearse`` runs each
 line on the CPU at small sizes and measures nothing. A peer that is not installed or cannot run says why.
@@ -14,12 +15,19 @@ line on the CPU at small sizes and measures nothing. A peer that is not installe
 
 from __future__ import annotations
 
+import math
+import multiprocessing
 import sys
+import sysconfig
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peers import PEERS
 from timing import Contender, Report, Row, measure, nothing, parser
 from torch import Tensor, nn
 
@@ -34,8 +42,11 @@ SECTIONS = ("correctness", "times", "training")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIMED_STORAGES = ("word", "exact", "compact", "states8", "kahan")
 TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-delayed", "mxfp8", "nvfp4", "int8-row")
-RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/compact", "bfloat16/naive", "float8-row/word", "mxfp8/word")
-FUSED, BFLOAT16 = "torch fused AdamW", "bfloat16"
+RECIPES = ("bfloat16/word", "bfloat16/master", "bfloat16/naive", "float8-row/word")
+STOCHASTIC = "torchao AdamW8bit stochastic"
+TIMED_PEERS = (STOCHASTIC, "bitsandbytes AdamW8bit", "optimi AdamW Kahan")
+FUSED, BFLOAT16, AUTOCAST = "torch fused AdamW", "bfloat16", "torch AdamW, autocast"
+PROCESSES = 14
 
 
 # ── correctness ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -54,7 +65,7 @@ def differing(one: Tensor, other: Tensor) -> int:
 def stepped(storage: str, device: torch.device, steps: int) -> dict[str, Tensor]:
     """Train on known gradients, one of which is infinite; return the weights and the state."""
     dtype = getattr(torch, STORAGES[storage].visible)
-    shapes = ((1024, 512), (257, 33), (12, 5), (7,))
+    shapes = ((520, 512), (257, 33), (12, 5), (7,))
     generator = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes]
     compile = device.type == "cuda"
@@ -123,16 +134,38 @@ def layer_row(compute: str, device: torch.device) -> Row:
     return {"": f"layer {compute}", "wrong": error, "passes": "yes" if error < 0.01 else "NO"}
 
 
+def check(kind: str, name: Any, device: torch.device, steps: int) -> Row:
+    """Run one check and print it at once. An error is a failed check."""
+    torch.set_num_threads(1)
+    try:
+        row = (
+            step_row(name, device, steps)
+            if kind == "step"
+            else {"cast": cast_row, "layer": layer_row}[kind](name, device)
+        )
+    except Exception as error:  # the other checks are still made
+        row = {"": f"{kind} {name}", "wrong": math.inf, "passes": f"NO: {type(error).__name__}: {str(error)[:300]}"}
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
 def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     """Check steps, casts and layers; return whether all pass."""
     storages = ("word", "compact") if quick else tuple(STORAGES)
     casts = distinct_casts()[: 2 if quick else None]
     computes = ("int8-row",) if quick else tuple(COMPUTES)
-    rows = [step_row(storage, device, 5 if quick else 25) for storage in storages]
-    rows += [cast_row(cast, device) for cast in casts]
-    rows += [layer_row(compute, device) for compute in computes]
+    checks = [("step", name) for name in storages] + [("cast", cast) for cast in casts]
+    checks += [("layer", name) for name in computes]
+    jobs = [(kind, name, device, 5 if quick else 12) for kind, name in checks]
+    rows = in_processes(check, jobs) if device.type == "cuda" else [check(*job) for job in jobs]
     report.add("correctness: elements with other bits than the CPU's; of layers the relative error", rows)
     return all(row["passes"] == "yes" for row in rows)
+
+
+def in_processes(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Call a function for each tuple of arguments, in several processes, and return the results in order."""
+    with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(function, *zip(*jobs, strict=True)))
 
 
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,6 +197,8 @@ def step_contenders(shapes: Sequence[tuple[int, ...]], device: torch.device) -> 
 
     yield from ((storage, ours(storage)) for storage in TIMED_STORAGES)
     yield "FlashOptim AdamW", lambda: flashoptim(parameters(shapes, torch.bfloat16, device)).step
+    for peer in (peer for peer in PEERS if peer.name in TIMED_PEERS):
+        yield peer.name, lambda peer=peer: peer.make(parameters(shapes, torch.bfloat16, device), **OPTIONS).step
 
 
 def layer_contenders(side: int, tokens: int, device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -193,6 +228,15 @@ def layer_contenders(side: int, tokens: int, device: torch.device) -> Iterator[t
 
 def nothing_to(model: nn.Module) -> None:
     """Leave a model as it is."""
+
+
+def compile_layer(number: int, side: int, tokens: int, device: torch.device) -> None:
+    """Run a layer once, so that its compiled code is in the cache. Its errors come again when it is timed."""
+    name, make = list(layer_contenders(side, tokens, device))[number]
+    try:
+        make()()
+    except Exception as error:
+        print(f"cannot compile {name}: {type(error).__name__}", file=sys.stderr)
 
 
 def time_table(
@@ -228,6 +272,8 @@ def times(report: Report, device: torch.device, quick: bool, rounds: int) -> Non
         time_table(report, f"step, {title}", (FUSED, fused), step_contenders(shapes, device), device, rounds)
     side, tokens = (64, 32) if device.type == "cpu" else (4096, 8192)
     (name, make), *others = layer_contenders(side, tokens, device)
+    if device.type == "cuda":
+        in_processes(compile_layer, [(number, side, tokens, device) for number in range(1 + len(others))])
     title = f"linear layer {side} × {4 * side}, {tokens} tokens, forward and backward, compiled"
     time_table(report, title, (name, make), iter(others), device, rounds)
 
@@ -235,47 +281,93 @@ def times(report: Report, device: torch.device, quick: bool, rounds: int) -> Non
 # ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def training_row(recipe: str | None, device: torch.device, steps: int, text: Tensor) -> Row:
-    """Train a Llama of a million weights; ``None`` is torch's float32 AdamW."""
+def python_source() -> Tensor:
+    """Return the bytes of Python source on this machine: the standard library's and PyTorch's, at most 30 MB."""
+    folders = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
+    files = [file for file in files if file.is_relative_to(folders[1]) or "site-packages" not in file.parts]
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:30_000_000]), dtype=torch.uint8)
+
+
+def trained(
+    name: str, make: Callable[[nn.Module], tuple[nn.Module, Any]], device: torch.device, steps: int, text: Tensor
+) -> Row:
+    """Train a Llama with a recipe or an optimizer; the learning rate rises for a tenth of the steps, then falls to zero."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-        )
-    ).to(device)
-    if recipe is None:
-        optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIONS)
-    else:
-        model, optimizer = ng.prepare(model, recipe, **OPTIONS)
-    generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
-        starts = torch.randint(0, len(text) - 257, (16,), generator=generator)
-        inputs = torch.stack([text[start : start + 256] for start in starts.tolist()]).to(device)
-        loss = model(input_ids=inputs, labels=inputs).loss
+    side, length, rows = (640, 512, 32) if device.type == "cuda" else (64, 64, 2)
+    sizes = {"hidden_size": side, "intermediate_size": 27 * side // 10, "num_attention_heads": side // 64}
+    config = LlamaConfig(vocab_size=256, num_hidden_layers=13 if device.type == "cuda" else 2, **sizes)
+    model, optimizer = make(LlamaForCausalLM(config).to(device))
+    is_wide = next(model.parameters()).dtype == torch.float32
+    held_out = len(text) // 20
+    generator = torch.Generator().manual_seed(1)
+
+    def loss_of(part: Tensor, draws: torch.Generator) -> Tensor:
+        starts = torch.randint(0, len(part) - length, (rows,), generator=draws)
+        inputs = torch.stack([part[start : start + length] for start in starts.tolist()]).to(device, torch.int64)
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_wide and name == AUTOCAST):
+            loss: Tensor = model(input_ids=inputs, labels=inputs).loss
+        return loss
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for step in range(steps):
+        began = time.perf_counter()
+        share = min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * max(0.0, step / steps - 0.1) / 0.9))
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIONS["lr"] * share
+        loss = loss_of(text[:-held_out], generator)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    last = torch.stack(losses[-max(1, steps // 10) :]).mean()
-    return {"": recipe or "torch float32 AdamW", "first loss": float(losses[0]), "last loss": float(last)}
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    with torch.no_grad():
+        draws = torch.Generator().manual_seed(2)
+        held_out_loss = torch.stack([loss_of(text[-held_out:], draws) for _ in range(8)]).mean()
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else math.nan
+    weights = sum(weight.numel() for weight in model.parameters()) / 1e6
+    return {
+        "": name,
+        "million weights": weights,
+        "held-out loss": float(held_out_loss),
+        "median ms a step": 1e3 * sorted(times)[len(times) // 2],
+        "peak GiB": memory,
+    }
 
 
 def training(report: Report, device: torch.device, quick: bool) -> None:
-    """Compare the losses of recipes on the same batches."""
-    files = sorted(Path(torch.__file__).parents[0].glob("nn/modules/*.py"))
-    text = torch.tensor(list(b"".join(file.read_bytes() for file in files)), dtype=torch.int64)
-    steps = 2 if quick else 500
-    rows = [training_row(recipe, device, steps, text) for recipe in (None, *RECIPES[: 1 if quick else None])]
-    report.add(f"loss after {steps} steps, mean of the last tenth", rows)
+    """Compare recipes and peers on the same batches."""
+
+    def recipe(name: str) -> Callable[[nn.Module], Any]:
+        return lambda model: ng.prepare(model, name, **OPTIONS)
+
+    def over_bfloat16(optimizer: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+        return lambda model: (model.bfloat16(), optimizer(list(model.parameters())))
+
+    candidates: dict[str, Callable[[nn.Module], Any]] = {
+        AUTOCAST: lambda model: (model, torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)),
+        **{name: recipe(name) for name in RECIPES},
+        "FlashOptim AdamW": over_bfloat16(flashoptim),
+        STOCHASTIC: over_bfloat16(partial(next(peer.make for peer in PEERS if peer.name == STOCHASTIC), **OPTIONS)),
+    }
+    text, steps, rows = python_source(), 2 if quick else 500, []
+    for name, make in list(candidates.items())[: 3 if quick else None]:
+        try:
+            rows.append(trained(name, make, device, steps, text))
+        except Exception as error:  # a peer that is not installed or cannot run here
+            rows.append({"": name, "why not": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:70]}"})
+        print(rows[-1], file=sys.stderr, flush=True)
+    counts = torch.bincount(text.int(), minlength=256) / len(text)
+    report.note(
+        f"a table of byte frequencies has a loss of {float(-(counts * counts.clamp_min(1e-12).log()).sum()):.3f}"
+    )
+    report.add(f"training, {steps} steps", rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
