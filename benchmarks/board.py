@@ -100,7 +100,7 @@ class Setting:
 
     @property
     def cells(self) -> list[Cell]:
-        return list(itertools.product((self.lr, round(self.lr / 3, 6)), (0.95, 0.999)))
+        return list(itertools.product((round(self.lr / 3, 6), self.lr), (0.95, 0.999)))
 
 
 SETTINGS = {setting.model: setting for setting in (Setting("llama-1m", 800, 3e-3), Setting("llama-8m", 1500, 1e-3))}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import statistics
 import sys
 import sysconfig
 import time
@@ -153,7 +154,7 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     """Check steps, casts and layers; return whether all pass."""
     storages = ("word", "compact") if quick else tuple(STORAGES)
     casts = distinct_casts()[: 2 if quick else None]
-    computes = ("int8-row",) if quick else tuple(COMPUTES)
+    computes = ("int8-row",) if quick else tuple(name for name, row in COMPUTES.items() if not row.owns_storages)
     checks = [("step", name) for name in storages] + [("cast", cast) for cast in casts]
     checks += [("layer", name) for name in computes]
     jobs = [(kind, name, device, 5 if quick else 12) for kind, name in checks]
@@ -289,60 +290,8 @@ def python_source() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:30_000_000]), dtype=torch.uint8)
 
 
-def trained(
-    name: str, make: Callable[[nn.Module], tuple[nn.Module, Any]], device: torch.device, steps: int, text: Tensor
-) -> Row:
-    """Train a Llama with a recipe or an optimizer; the learning rate rises for a tenth of the steps, then falls to zero."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    side, length, rows = (640, 512, 32) if device.type == "cuda" else (64, 64, 2)
-    sizes = {"hidden_size": side, "intermediate_size": 27 * side // 10, "num_attention_heads": side // 64}
-    config = LlamaConfig(vocab_size=256, num_hidden_layers=13 if device.type == "cuda" else 2, **sizes)
-    model, optimizer = make(LlamaForCausalLM(config).to(device))
-    is_wide = next(model.parameters()).dtype == torch.float32
-    held_out = len(text) // 20
-    generator = torch.Generator().manual_seed(1)
-
-    def loss_of(part: Tensor, draws: torch.Generator) -> Tensor:
-        starts = torch.randint(0, len(part) - length, (rows,), generator=draws)
-        inputs = torch.stack([part[start : start + length] for start in starts.tolist()]).to(device, torch.int64)
-        with torch.autocast(device.type, torch.bfloat16, enabled=is_wide and name == AUTOCAST):
-            loss: Tensor = model(input_ids=inputs, labels=inputs).loss
-        return loss
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for step in range(steps):
-        began = time.perf_counter()
-        share = min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * max(0.0, step / steps - 0.1) / 0.9))
-        for group in optimizer.param_groups:
-            group["lr"] = OPTIONS["lr"] * share
-        loss = loss_of(text[:-held_out], generator)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    with torch.no_grad():
-        draws = torch.Generator().manual_seed(2)
-        held_out_loss = torch.stack([loss_of(text[-held_out:], draws) for _ in range(8)]).mean()
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else math.nan
-    weights = sum(weight.numel() for weight in model.parameters()) / 1e6
-    return {
-        "": name,
-        "million weights": weights,
-        "held-out loss": float(held_out_loss),
-        "median ms a step": 1e3 * sorted(times)[len(times) // 2],
-        "peak GiB": memory,
-    }
-
-
-def training(report: Report, device: torch.device, quick: bool) -> None:
-    """Compare recipes and peers on the same batches."""
+def starters() -> dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]]:
+    """Return, by name, functions that take a float32 model and return the model to train and its optimizer."""
 
     def recipe(name: str) -> Callable[[nn.Module], Any]:
         return lambda model: ng.prepare(model, name, **OPTIONS)
@@ -350,24 +299,72 @@ def training(report: Report, device: torch.device, quick: bool) -> None:
     def over_bfloat16(optimizer: Callable[..., Any]) -> Callable[[nn.Module], Any]:
         return lambda model: (model.bfloat16(), optimizer(list(model.parameters())))
 
-    candidates: dict[str, Callable[[nn.Module], Any]] = {
+    return {
         AUTOCAST: lambda model: (model, torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)),
         **{name: recipe(name) for name in RECIPES},
         "FlashOptim AdamW": over_bfloat16(flashoptim),
         STOCHASTIC: over_bfloat16(partial(next(peer.make for peer in PEERS if peer.name == STOCHASTIC), **OPTIONS)),
     }
-    text, steps, rows = python_source(), 2 if quick else 500, []
-    for name, make in list(candidates.items())[: 3 if quick else None]:
-        try:
-            rows.append(trained(name, make, device, steps, text))
-        except Exception as error:  # a peer that is not installed or cannot run here
-            rows.append({"": name, "why not": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:70]}"})
-        print(rows[-1], file=sys.stderr, flush=True)
-    counts = torch.bincount(text.int(), minlength=256) / len(text)
-    report.note(
-        f"a table of byte frequencies has a loss of {float(-(counts * counts.clamp_min(1e-12).log()).sum()):.3f}"
-    )
-    report.add(f"training, {steps} steps", rows)
+
+
+def trained(name: str, device: torch.device, steps: int) -> Row:
+    """Train a Llama. The learning rate rises for a tenth of the steps, then falls to zero."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    on_gpu, text = device.type == "cuda", python_source()
+    side, length, rows = (640, 512, 32) if on_gpu else (64, 64, 2)
+    sizes = {"hidden_size": side, "intermediate_size": 27 * side // 10, "num_attention_heads": side // 64}
+    config = LlamaConfig(vocab_size=256, num_hidden_layers=13 if on_gpu else 2, **sizes)
+    try:
+        model, optimizer = starters()[name](LlamaForCausalLM(config).to(device))
+    except ImportError as error:
+        return {"": name, "why not": str(error)}
+    held_out, generator = len(text) // 20, torch.Generator().manual_seed(1)
+
+    def loss_of(part: Tensor, draws: torch.Generator) -> Tensor:
+        starts = torch.randint(0, len(part) - length, (rows,), generator=draws)
+        inputs = torch.stack([part[start : start + length] for start in starts.tolist()]).to(device, torch.int64)
+        with torch.autocast(device.type, torch.bfloat16, enabled=name == AUTOCAST):
+            loss: Tensor = model(input_ids=inputs, labels=inputs).loss
+        return loss
+
+    times = []
+    for step in range(steps):
+        began = time.perf_counter()
+        share = min(1.0, 10 * (step + 1) / steps) * 0.5 * (1 + math.cos(math.pi * max(0.0, step / steps - 0.1) / 0.9))
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIONS["lr"] * share
+        loss_of(text[:-held_out], generator).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else math.nan
+    with torch.no_grad():
+        draws = torch.Generator().manual_seed(2)
+        loss = float(torch.stack([loss_of(text[-held_out:], draws) for _ in range(8)]).mean())
+    row = {"": name, "held-out loss": loss, "ms a step": statistics.median(times), "peak GiB": memory}
+    print(steps, row, file=sys.stderr, flush=True)
+    return row
+
+
+def training(report: Report, device: torch.device, quick: bool) -> None:
+    """Compare recipes and peers on the same batches. Losses come from all rows at once, times from each alone."""
+    names, steps = list(starters())[: 3 if quick else None], 2 if quick else 500
+    jobs = [(name, device, steps) for name in names]
+    rows = in_processes(trained, jobs) if device.type == "cuda" else [trained(*job) for job in jobs]
+    print("losses done", file=sys.stderr, flush=True)
+    for row in rows if device.type == "cuda" else []:
+        torch.cuda.reset_peak_memory_stats()
+        row |= {name: value for name, value in trained(row[""], device, 40).items() if name != "held-out loss"}
+        torch.cuda.empty_cache()
+    counts = torch.bincount(python_source().int(), minlength=256)
+    shares = counts[counts > 0] / counts.sum()
+    report.note(f"a table of byte frequencies has a loss of {float(-(shares * shares.log()).sum()):.3f}")
+    report.add(f"training, {steps} steps; times and memory of 40 steps alone", rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

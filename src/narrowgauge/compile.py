@@ -32,6 +32,7 @@ from torch import Tensor
 from narrowgauge.edge_values import draw, same_numbers
 from narrowgauge.inductor import few_instructions, quiet
 from narrowgauge.machine import compiler_missing, compiler_name, gpu_compiler_missing, switched_off
+from narrowgauge.torch_names import is_traced
 
 COMPILE_ELEMENTS = 1 << 18
 """Compile for at least this many elements. Fewer do not win back the seconds of compiling."""
@@ -108,7 +109,7 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
 
     Each function is compiled once for a pattern. So pass the same function object for the same lines and constants.
     """
-    if size < COMPILE_ELEMENTS or torch.compiler.is_compiling() or not can_compile(_place(arguments)):
+    if size < COMPILE_ELEMENTS or is_traced() or not can_compile(_place(arguments)):
         return function(*arguments)
     return compiled_for_pattern(function, *arguments)
 

@@ -34,6 +34,9 @@
     Parameters are named without these prefixes. Alternative: longer names.
 Frames of ``Optimizer.profile_hook_step``
     Detect a step within a step of the same optimizer, as by ``super().step()``. Alternative: it counts twice.
+``torch._C._get_dispatch_mode``
+    Notice that operations are being traced. PyTorch 2.11 traces the backward pass of a compiled function without setting
+    ``torch.compiler.is_compiling()``. Alternative: 2.13 as the oldest release.
 ``torch.utils._python_dispatch._disable_current_modes``
     Try a kernel with real tensors while the compiler traces with fake ones. Alternative: trying all kernels when a model is
     prepared.
@@ -99,6 +102,12 @@ class HostCopy:
         if self._done is not None:
             self._done.synchronize()
         return float(self._value)
+
+
+def is_traced() -> bool:
+    """Return whether PyTorch is tracing: the operations' tensors may have no values."""
+    mode, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    return torch.compiler.is_compiling() or mode(keys.FAKE) is not None or mode(keys.PROXY) is not None
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -30,6 +30,7 @@ from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, drawn_s
 from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
+from narrowgauge.torch_names import is_traced
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
 """Computes by the name that operators and graphs get: the table's, and those that :func:`register` adds."""
@@ -125,7 +126,7 @@ def multiply_slots(
     product = compute.products[matmul]
     if product.right.granularity == "column":
         right = right._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
-    if torch.compiler.is_compiling() and is_opaque(left, right, product):
+    if is_traced() and is_opaque(left, right, product):
         return cast(Tensor, _multiply_opaque(*left, *right, register(compute), matmul, list(shape), dtype, bias))
     if product.left.smooth:
         left, right = with_channels_back(left, right)
@@ -157,7 +158,7 @@ def cast_weight_to_slot(
     unit: Tensor | None = None,
 ) -> Operand:  # fmt: skip
     """Call :func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``. Use the cached cast if there is one."""
-    if torch.compiler.is_compiling() and cast_cache.is_in_use():
+    if is_traced() and cast_cache.is_in_use():
         clock, layer = keys or (None, None)
         data, outer, inner = _cast_weight(weight, name, slot, clock, layer, history, record, unit)
         return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
@@ -244,7 +245,7 @@ def add_outliers(
     columns, weights = kept or (None, None)
     arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer, columns, weights)
     # The variable number of columns would break a graph.
-    return cast(Tensor, (_add_opaque if torch.compiler.is_compiling() else _add_outliers)(*arguments))
+    return cast(Tensor, (_add_opaque if is_traced() else _add_outliers)(*arguments))
 
 
 def _add_outliers(

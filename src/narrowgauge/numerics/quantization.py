@@ -28,6 +28,7 @@ from narrowgauge.numerics.rounding import (
     float_of,
     power_below,
     random_bits,
+    reciprocal,
     round_nearest,
     round_stochastic,
 )
@@ -170,14 +171,14 @@ def _better_scale(
     ratio: Tensor | float = 2.0
     if outer is None:
         larger = inner * 2
-        larger_inverse = larger.reciprocal()
+        larger_inverse = reciprocal(larger)
     else:
         # Map the amax to the format's next smaller number, for e2m1 to 4 instead of 6.
         row, largest = cast.element, values.abs().amax((1, 3), keepdim=True)
         second = row.max - row.spacing(row.max)
-        larger = _e4m3_scale(largest * (1 / second) * outer.view(-1, 1, 1, 1).reciprocal(), up=False)
-        larger_inverse = (larger * outer.view(-1, 1, 1, 1)).reciprocal()
-        ratio = larger * inner.reciprocal()
+        larger = _e4m3_scale(largest * (1 / second) * reciprocal(outer.view(-1, 1, 1, 1)), up=False)
+        larger_inverse = reciprocal(larger * outer.view(-1, 1, 1, 1))
+        ratio = larger * reciprocal(inner)
     again = _codes(values, larger_inverse, cast, None)
     before, after = values * inverse - codes, (values * larger_inverse - again) * ratio
     is_better = _sum_of_block(after * after) < _sum_of_block(before * before)
@@ -205,7 +206,7 @@ def _lengthened_scale(
             "Take a cast with scale='float8_e4m3fn', as nvfp4's.",
         )
     along, length = _sum_of_block(scaled * codes), _sum_of_block(scaled * scaled)
-    factor = torch.where(along > 0, length.float() * along.float().reciprocal(), 1.0)
+    factor = torch.where(along > 0, length.float() * reciprocal(along.float()), 1.0)
     return round_stochastic(
         (inner * factor).clamp_max(_E4M3.max), _E4M3, uniform((words[0][:, :1], words[1][:, :, :, :1]))
     )
@@ -234,7 +235,7 @@ def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor
     if not cast.smooth:
         return None, amax
     largest = x.abs().amax(0, keepdim=True).float()
-    return _power_of(largest).reciprocal(), 2 * (peak := largest.amax(1, keepdim=True)) / _power_of(peak)
+    return reciprocal(_power_of(largest)), 2 * (peak := largest.amax(1, keepdim=True)) / _power_of(peak)
 
 
 def _power_of(magnitude: Tensor) -> Tensor:
@@ -255,7 +256,7 @@ def _whole_scale(values: Tensor, cast: Cast, dim: int, amax: Tensor | None) -> t
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
     largest = values.abs().amax(along, keepdim=True) if amax is None else amax
     outer = _or_nan(largest.clamp_min(TINY) * (1 / cast.element.max), largest)
-    return outer.reciprocal(), outer
+    return reciprocal(outer), outer
 
 
 def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -264,12 +265,12 @@ def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tens
     unbiased = cast.rounding == "stochastic"
     if cast.scale != "float8_e4m3fn":
         inner = power_of_two_scale(largest, cast.element, up=unbiased or cast.scale == "power-of-two")
-        return inner.reciprocal(), inner, None
+        return reciprocal(inner), inner, None
     peak = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
     end = _E4M3.max if cast.fit == "end" and cast.rounding != "eden" else _ROOMY_END
     outer = _or_nan(peak.clamp_min(TINY) * (1 / (end * cast.element.max)), peak)
-    inner = _e4m3_scale(largest * (1 / cast.element.max) * outer.reciprocal(), up=unbiased)
-    return (inner * outer).reciprocal(), inner, outer.view(-1, 1)
+    inner = _e4m3_scale(largest * (1 / cast.element.max) * reciprocal(outer), up=unbiased)
+    return reciprocal(inner * outer), inner, outer.view(-1, 1)
 
 
 def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tensor, Tensor] | None) -> Tensor:

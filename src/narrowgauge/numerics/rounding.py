@@ -163,6 +163,11 @@ def sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
+def reciprocal(x: Tensor) -> Tensor:
+    """Return the correctly rounded 1 / x. PyTorch 2.11 compiles ``Tensor.reciprocal`` for GPUs to an approximation."""
+    return torch.ones_like(x) / x
+
+
 def round_to_bfloat16(x: Tensor) -> Tensor:
     """Round float32 or float64 to the nearest bfloat16, ties away from zero (``Tensor.to`` rounds ties to even)."""
     if x.dtype is torch.float64:
@@ -253,7 +258,7 @@ def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
         return torch.floor(v + u).clamp(-row.max, row.max)
     if row.exponent_bits >= 3:
         power = binade(v, row)
-        inverse = power.reciprocal()
+        inverse = reciprocal(power)
     else:
         # Compare the few exponents: on a CPU bits are slow to read beside bfloat16 loads.
         magnitude = v.abs()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from narrowgauge.machine import multiplies
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.torch_names import cpu_kernel_wrapped
+from narrowgauge.torch_names import cpu_kernel_wrapped, is_traced
 
 EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""
@@ -198,7 +198,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 def bias_gradient(grad: Tensor) -> Tensor:
     """Return the gradient ``[out]`` of a bias: the sum of the output's gradient ``[rows, out]``."""
     # Opaque to a compiler. It would sum unrounded values, in another order.
-    total: Tensor = _sum_of_rows(grad) if torch.compiler.is_compiling() else grad.sum(0)
+    total: Tensor = _sum_of_rows(grad) if is_traced() else grad.sum(0)
     return total
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import exact_squares
-from narrowgauge.numerics.rounding import sqrt
+from narrowgauge.numerics.rounding import reciprocal, sqrt
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.torch_names import to_device
 
@@ -48,7 +48,7 @@ def decide(norm: Tensor, options: Tensor) -> Tensor:
     """
     max_norm, skip_above, grad_scale, found_inf = options.unbind()
     scale, unscaled, finite = 1.0 / grad_scale, norm / grad_scale, norm.isfinite()
-    clip = ((norm * scale + 1e-6).reciprocal() * max_norm).clamp(max=1.0)
+    clip = (reciprocal(norm * scale + 1e-6) * max_norm).clamp(max=1.0)
     overflow = (found_inf != 0) | ~finite
     skip = overflow | (unscaled > skip_above)
     scale = torch.where(finite & (max_norm < math.inf), scale * clip, scale)

@@ -33,6 +33,7 @@ from narrowgauge.numerics.rounding import (
     half,
     quiet,
     random_bits,
+    reciprocal,
     rounded_to_odd,
 )
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_alone
@@ -505,7 +506,7 @@ def _into(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, pl
 
 
 def _inverse(into: Tensor | None) -> Tensor | None:
-    return None if into is None else 1.0 / into
+    return None if into is None else reciprocal(into)
 
 
 # ── a tensor of its own ─────────────────────────────────────────────────────────────────────────────────────────────────
