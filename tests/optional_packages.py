@@ -6,16 +6,8 @@ import ast
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-import pytest
-
 # What a name or a package needs to be imported, beyond what pip installs on every machine.
 NEEDS = {"Trainer": "accelerate", "TrainingArguments": "accelerate", "torchtitan": "triton"}
-
-needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None,
-    reason="Triton is not installed, which writes the machine code (it runs on Linux, x86-64)",
-)
-
 
 def absent_packages(code: str) -> list[str]:
     """Return the packages that code imports anywhere and that are not installed."""
