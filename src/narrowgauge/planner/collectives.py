@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.jobs import Job
@@ -229,12 +230,12 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
     stream, is_again = job.stream_bytes, layout.recompute == "full"
 
-    def term(name: str, kind: str, path: Path, size: float, count: int, what: str, one: float) -> Term:
-        """Return an exchange of ``size`` bytes in ``one`` second, ``count`` times per layer and micro-batch."""
-        those = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
-        text = f"{batches} × {those:g} layers × {count} {what} of {_size(size)}"
+    def term(name: str, kind: str, path: Path, size: float, count: int, what: str, seconds: float) -> Term:
+        """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
+        sending = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
+        text = "{} × {:g} layers × {} {} of {:,.3g} MB", batches, sending, count, what, size / 1e6
         under = batches * (attention if kind == "context" else compute)
-        return _exposed(job, name, batches * those * count * one, kind, under, path, text)
+        return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
 
     if layout.tensor > 1:
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two backward.
@@ -258,7 +259,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     if layout.pipeline > 1:
         path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
         count = 2 * layout.interleave * batches
-        seconds, text = count * send_seconds(size, path), f"{count} sends of {_size(size)}"
+        seconds, text = count * send_seconds(size, path), ("{} sends of {:,.3g} MB", count, size / 1e6)
         yield _exposed(job, "activations between stages", seconds, "pipeline", batches * compute, path, text)
 
 
@@ -286,10 +287,8 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
                 parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
                 seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
-        text = (
-            f"{owned.dense + owned.experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B "
-            "reduced"
-        )
+        form = "{:.3g} parameters: {} × {:g} B gathered and {} × {:g} B reduced"
+        text: tuple[Any, ...] = (form, owned.dense + owned.experts, gathers, weight, sums, gradient)
         yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
     if every > sharing:
         dense = owned.dense / sharing
@@ -300,7 +299,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         sizes = [number * gradient for number in (dense, experts)]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         last_backward = compute * 2 / 3
-        text = f"an all-reduce of {_size(sum(sizes))}"
+        text = "an all-reduce of {:,.3g} MB", sum(sizes) / 1e6
         yield _exposed(job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text)
 
 
@@ -309,7 +308,7 @@ def _path(job: Job, ranks: int, stride: int) -> Path:
     return path_of(ranks, stride, job.nodes, job.cluster, link=shares["link"], network=shares["network"])
 
 
-def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, what: str) -> Term:
+def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, what: tuple[Any, ...]) -> Term:
     """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
@@ -317,7 +316,8 @@ def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path:
     assumed = " (assumed)" if path.nodes > 1 and job.nodes.is_network_assumed else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
-    formula = f"{what}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
+    text, *numbers = what
+    formula = text + ", {}{}: {:.3g} s, {:.3g} hidden, {:.3g} slower", *numbers, path, assumed, seconds, hidden, slowed
     return Term("communication", name, seconds - hidden + slowed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
 
 
@@ -348,7 +348,3 @@ def _repeated(experts_per_token: int, nodes: int) -> float:
     copies = experts_per_token * (nodes - 1) / nodes
     visited = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts_per_token)
     return 1 - visited / copies
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.3g} MB"

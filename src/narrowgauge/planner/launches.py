@@ -169,7 +169,7 @@ def _whole(table: Settings, key: str, where: str, default: int | None = None) ->
 def _layout(table: Any) -> Layout:
     if not isinstance(table, dict):
         raise DataError(f"[layout] is {table!r}.", "For instance [layout] with shard = 8 and micro_batches = 4.")
-    return Layout(**read_layout(",".join(f"{name}={value}" for name, value in table.items())))
+    return Layout(**read_layout(table))
 
 
 def _cluster(table: Settings, path: Path, chip: Chip | None, layout: Layout | None) -> Cluster:

@@ -9,6 +9,7 @@ data, shard and context axes. They also lie inside the tensor axis, unless tenso
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -150,15 +151,16 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Layout) if field.name
 _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
-def read_layout(text: str) -> dict[str, Any]:
-    """Read the fields of a layout: ``FIELD=VALUE`` and layout names, separated by commas. Fields override names.
+def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas. Fields override names.
 
     Example:
-        >>> read_layout("tensor=2, recompute=full")
-        {'tensor': 2, 'recompute': 'full'}
+        >>> read_layout("tensor=2, recompute=full") == read_layout({"tensor": 2, "recompute": "full"})
+        True
         >>> read_layout("fsdp2,shard=8")["shard"]
         8
     """
+    text = layout if isinstance(layout, str) else ",".join(f"{name}={value}" for name, value in layout.items())
     named: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.clusters import Cluster, between_sizes, clusters_asked_for, counts_of, parts_of, with_nodes
 from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout
+from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout, read_layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, Architecture, of_size, read_model
 from narrowgauge.planner.model_state import is_stepped, with_optimizer
@@ -70,7 +70,7 @@ def plan(
     lora: int | None = None,
     base: str = "bfloat16",
     minimize: str | None = None,
-    layout: Mapping[str, Any] | None = None,
+    layout: str | Mapping[str, Any] | None = None,
     **rates: Any,
 ) -> Plan:
     """Plan what fits, how fast, in which layout, and why. Nothing is trained and nothing needs PyTorch.
@@ -95,7 +95,7 @@ def plan(
         lora: rank of trained adapters over a frozen model; None trains all parameters.
         base: storage of frozen layers, a key of :data:`~narrowgauge.planner.model.BASE_BYTES`; ``"nf4"`` is QLoRA.
         minimize: ``"days"``, ``"cost"`` or ``"chips"``; None for ``"chips"`` with a deadline, else ``"days"``.
-        layout: fields of the layout with fixed values.
+        layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,offload=none"``.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Nodes` for ``chip``: ``interconnect_gbit_per_second``,
             ``dollars_per_hour``, ``host_memory_gb``, ``software``.
     Returns:
@@ -114,12 +114,12 @@ def plan(
             f"minimize = {minimize!r} was requested.",
             suggestion(minimize, OBJECTIVES) or f"It is one of {', '.join(OBJECTIVES)}.",
         )
-    architecture = _architecture(model, params)
+    architecture, fixed = _architecture(model, params), read_layout(layout or {})
     if lora is not None:
         if not architecture.has_shape:
             raise NarrowgaugeError("Cannot plan adapters of a number of parameters.", "Name a model.")
         architecture = replace(architecture, adapters=Adapters(lora, base))
-        layout = {**_ADAPTED, **(layout or {})}
+        fixed = {**_ADAPTED, **fixed}
     question = Question(
         architecture,
         str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
@@ -127,7 +127,7 @@ def plan(
         _sequence_length(architecture, sequence_length),
         num_tokens=tokens,
         minimize=minimize,
-        fixed=dict(layout or {}),
+        fixed=fixed,
         tokens_per_step=tokens_per_step,
         deadline_days=days,
         budget=budget,

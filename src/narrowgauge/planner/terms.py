@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Formula = str | tuple[Any, ...]
+"""A text, or a format string and its numbers. A search makes thousands of terms and prints a few."""
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """Describe one addend, in bytes or seconds.
 
     Args:
         group: its group, such as ``"optimizer"``; a key of a plan's JSON.
-        formula: its derivation with numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
+        derivation: its :attr:`formula`, not yet written.
         source: the publication, or ``"definition"`` without a measurement.
         low, high: the 80 % interval; None for ``value`` itself.
     """
@@ -24,10 +27,18 @@ class Term:
     group: str
     name: str
     value: float
-    formula: str
+    derivation: Formula
     source: str = "definition"
     low: float | None = None
     high: float | None = None
+
+    @property
+    def formula(self) -> str:
+        """Return the derivation with numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``."""
+        if isinstance(self.derivation, str):
+            return self.derivation
+        text, *numbers = self.derivation
+        return str(text.format(*numbers))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -52,6 +63,9 @@ class Terms:
     def without(self, *groups: str) -> Terms:
         """Return the addends of all other groups."""
         return Terms(tuple(term for term in self.addends if term.group not in groups))
+
+    def only(self, *groups: str) -> Terms:
+        return Terms(tuple(term for term in self.addends if term.group in groups))
 
     @property
     def total(self) -> float:
