@@ -252,15 +252,12 @@ class Regression:
             steps.append(_step_row("measured", self.scale * self.before.measured, self.after.measured))
         numbers = number_columns(before="before", after="after", difference="difference", share="share")
         title = f"A step of {self.after.job.tokens_per_step:,} tokens: {self.before.name}, {self.after.name}"
-        rows = [
-            {**dataclasses.asdict(e), "alone": "not alone" if e.seconds is None else f"{e.seconds:+.3g} s"}
-            for e in self.effects
-        ]
-        columns = (*text_columns(setting="name", before="before", after="after"), *number_columns(alone="alone"))
+        alone = number_columns(alone=lambda e: "not alone" if e.seconds is None else f"{e.seconds:+.3g} s")
+        columns = (*text_columns(setting="name", before="before", after="after"), *alone)
         return [
             Table((*text_columns(step="name"), *numbers), steps, title),
             changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total),
-            Table(columns, rows, "What each setting does alone"),
+            Table(columns, list(self.effects), "What each setting does alone"),
         ]
 
     def row(self) -> Row:

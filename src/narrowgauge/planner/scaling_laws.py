@@ -186,13 +186,13 @@ class Scaling:
         """Return predictions for other numbers of chips, such as ``at``, and the causes that the laws allow."""
         first, last = self.points[0].chips, self.points[-1].chips
         numbers = sorted({max(1, first // 2), *at, max([2 * last, *at])})
-        rows = [
-            {"chips": f"{row['chips']:,}", "time": duration_text(row["seconds"]),
-             "interval": f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
-             "efficiency": f"{row['efficiency']:.0%}"}
-            for row in map(self._prediction, numbers)
-        ]  # fmt: skip
-        columns = number_columns(chips="chips", time="time", interval_80="interval", efficiency="efficiency")
+        columns = number_columns(
+            chips=lambda row: f"{row['chips']:,}",
+            time=lambda row: duration_text(row["seconds"]),
+            interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
+            efficiency=lambda row: f"{row['efficiency']:.0%}",
+        )
+        rows = [self._prediction(chips) for chips in numbers]
         causes = text_columns(cause="name", grows="shape", why="why", measure="measure", what_helps="remedy")
         return [Table(columns, rows, "Other numbers of chips"), Table(causes, self.causes, "What may not be divided")]
 
