@@ -230,18 +230,18 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
     stream, is_again = job.stream_bytes, layout.recompute == "full"
 
-    def term(name: str, kind: str, path: Path, size: float, count: int, what: str, seconds: float) -> Term:
+    def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
         sending = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
-        text = "{} × {:g} layers × {} {} of {:,.3g} MB", batches, sending, count, what, size / 1e6
+        text = "{} × {:g} layers × {} {} of {:,.3g} MB", batches, sending, count, exchanges, size / 1e6
         under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
 
     if layout.tensor > 1:
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two backward.
         path, count = _path(job, layout.tensor, 1), 6 if is_again else 4
-        one, what = 2 * all_gather_seconds(stream, path), "gathers and reductions"
-        yield term("activations between tensor ranks", "tensor", path, stream, count, what, one)
+        seconds, exchanges = 2 * all_gather_seconds(stream, path), "gathers and reductions"
+        yield term("activations between tensor ranks", "tensor", path, stream, count, exchanges, seconds)
     if layout.context > 1:
         # Keys, values and their gradients go around the ring.
         path, count = _path(job, layout.context, layout.tensor), (4 if is_again else 3) * (layout.context - 1)
@@ -254,8 +254,8 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         size = stream * a.mixture.experts_per_token / layout.tensor
         # A token for several experts of a node may travel there once.
         once = 1 - job.efficiency["once_per_node"] * _repeated(a.mixture.experts_per_token, path.nodes)
-        one = all_to_all_seconds(size, path, between=once)
-        yield term("tokens between experts", "expert", path, size, count, "all-to-alls", one)
+        seconds = all_to_all_seconds(size, path, between=once)
+        yield term("tokens between experts", "expert", path, size, count, "all-to-alls", seconds)
     if layout.pipeline > 1:
         path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
         count = 2 * layout.interleave * batches
@@ -308,7 +308,9 @@ def _path(job: Job, ranks: int, stride: int) -> Path:
     return path_of(ranks, stride, job.nodes, job.cluster, link=shares["link"], network=shares["network"])
 
 
-def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, what: tuple[Any, ...]) -> Term:
+def _exposed(
+    job: Job, name: str, seconds: float, kind: str, under: float, path: Path, description: tuple[Any, ...]
+) -> Term:
     """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
@@ -316,7 +318,7 @@ def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path:
     assumed = " (assumed)" if path.nodes > 1 and job.nodes.is_network_assumed else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
-    text, *numbers = what
+    text, *numbers = description
     formula = text + ", {}{}: {:.3g} s, {:.3g} hidden, {:.3g} slower", *numbers, path, assumed, seconds, hidden, slowed
     return Term("communication", name, seconds - hidden + slowed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
 

@@ -102,8 +102,8 @@ def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
     for number in dict.fromkeys((0, p - 1) if even else (0, 1, p - 1)):
         # Uneven stages omit a layer where the embedding or head is.
         layers = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
-        held = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
-        stages.append(Stage(number, layers, layers * min(held, layout.micro_batches)))
+        batches_in_flight = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
+        stages.append(Stage(number, layers, layers * min(batches_in_flight, layout.micro_batches)))
     return stages
 
 
@@ -377,8 +377,8 @@ class _Rank:
             terms = [hidden, *self._chunked_loss(widths.matmul)]
             return terms, terms
 
-        def logits(size: float, what: str) -> list[Term]:
-            formula = "{:g} tokens × {:,} × {:g} B / {}: {}", tokens, vocab, size, layout.tensor, what
+        def logits(size: float, description: str) -> list[Term]:
+            formula = "{:g} tokens × {:,} × {:g} B / {}: {}", tokens, vocab, size, layout.tensor, description
             # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
             low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, size))
             return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]

@@ -160,26 +160,27 @@ def plan(
 
 
 def _refuse_contradictions(question: Question, sequence_length: int | None, is_state_only: bool) -> None:
-    what, tokens, adapters = question.largest, question.num_tokens, question.architecture.adapters
+    largest, tokens, adapters = question.largest, question.num_tokens, question.architecture.adapters
     asked = {"days": question.deadline_days, "budget": question.budget}
     limits = {name: limit for name, limit in asked.items() if limit is not None}
-    if what and what not in LARGEST:
+    if largest and largest not in LARGEST:
         raise NarrowgaugeError(
-            f"largest = {what!r} was requested.", suggestion(what, LARGEST) or f"It is one of {', '.join(LARGEST)}."
+            f"largest = {largest!r} was requested.",
+            suggestion(largest, LARGEST) or f"It is one of {', '.join(LARGEST)}.",
         )
-    if what and limits:
+    if largest and limits:
         raise NarrowgaugeError(
-            f"the largest {what} and a deadline or a budget were requested together.", "Ask one after the other."
+            f"the largest {largest} and a deadline or a budget were requested together.", "Ask one after the other."
         )
     batch = {"tokens_per_step": question.tokens_per_step, **question.fixed}
-    answers = {"context": {"sequence_length": sequence_length}, "batch": batch}.get(what, {})
+    answers = {"context": {"sequence_length": sequence_length}, "batch": batch}.get(largest, {})
     for name in ("sequence_length", "tokens_per_step", "micro_batch", "micro_batches"):
         if answers.get(name) is not None:
             raise NarrowgaugeError(
-                f"the largest {what} was requested, and {name} = {answers[name]} as well.",
+                f"the largest {largest} was requested, and {name} = {answers[name]} as well.",
                 f"Leave {name} out: it is the answer.",
             )
-    for name, value in {**limits, "largest": what, "lora": adapters and adapters.rank}.items():
+    for name, value in {**limits, "largest": largest, "lora": adapters and adapters.rank}.items():
         if is_state_only and value:
             raise NarrowgaugeError(
                 f"{name} = {value} was requested without machines, where the state of a whole model alone is counted.",
@@ -323,8 +324,8 @@ def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], nod
 
     ``node`` is the node size of clusters of any size; None tries parts of ``cluster``.
     """
-    whole = cluster if node is None else with_nodes(cluster, 1 << ((MOST_CHIPS // node).bit_length() - 1), chips=node)
-    sizes = sorted(parts_of(whole), key=lambda size: size.num_chips)
+    largest = cluster if node is None else with_nodes(cluster, 1 << ((MOST_CHIPS // node).bit_length() - 1), chips=node)
+    sizes = sorted(parts_of(largest), key=lambda size: size.num_chips)
     sizes = [size for size in sizes if _could_end(question, size)] or sizes[-1:]
     has_deadline = question.deadline_days is not None
     is_usual = question.minimize == ("chips" if has_deadline else "days")
@@ -427,7 +428,7 @@ def _rank(question: Question, option: Option) -> tuple[float, ...]:
     """Return the sort key of options: safety, then limits, then the objective, then headroom."""
     if option.step is None:
         return option.num_chips, option.memory.total
-    room = option.headroom_bytes or 0.0
+    headroom = option.headroom_bytes or 0.0
     # Recipes that lose updates come last, however fast. Options that may run out of memory come after certain ones.
     rank = [float(not option.fits), not option.recipe.storage.keeps_updates, option.is_certain is False]
     if question.is_bounded:
@@ -436,11 +437,11 @@ def _rank(question: Question, option: Option) -> tuple[float, ...]:
         if not is_met and option.fits:
             # Among options that miss the limits, the fastest is the nearest, for any objective.
             nearest = OBJECTIVES["days" if question.deadline_days is not None else "cost"]
-            return (*rank, nearest(option), 0.0, -room)
+            return (*rank, nearest(option), 0.0, -headroom)
     if question.largest:
         rank.append(-(option.sequence_length if question.largest == "context" else option.layout.num_sequences))
     rank += [OBJECTIVES[name](option) for name in (question.minimize, "days") if option.fits]
-    return (*rank, -room)
+    return (*rank, -headroom)
 
 
 def _trainable(answer: Plan) -> Option | RecipeError | None:

@@ -103,9 +103,9 @@ def operation_seconds(
         native = is_native(product, chip)
         for name in casts:
             if SLOTS[name].matmul == matmul:
-                cast, what = compute.casts[name], SLOTS[name].tensor
-                width = bytes_per_number(setting.weights if what == "weight" else setting.stream)
-                moved = sizes[what] * (width * _passes(cast) + _written_bytes(cast, native))
+                cast, tensor = compute.casts[name], SLOTS[name].tensor
+                width = bytes_per_number(setting.weights if tensor == "weight" else setting.stream)
+                moved = sizes[tensor] * (width * _passes(cast) + _written_bytes(cast, native))
                 seconds[name] = bytes_seconds(moved, chip, shares) + shares["kernel_seconds"]
         moved, extra = _moved_bytes(matmul, product, sizes, setting, native)
         format = product.left.format if native else setting.stream

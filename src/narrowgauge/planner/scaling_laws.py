@@ -246,7 +246,7 @@ def _law(names: Sequence[str], points: Sequence[MeasuredTime]) -> Law | None:
     values = weights.sum(axis=1)
     if values.min() < 0:
         return None
-    left = rows @ values - 1
+    residuals = rows @ values - 1
     freedom = len(points) - len(names)
-    error = math.sqrt(float(left @ left) / freedom) if freedom else 0.0
+    error = math.sqrt(float(residuals @ residuals) / freedom) if freedom else 0.0
     return Law(dict(zip(names, values.tolist(), strict=True)), error, tuple(map(tuple, (weights / seconds).tolist())))

@@ -288,8 +288,8 @@ def smallest_changes(job: Job, *, fixed: Mapping[str, Any]) -> str:
         is_possible = is_pair(recipe.compute, storage) and storage.visible == recipe.storage.visible
         if is_possible and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param:
             name = f"{recipe.compute.name}/{storage.name.rpartition('/')[2]}"
-            other = replace(recipe, storage=storage.keeping(recipe.storage.states))
-            narrower.append((f"at {storage.bytes_per_param:g} B/param ({name})", {"recipe": other}))
+            candidate = replace(recipe, storage=storage.keeping(recipe.storage.states))
+            narrower.append((f"at {storage.bytes_per_param:g} B/param ({name})", {"recipe": candidate}))
     shorter = [length >> power for power in (1, 2, 3) if length >> power >= 512]
     kinds = [
         relaxed,

@@ -68,8 +68,8 @@ def step_terms(job: Job) -> Terms:
     alone = {name: pace.total for name, pace in paces if name != slowest}
     if not alone:
         return terms
-    others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items())
-    formula = f"{slowest} sets the pace; alone: {others}"
+    paces_text = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items())
+    formula = f"{slowest} sets the pace; alone: {paces_text}"
     return Terms((*terms, Term("waiting", SLOWEST_KIND, 0.0, formula, "every step ends with the slowest")))
 
 
@@ -138,9 +138,9 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     yield from layer_exchanges(job, layers, busy, groups["attention"])
     yield from state_exchanges(job, layers, busy)
     if layout.pipeline > 1:
-        others = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
-        formula = "{} other stages, {:.3g} s a micro-batch, / {}", layout.pipeline - 1, others, layout.interleave
-        bubble = others / layout.interleave / library
+        waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
+        formula = "{} other stages, {:.3g} s a micro-batch, / {}", layout.pipeline - 1, waiting, layout.interleave
+        bubble = waiting / layout.interleave / library
         yield Term("bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473")
 
 

@@ -100,12 +100,12 @@ class CastErrorHooks:
             compute = named(name)
             for slot in casts_made(compute):
                 if SLOTS[slot].tensor == tensor:
-                    own = compute.casts[slot]
-                    amax = self.largest.get((layer, tensor)) if own.scaling == "delayed" else None
-                    source = without_outliers(x, own.outliers) if own.outliers else x
+                    slot_cast = compute.casts[slot]
+                    amax = self.largest.get((layer, tensor)) if slot_cast.scaling == "delayed" else None
+                    source = without_outliers(x, slot_cast.outliers) if slot_cast.outliers else x
                     fold = self._fold(layer, name, slot)
                     sums, self.outers[layer, name, slot] = cast_and_sum(
-                        source, own, SLOTS[slot].dim, fold=fold, amax=amax
+                        source, slot_cast, SLOTS[slot].dim, fold=fold, amax=amax
                     )
                     self.sums[layer, name, slot] = sums.sum(0) + self.sums.get((layer, name, slot), 0.0)
         amax, before = x.abs().amax().float().view(1, 1), self.largest.get((layer, tensor))

@@ -87,8 +87,8 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
     named = run_names(groups)
     samples = [sampled for group in groups for sampled in group.samples]
     diagnosis = run_readings(groups)
-    apart = differences(groups, comparison)
-    drawn = {"verdict": [apart] if apart is not None else [], **comparison_figures(groups, comparison.baseline)}
+    verdict = differences(groups, comparison)
+    drawn = {"verdict": [verdict] if verdict is not None else [], **comparison_figures(groups, comparison.baseline)}
     figures = {name: [marked(figure, diagnosis) for figure in section] for name, section in drawn.items()}
     strip = event_strip(named)
     if strip is not None:
@@ -142,14 +142,14 @@ def equal_time_table(comparison: Comparison) -> Table | None:
     """Return each recipe's loss at the time when the fastest finished; ``None`` if fewer than two recipes have one."""
     rows = [
         {
-            "recipe": one.label,
+            "recipe": row_class.label,
             "loss": shown_loss(row["val_loss"]),
             "minus": "–" if row["difference"] is None else shown_difference(row["difference"], row["half"]),
-            "rank": one.rank_at_equal_time.value,
+            "rank": row_class.rank_at_equal_time.value,
             "seeds": row["num_seeds"],
         }
-        for one in comparison.at_equal_time
-        if (row := one.equal_time) is not None
+        for row_class in comparison.at_equal_time
+        if (row := row_class.equal_time) is not None
     ]
     columns = (
         *name_columns(recipe="recipe"), *number_columns(loss="loss"), Column(f"minus {comparison.baseline}", "minus", right=True),

@@ -514,8 +514,8 @@ def first_of_input(layer: str) -> str:
         >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
         ('layers.0.self_attn.q_proj', 'layers.0.mlp.down_proj')
     """
-    parent, dot, own = layer.rpartition(".")
-    return parent + dot + next((names[0] for names in _SAME_INPUT if own in names), own)
+    parent, dot, leaf = layer.rpartition(".")
+    return parent + dot + next((names[0] for names in _SAME_INPUT if leaf in names), leaf)
 
 
 # ── gathering: a weight that FSDP2 gathers as the codes that its matmuls take ──────────────────────────────────────────

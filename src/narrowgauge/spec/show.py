@@ -147,8 +147,8 @@ def _reduction_row(reduction: sums.Reduction) -> Row:
 
 
 def _alias_rows() -> list[Row]:
-    known = [{**_fields(alias), "one_of": []} for alias in ALIASES.values()]
-    return known + [{"name": n, "recipe": "", "source": "", "one_of": list(few)} for n, few in AMBIGUOUS.items()]
+    aliases = [{**_fields(alias), "one_of": []} for alias in ALIASES.values()]
+    return aliases + [{"name": n, "recipe": "", "source": "", "one_of": list(few)} for n, few in AMBIGUOUS.items()]
 
 
 # ── columns ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -393,11 +393,11 @@ def _facts(row: Row) -> dict[str, str]:
         "phases": phases and f"{phases}, then {row['compute']}",
         "evaluated in": row["evaluation"] or "",
     }
-    return {what: text for what, text in facts.items() if text}
+    return {label: text for label, text in facts.items() if text}
 
 
-def _pairs(left: str, right: str, entries: Mapping[str, Any]) -> Table:
-    return Table((Column(left, "what"), Column(right, "is")), [{"what": what, "is": v} for what, v in entries.items()])
+def _pairs(title: str, right: str, entries: Mapping[str, Any]) -> Table:
+    return Table((Column(title, "what"), Column(right, "is")), [{"what": what, "is": v} for what, v in entries.items()])
 
 
 def _stored_parts(storage: Storage) -> list[Row]:

@@ -522,11 +522,11 @@ def find(name: str) -> Storage | None:
         return STORAGES[name]
     weight, plus, moments = name.partition("+")
     first, also, second = moments.partition("+")
-    known = weight in WEIGHT_CODES and first in MOMENT_CODES and second in MOMENT_CODES
-    if not (plus and also and known) or not MOMENT_CODES[first].signed:
+    has_codes = weight in WEIGHT_CODES and first in MOMENT_CODES and second in MOMENT_CODES
+    if not (plus and also and has_codes) or not MOMENT_CODES[first].signed:
         return None
     codes = WEIGHT_CODES[weight], MOMENT_CODES[first], MOMENT_CODES[second]
-    dropped = [f"{bits} bits of the {what}" for what, code in zip(_PARTS, codes, strict=True) if (bits := _cut(code))]
+    dropped = [f"{bits} bits of the {part}" for part, code in zip(_PARTS, codes, strict=True) if (bits := _cut(code))]
     return Storage(
         name, "bfloat16", *codes, loses=", ".join(dropped) or "nothing", source="composed by its codes' names"
     )

@@ -183,23 +183,23 @@ class UpdateRule:
         Raises:
             RecipeError: an option that the rule lacks, one given twice or without a value, or a value that it may not be.
         """
-        known = {option.name: option for option in self.options}
-        found: dict[str, Any] = {}
+        options = {option.name: option for option in self.options}
+        values: dict[str, Any] = {}
         for word in text.split(",") if text.strip() else ():
             name, equals, value = (part.strip() for part in word.partition("="))
-            if name not in known:
-                have = f"has {', '.join(known)}" if known else "has no options of its own"
+            if name not in options:
+                have = f"has {', '.join(options)}" if options else "has no options of its own"
                 raise RecipeError(
                     f"rule_options gives {name!r} to rule '{self.name}', which {have}.",
-                    _own_flag(name) or suggestion(name, known) or "narrowgauge show rules lists the options of each.",
+                    _own_flag(name) or suggestion(name, options) or "narrowgauge show rules lists the options of each.",
                 )
-            if not equals or name in found:
+            if not equals or name in values:
                 raise RecipeError(
-                    f"rule_options gives {name!r} {'twice' if name in found else 'without a value'}.",
-                    f"Write {name}={option_text(known[name].in_training)}.",
+                    f"rule_options gives {name!r} {'twice' if name in values else 'without a value'}.",
+                    f"Write {name}={option_text(options[name].in_training)}.",
                 )
-            found[name] = known[name].read(value)
-        return found
+            values[name] = options[name].read(value)
+        return values
 
     def in_training(self, text: str) -> dict[str, Any]:
         """Return all own options of a run. Options missing from ``text`` get the trainer's defaults."""
