@@ -55,16 +55,6 @@ class Path:
     def ranks_per_node(self) -> float:
         return self.ranks / self.nodes
 
-    @property
-    def sent_within(self) -> float:
-        """Return the seconds within nodes per byte of a gathered tensor."""
-        return (self.ranks - 1) / self.ranks / self.link_bytes_per_second if self.ranks_per_node > 1 else 0.0
-
-    @property
-    def sent_between(self) -> float:
-        """Return the seconds between nodes per byte of a gathered tensor."""
-        return (self.nodes - 1) / self.nodes / (self.ranks_per_node * self.network_bytes_per_second)
-
     def __str__(self) -> str:
         where = "in a node" if self.nodes == 1 else f"over {self.nodes} nodes"
         rate = self.link_bytes_per_second if self.nodes == 1 else self.network_bytes_per_second
@@ -111,7 +101,9 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
     if path.ranks == 1:
         return 0.0
     latency = (path.ranks - path.nodes) * path.link_latency + (path.nodes - 1) * path.network_latency
-    return num_bytes * max(path.sent_within, path.sent_between) + latency
+    within = (path.ranks - 1) / path.ranks / path.link_bytes_per_second if path.ranks_per_node > 1 else 0.0
+    between = (path.nodes - 1) / path.nodes / (path.ranks_per_node * path.network_bytes_per_second)
+    return num_bytes * max(within, between) + latency
 
 
 def all_reduce_seconds(num_bytes: float, path: Path) -> float:
@@ -228,7 +220,8 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     ``compute`` is the seconds of a micro-batch on the stage, forward and backward. It includes ``attention`` seconds.
     """
     layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
-    stream, is_again = job.stream_bytes, layout.recompute == "full"
+    # Bytes of a micro-batch's residual stream, before sharding over tensor ranks.
+    stream, is_again = job.tokens * a.hidden_size * job.width, layout.recompute == "full"
 
     def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""

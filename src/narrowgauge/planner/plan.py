@@ -13,7 +13,7 @@ from typing import Any, Literal
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.clusters import Cluster, between_sizes, clusters_asked_for, counts_of, parts_of, with_nodes
 from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout, read_layout
+from narrowgauge.planner.layouts import DATA_PARALLEL, NAMED_LAYOUTS, Layout, read_layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, Architecture, of_size, read_model
 from narrowgauge.planner.model_state import is_stepped, with_optimizer
@@ -38,8 +38,6 @@ OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "chips": lambda option: float(option.num_chips),
 }
 """Quantities that the best option minimizes."""
-# LoRA layouts: FSDP2 shards PEFT's layers, or they are replicated. No other axis divides them.
-_ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
            "accumulation_dtype")  # fmt: skip
@@ -117,7 +115,8 @@ def plan(
         if not architecture.has_shape:
             raise NarrowgaugeError("Cannot plan adapters of a number of parameters.", "Name a model.")
         architecture = replace(architecture, adapters=Adapters(lora, base))
-        fixed = {**_ADAPTED, **fixed}
+        # FSDP2 shards PEFT's layers, or they are replicated. No other axis divides them.
+        fixed = {**DATA_PARALLEL, **fixed}
     question = Question(
         architecture,
         str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
