@@ -9,7 +9,7 @@ it is the closest layout, with the smallest changes that would make it fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -262,64 +262,59 @@ def _nearest(job: Job, options: Iterable[Option], fixed: Mapping[str, Any]) -> O
     return replace(nearest, step=step_terms(job), advice=smallest_changes(job, fixed=fixed))
 
 
+_Change = tuple[str, Job]
+"""A change in words, and the changed job."""
+
+
 def smallest_changes(job: Job, *, fixed: Mapping[str, Any]) -> str:
     """Name the changes that make a job fit: of each kind, the smallest that suffices alone."""
     layout, recipe, length, cluster = job.layout, job.recipe, job.sequence_length, job.cluster
 
-    def needed(change: Mapping[str, Any]) -> float:
-        changed: dict[str, Any] = {"recipe": recipe, "layout": layout, "sequence_length": length, **change}
-        return memory_terms(job.architecture, **changed).total
+    def needed(changed: Job) -> float:
+        return memory_terms(changed.architecture, changed.recipe, changed.layout, changed.sequence_length).total
 
-    relaxed: _Changes = []
-    if fixed.get("recompute", "full") != "full":
-        relaxed.append(("with recompute=full", {"layout": replace(layout, recompute="full")}))
+    def change(text: str, **fields: Any) -> _Change:
+        return text, replace(job, layout=replace(layout, **fields))
+
+    relaxed = [change("with recompute=full", recompute="full")] if fixed.get("recompute", "full") != "full" else []
     ranks = layout.num_replicas
     if ranks > 1 and ("zero" in fixed or "data" in fixed) and (layout.zero < 3 or layout.data > 1):
         for zero in (1, 2, 3):
             text = f"with its state shared by all {ranks} replicas (zero={zero})"
-            relaxed.append((text, {"layout": replace(layout, data=1, shard=ranks, zero=zero)}))
-    offloaded: _Changes = []
+            relaxed.append(change(text, data=1, shard=ranks, zero=zero))
+    offloaded = []
     for place in ("optimizer", "all") if layout.offload == "none" else ():
-        there = replace(layout, offload=place)
-        node = cluster.chips_per_node * host_bytes(job.architecture, recipe, there)
-        offloaded.append((f"with offload={place} ({node / 1e9:,.0f} GB of host memory a node)", {"layout": there}))
-    narrower: _Changes = []
+        node = cluster.chips_per_node * host_bytes(job.architecture, recipe, replace(layout, offload=place))
+        offloaded.append(change(f"with offload={place} ({node / 1e9:,.0f} GB of host memory a node)", offload=place))
+    smaller = []
     for storage in sorted(STORAGES.values(), key=lambda storage: -storage.bytes_per_param):
         is_possible = is_pair(recipe.compute, storage) and storage.visible == recipe.storage.visible
         if is_possible and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param:
-            name = f"{recipe.compute.name}/{storage.name.rpartition('/')[2]}"
-            candidate = replace(recipe, storage=storage.keeping(recipe.storage.states))
-            narrower.append((f"at {storage.bytes_per_param:g} B/param ({name})", {"recipe": candidate}))
-    shorter = [length >> power for power in (1, 2, 3) if length >> power >= 512]
-    kinds = [
-        relaxed,
-        offloaded,
-        narrower,
-        [] if {"shard", "data"} & set(fixed) or fixed.get("zero") == 0 else _on_more_chips(layout, cluster),
-        [(f"with sequences of {length:,} tokens", {"sequence_length": length}) for length in shorter],
-    ]
-    changes = [text for kind in kinds for text in _first(kind, lambda change: needed(change) <= cluster.memory_bytes)]
-    larger = sorted((chip.memory_gb, chip.name) for chip in CHIPS.values() if chip.memory_bytes >= needed({}))
-    changes += [f"on chips of {size} GB ({name})" for size, name in larger[:1]]
+            text = f"at {storage.bytes_per_param:g} B/param ({recipe.compute.name}/{storage.short_name})"
+            states = replace(recipe, storage=storage.keeping(recipe.storage.states))
+            smaller.append((text, replace(job, recipe=states)))
+    lengths = [length >> power for power in (1, 2, 3) if length >> power >= 512]
+    shorter = [(f"with sequences of {size:,} tokens", replace(job, sequence_length=size)) for size in lengths]
+    is_sharding_fixed = {"shard", "data"} & set(fixed) or fixed.get("zero") == 0
+    kinds = [relaxed, offloaded, smaller, [] if is_sharding_fixed else _on_more_chips(job), shorter]
+    first = (next((text for text, changed in kind if needed(changed) <= cluster.memory_bytes), "") for kind in kinds)
+    larger = sorted((chip.memory_gb, chip.name) for chip in CHIPS.values() if chip.memory_bytes >= needed(job))
+    changes = [*filter(None, first), *(f"on chips of {size} GB ({name})" for size, name in larger[:1])]
     if not changes:
         return "No single change suffices: combine a narrower storage, more chips and larger ones."
     return f"It fits {', or '.join(changes)}."
 
 
-_Changes = list[tuple[str, dict[str, Any]]]
-
-
-def _first(changes: _Changes, suffices: Callable[[dict[str, Any]], bool]) -> list[str]:
-    return next(([text] for text, change in changes if suffices(change)), [])
-
-
-def _on_more_chips(layout: Layout, cluster: Cluster) -> _Changes:
+def _on_more_chips(job: Job) -> list[_Change]:
     """Return more whole nodes, with the state sharded over more ranks."""
-    chips, node = cluster.num_chips, cluster.chips_per_node
+    layout, chips, node = job.layout, job.cluster.num_chips, job.cluster.chips_per_node
     counts = list(range(chips + node, 4 * chips + 1, node))
     counts += [chips << power for power in range(3, 12) if chips << power <= MOST_CHIPS]
     # A layout of one replica shards nothing yet. With stages it would shard optimizer states, else all.
     zero = layout.zero or (3 if layout.pipeline == 1 else 1)
     divisible = [count for count in counts if count % layout.model_ranks == 0]
     shards = [(count, max(1, count // layout.model_ranks)) for count in divisible]
-    return [(f"on {count} chips", {"layout": replace(layout, data=1, shard=n, zero=zero)}) for count, n in shards]
+    return [
+        (f"on {count} chips", replace(job, layout=replace(layout, data=1, shard=shard, zero=zero)))
+        for count, shard in shards
+    ]
