@@ -110,7 +110,7 @@ def _storage_row(storage: Storage) -> Row:
     return {
         "name": storage.name,
         "visible": storage.visible,
-        "weight": _weight_text(storage),
+        "weight": f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight),
         "exp_avg": _code_text(storage.exp_avg),
         "exp_avg_sq": _code_text(storage.exp_avg_sq),
         "state_bits": dict(storage.fields),
@@ -123,10 +123,6 @@ def _storage_row(storage: Storage) -> Row:
         "fallback": storage.fallback,
         "source": storage.source,
     }
-
-
-def _weight_text(storage: Storage) -> str:
-    return f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight)
 
 
 def _code_text(code: Code) -> str:

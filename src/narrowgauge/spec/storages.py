@@ -258,7 +258,7 @@ class Storage:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Return the names of the weight's fields besides the visible weight: ``master``, ``tail``, low parts or none."""
+        """Return the names of the weight's fields next to the visible weight: ``master``, ``tail``, low parts or none."""
         if self.master:
             return ("master",)
         return ("tail",) if self.tail_bits else low_parts("weight", self.weight)
