@@ -12,12 +12,11 @@ from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_tables import Plan
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP, NOISE
 
-MODELS = ("llama-8b", "llama-33b", "llama-70b", "mixtral-8x7b")
 GRID = [
-    *itertools.product(MODELS, ("A100-SXM4-80GB", "H100-SXM"), (8, 64)),
-    *itertools.product(MODELS, ("B200",), (1, 512)),
-    *itertools.product(("llama-8b", "llama-70b"), ("RTX-4090",), (8, 64)),
-    *itertools.product(("llama-8b",), ("H100-SXM",), (24_000, 1_000_000)),
+    *itertools.product(("llama-8b", "llama-70b", "mixtral-8x7b"), ("H100-SXM",), (8, 64)),
+    *itertools.product(("llama-33b",), ("A100-SXM4-80GB", "B200"), (1, 512)),
+    *itertools.product(("llama-8b", "llama-70b"), ("RTX-4090",), (8,)),
+    ("llama-8b", "H100-SXM", 1_000_000),
 ]
 
 
@@ -51,7 +50,7 @@ def test_nothing_that_an_answer_offers_is_faster_than_its_best(model: str, chip:
         assert rates == sorted(rates, reverse=True)
 
 
-@pytest.mark.parametrize("chips", [8, 64, 512, 1024, 2048])
+@pytest.mark.parametrize("chips", [8, 512, 2048])
 @pytest.mark.parametrize(
     "asked",
     [

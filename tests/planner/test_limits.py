@@ -43,7 +43,7 @@ def test_a_deadline_tries_every_recipe() -> None:
     assert answer.best.num_chips <= word.best.num_chips
 
 
-@pytest.mark.parametrize("more", [1.001, 1.02, 1.07])
+@pytest.mark.parametrize("more", [1.001, 1.07])
 def test_a_budget_is_kept_by_the_fastest(more: float) -> None:
     """What a run costs goes up and down with the chips: the answer once was the last size before it first went up."""
     arguments: dict[str, Any] = {**WORD, "tokens": 300e9, "dollars_per_hour": 2.5}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 Formula = str | tuple[Any, ...]
@@ -45,7 +46,7 @@ class Term(NamedTuple):
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Terms:
     """Hold a sum and its addends.
 
@@ -67,11 +68,11 @@ class Terms:
     def only(self, *groups: str) -> Terms:
         return Terms(tuple(term for term in self.addends if term.group in groups))
 
-    @property
+    @cached_property
     def total(self) -> float:
         return float(sum(term.value for term in self.addends))
 
-    @property
+    @cached_property
     def interval(self) -> tuple[float, float]:
         ends = [term.interval for term in self.addends]
         return float(sum(low for low, _ in ends)), float(sum(high for _, high in ends))
