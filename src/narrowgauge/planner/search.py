@@ -103,14 +103,12 @@ def search(
 
 def _option(job: Job, layout: Layout) -> Option:
     """Plan a layout: its memory, and its step if the chips hold the layout, and the hosts its offloaded state."""
-    memory, why, room = (
-        memory_terms(job.architecture, job.recipe, layout, job.sequence_length),
-        "",
-        job.cluster.host_bytes,
-    )
-    if layout.offload != "none" and room is not None:
+    memory = memory_terms(job.architecture, job.recipe, layout, job.sequence_length)
+    why, available = "", job.cluster.host_bytes
+    if layout.offload != "none" and available is not None:
         needed = job.cluster.chips_per_node * host_bytes(job.architecture, job.recipe, layout)
-        why = f"needs {needed / 1e9:,.0f} GB of host memory a node of {room / 1e9:,.0f}" if needed > room else ""
+        if needed > available:
+            why = f"needs {needed / 1e9:,.0f} GB of host memory a node of {available / 1e9:,.0f}"
     fits = not why and memory.total <= job.cluster.memory_bytes
     step = step_terms(replace(job, layout=layout)) if fits else None
     return Option(job.architecture, job.recipe, layout, memory, job.cluster, step, job.sequence_length, why)

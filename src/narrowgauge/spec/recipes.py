@@ -83,10 +83,10 @@ class Recipe:
         if self.storage.visible == "float64":
             _check_float64(self)
         _check_ends([phase.until for phase in self.phases])
-        for where, compute in self._others():
+        for where, compute in self._further_computes():
             _check_other(self, where, compute)
 
-    def _others(self) -> Iterator[tuple[str, Compute]]:
+    def _further_computes(self) -> Iterator[tuple[str, Compute]]:
         """Yield every other compute of the recipe, and where it is named."""
         for phase in self.phases:
             yield f"the phase until {phase.until:g}", phase.compute
@@ -142,7 +142,7 @@ class Recipe:
     @property
     def computes(self) -> tuple[Compute, ...]:
         """Return all computes of the recipe without duplicates, the main one first."""
-        return tuple(dict.fromkeys([self.compute, *(compute for _, compute in self._others())]))
+        return tuple(dict.fromkeys([self.compute, *(compute for _, compute in self._further_computes())]))
 
     @property
     def storages(self) -> tuple[Storage, ...]:

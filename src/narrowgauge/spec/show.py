@@ -392,8 +392,9 @@ def _facts(row: Row) -> dict[str, str]:
     return {label: text for label, text in facts.items() if text}
 
 
-def _pairs(title: str, right: str, entries: Mapping[str, Any]) -> Table:
-    return Table((Column(title, "what"), Column(right, "is")), [{"what": what, "is": v} for what, v in entries.items()])
+def _pairs(title: str, heading: str, entries: Mapping[str, Any]) -> Table:
+    columns = Column(title, lambda entry: entry[0]), Column(heading, lambda entry: entry[1])
+    return Table(columns, list(entries.items()))
 
 
 def _stored_parts(storage: Storage) -> list[Row]:

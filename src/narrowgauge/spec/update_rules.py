@@ -29,7 +29,7 @@ class Range:
     high: float = math.inf
     above: bool = False
     or_none: bool = False
-    whole: bool = False
+    is_integer: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value outside the range. For a pair, check both."""
@@ -41,9 +41,9 @@ class Range:
             try:
                 if isinstance(part, bool):
                     raise TypeError
-                number = operator.index(part) if self.whole else float(part)
+                number = operator.index(part) if self.is_integer else float(part)
             except (TypeError, ValueError, RuntimeError):
-                kind = "integer" if self.whole else "number"
+                kind = "integer" if self.is_integer else "number"
                 raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}, {self}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
                 shown = part if isinstance(part, (int, float)) else number
@@ -220,7 +220,7 @@ def _own_flag(name: str) -> str:
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 _LIKE_ADAM = "its steps are divided by the root of second moments, as AdamW's are"
-_SUBSPACE = (Option("rank", 128, Range(1, whole=True)), Option("update_proj_gap", 200, Range(1, whole=True)))
+_SUBSPACE = (Option("rank", 128, Range(1, is_integer=True)), Option("update_proj_gap", 200, Range(1, is_integer=True)))
 _PROJ_TYPE = Option("proj_type", "std", Choice(("std", "full")))
 _IN_SUBSPACE = "an AdamW's step in the subspace, times scale; vectors and embeddings share the rate"
 
@@ -252,7 +252,8 @@ _RULES = (
     UpdateRule(
         "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
         (
-            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, FLAG), Option("ns_steps", 5, Range(1, whole=True)),
+            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, FLAG),
+            Option("ns_steps", 5, Range(1, is_integer=True)),
             Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw", None)), trained="match_rms_adamw"),
             Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
         ),
