@@ -154,7 +154,7 @@ def predict(run: Run) -> Point:
     terms = step_terms(job)
     if run.step.get("recompute_detail") == "per operator":  # every second matmul, and what lies between
         full = step_terms(replace(job, layout=replace(layout, recompute="full")))
-        terms = Terms(tuple(replace(a, value=(a.value + b.value) / 2) for a, b in zip(terms, full, strict=True)))
+        terms = Terms(tuple(a._replace(value=(a.value + b.value) / 2) for a, b in zip(terms, full, strict=True)))
     steady = terms.without(*UNSTEADY_GROUPS)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks
     measured, has_mixture = measured_tokens_per_second(run), architecture.mixture is not None

@@ -44,32 +44,32 @@ def layer_memory(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, se
 
     """
     key = next(key for key in _LAYERS if key in config)
-    one, two = (_saved({**config, key: layers}, recipe, micro_batch, sequence_length) for layers in (1, 2))
-    found = [Saved(shape, dtype, size, count) for (shape, dtype, size), count in (two - one).items()]
-    return sorted(found, key=lambda each: -each.num_bytes)
+    single, two = (_saved({**config, key: layers}, recipe, micro_batch, sequence_length) for layers in (1, 2))
+    saved = [Saved(shape, dtype, size, count) for (shape, dtype, size), count in (two - single).items()]
+    return sorted(saved, key=lambda saved_tensor: -saved_tensor.num_bytes)
 
 
 def _saved(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, length: int) -> Counter[Kind]:
     """The tensors that autograd saves in the layers of a model, by shape, dtype and bytes."""
-    made = AutoConfig.for_model(**config)
+    built = AutoConfig.for_model(**config)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = language_model.drawn(made, 0)
+        model = language_model.drawn(built, 0)
         for name, parameter in model.named_parameters():
             visible = recipe.storage_of(name, parameter.ndim).visible
             parameter.data = parameter.data.to(getattr(torch, visible))
         narrow_linears(model, recipe, 0)
-        own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         tokens = torch.zeros(micro_batch, length, dtype=torch.int64)
-        kept: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in own:
-                kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+            if tensor.untyped_storage()._cdata not in parameters:
+                tensors.setdefault(tensor.untyped_storage()._cdata, tensor)
             return tensor
 
         # Fake positions have no values that say whether sequences are packed; ours are not, so no mask is made.
         unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         with unpacked, saved_tensors_hooks(pack, lambda tensor: tensor), compute_scope(recipe, torch.device("cpu")):
             model.base_model(input_ids=tokens, use_cache=False)
-    kinds = ((tuple(t.shape), dtype_name(t.dtype), t.untyped_storage().nbytes()) for t in kept.values())
+    kinds = ((tuple(t.shape), dtype_name(t.dtype), t.untyped_storage().nbytes()) for t in tensors.values())
     return Counter(kinds)

@@ -53,7 +53,7 @@ def _planned(architecture: Architecture, name: str) -> float:
 
 
 def _counted(config: dict[str, Any], name: str) -> float:
-    return sum(each.num_bytes * each.num_tensors for each in layer_memory(config, parse(name), 2, 64)) / _TOKENS
+    return sum(saved.num_bytes * saved.num_tensors for saved in layer_memory(config, parse(name), 2, 64)) / _TOKENS
 
 
 # A compiler merges the casts of layers that share an input, as planned; run one by one, each layer keeps codes of its own.

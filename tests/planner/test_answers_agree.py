@@ -12,12 +12,11 @@ from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_tables import Plan
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP, NOISE
 
-MODELS = ("llama-8b", "llama-33b", "llama-70b", "mixtral-8x7b")
 GRID = [
-    *itertools.product(MODELS, ("A100-SXM4-80GB", "H100-SXM"), (8, 64)),
-    *itertools.product(MODELS, ("B200",), (1, 512)),
-    *itertools.product(("llama-8b", "llama-70b"), ("RTX-4090",), (8, 64)),
-    *itertools.product(("llama-8b",), ("H100-SXM",), (24_000, 1_000_000)),
+    *itertools.product(("llama-8b", "llama-70b", "mixtral-8x7b"), ("H100-SXM",), (8, 64)),
+    *itertools.product(("llama-33b",), ("A100-SXM4-80GB", "B200"), (1, 512)),
+    *itertools.product(("llama-8b", "llama-70b"), ("RTX-4090",), (8,)),
+    ("llama-8b", "H100-SXM", 1_000_000),
 ]
 
 
@@ -35,23 +34,23 @@ def is_better(option: Option, best: Option) -> bool:
     return bool(option.fits) and safety(option) >= safety(best) and rate(option) > rate(best)
 
 
-def offered(found: Plan) -> list[Option]:
+def offered(answer: Plan) -> list[Option]:
     """Every option that an answer names with a rate, in steps of about as many tokens."""
-    ours = [found.trainable] if isinstance(found.trainable, Option) else []
-    alike = [o for o in ours if LEAST_TOKENS_PER_STEP <= o.tokens_per_step <= found.best.tokens_per_step]
-    return [*found.options, *found.shared, *alike]
+    ours = [answer.trainable] if isinstance(answer.trainable, Option) else []
+    alike = [o for o in ours if LEAST_TOKENS_PER_STEP <= o.tokens_per_step <= answer.best.tokens_per_step]
+    return [*answer.options, *answer.shared, *alike]
 
 
 @pytest.mark.parametrize(("model", "chip", "chips"), GRID)
 def test_nothing_that_an_answer_offers_is_faster_than_its_best(model: str, chip: str, chips: int) -> None:
     for recipes in ([], ["bfloat16/master"]):
-        found = plan(model, recipes=recipes, chip=chip, chips=chips)
-        assert not [option for option in offered(found) if is_better(option, found.best)]
-        rates = [rate(option) for option in found.options if option.fits and safety(option) == safety(found.best)]
+        answer = plan(model, recipes=recipes, chip=chip, chips=chips)
+        assert not [option for option in offered(answer) if is_better(option, answer.best)]
+        rates = [rate(option) for option in answer.options if option.fits and safety(option) == safety(answer.best)]
         assert rates == sorted(rates, reverse=True)
 
 
-@pytest.mark.parametrize("chips", [8, 64, 512, 1024, 2048])
+@pytest.mark.parametrize("chips", [8, 512, 2048])
 @pytest.mark.parametrize(
     "asked",
     [
@@ -62,9 +61,9 @@ def test_nothing_that_an_answer_offers_is_faster_than_its_best(model: str, chip:
 def test_what_is_asked_of_a_layout_never_makes_it_faster(asked: dict[str, Any], chips: int) -> None:
     """Of all layouts the best is as fast as of some of them, but for what counts as equal."""
     free = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=chips).best
-    found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=chips, layout=asked).best
-    if found.fits and safety(found) >= safety(free):
-        assert rate(found) <= rate(free) * (1 + NOISE)
+    answer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=chips, layout=asked).best
+    if answer.fits and safety(answer) >= safety(free):
+        assert rate(answer) <= rate(free) * (1 + NOISE)
 
 
 @pytest.mark.parametrize("chips", [512, 1024, 2048, 4096])
@@ -75,17 +74,17 @@ def test_sharing_less_is_as_fast_where_it_fits(chips: int) -> None:
     messages to go round all chips.
     """
     asked = {"tensor": 1, "pipeline": 1}
-    given: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM", "chips": chips}
-    rates = [rate(plan("llama-8b", **given, layout={**asked, "zero": zero}).best) for zero in (1, 2, 3)]
+    arguments: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM", "chips": chips}
+    rates = [rate(plan("llama-8b", **arguments, layout={**asked, "zero": zero}).best) for zero in (1, 2, 3)]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_steps_do_not_grow_with_the_chips_without_end() -> None:
     """A million chips once planned steps of two billion tokens without a word."""
-    found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=1_000_000)
-    assert found.best.tokens_per_step <= 2 * MOST_TOKENS_PER_STEP
-    whole = plan(
+    answer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=1_000_000)
+    assert answer.best.tokens_per_step <= 2 * MOST_TOKENS_PER_STEP
+    larger = plan(
         "llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=1_000_000, layout={"tensor": 1, "pipeline": 1}
     )
-    assert whole.best.tokens_per_step > 2 * MOST_TOKENS_PER_STEP
-    assert "to 67.1M" in "\n".join(whole.sentences())
+    assert larger.best.tokens_per_step > 2 * MOST_TOKENS_PER_STEP
+    assert "to 67.1M" in "\n".join(larger.sentences())

@@ -20,9 +20,9 @@ def test_a_layout_by_name_is_one_that_runs_here() -> None:
 
 def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:
     """131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions."""
-    found = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072)
-    assert found.best.fits and found.best.is_certain
-    assert any("8,192" in line and "max_position_embeddings" in line for line in found.sentences())
+    answer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072)
+    assert answer.best.fits and answer.best.is_certain
+    assert any("8,192" in line and "max_position_embeddings" in line for line in answer.sentences())
     with pytest.raises(NarrowgaugeError, match="8,192 positions"):
         train_settings(plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072,
                             layout={**NAMED_LAYOUTS["fsdp2"], "offload": "none"}))  # fmt: skip

@@ -134,8 +134,8 @@ def test_models_without_attention_have_a_state_and_no_time() -> None:
 
 
 def test_causal_attention_is_half_and_windows_are_counted() -> None:
-    whole = read_model("llama-8b")
-    assert whole.attention_flops(4096) * 2 == whole.attention_flops(4096, is_causal=False) == 12 * 32 * 4096 * 4096
+    plain = read_model("llama-8b")
+    assert plain.attention_flops(4096) * 2 == plain.attention_flops(4096, is_causal=False) == 12 * 32 * 4096 * 4096
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
     near = decoder("near", window=16, **sizes)
     keys = [min(position + 1, 16) for position in range(64)]

@@ -22,7 +22,7 @@ LLAMA = read_model("llama-8b")
 ROWS, COLS = 512, 256
 
 
-def held(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
+def state_bytes(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
     """Bytes that an optimizer keeps beside a weight, after a step."""
     weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -34,7 +34,7 @@ def held(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
 @pytest.mark.parametrize("name", ["adamw", "adam", "lion", "muon", "adafactor"])
 def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(ROWS, COLS, dtype=torch.bfloat16))
-    kept = held(class_of(name)([weight], lr=1e-3, storage=storage), weight)
+    counted = state_bytes(class_of(name)([weight], lr=1e-3, storage=storage), weight)
     # Of a model with twice the MLP's size two matrices more: up, and down.
     recipe = with_optimizer(parse(f"bfloat16/{storage}"), name)
     small, large = (
@@ -44,7 +44,7 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
         for size in (ROWS, 2 * ROWS)
     )
     beside = [state_of(shape, recipe).layers.optimizer for shape in (small, large)]
-    assert (beside[1] - beside[0]) / 2 == pytest.approx(kept, rel=0.01, abs=4 * COLS)
+    assert (beside[1] - beside[0]) / 2 == pytest.approx(counted, rel=0.01, abs=4 * COLS)
 
 
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:
@@ -58,14 +58,14 @@ def test_adapters_have_gradients_and_states_and_the_base_has_none() -> None:
     recipe = parse("bfloat16/master")
     adapted = replace(LLAMA, adapters=Adapters(16))
     # 16 × (inputs + outputs) of q, k, v, o, gate, up, down, in 32 layers.
-    each = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
-    assert adapted.num_trained_parameters == 32 * 16 * each
+    per_rank = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    assert adapted.num_trained_parameters == 32 * 16 * per_rank
     terms = memory_terms(adapted, recipe, Layout(), 4096).groups
     assert terms["optimizer"] == pytest.approx(12 * adapted.num_trained_parameters)
     assert terms["weights"] == pytest.approx(2 * (LLAMA.num_parameters + adapted.num_trained_parameters))
-    codes, kept = (Adapters(16, base).base_bytes for base in ("int8", "int8-outlier"))
+    codes, outlier = (Adapters(16, base).base_bytes for base in ("int8", "int8-outlier"))
     assert (
-        kept == codes + 4 / 4096 + 4 * (2 * 4096 + 4) / 4096**2
+        outlier == codes + 4 / 4096 + 4 * (2 * 4096 + 4) / 4096**2
     )  # scales of rows, and 4 of 4,096 columns in 16 bits too
     small = memory_terms(replace(LLAMA, adapters=Adapters(16, "nf4")), recipe, Layout(), 4096).groups
     layers = sum(m.count * m.in_features * m.out_features for m in LLAMA.matmuls if m.part != "head")
@@ -75,12 +75,12 @@ def test_adapters_have_gradients_and_states_and_the_base_has_none() -> None:
 def test_a_step_of_adapters_has_no_gradients_of_frozen_weights() -> None:
     recipe, cluster = parse("bfloat16/word"), cluster_of("H100-SXM", 1)
     layout = Layout(micro_batches=64)
-    whole, adapted, quantized = (
+    full, adapted, quantized = (
         step_terms(Job(shape, recipe, layout, cluster, 4096)).groups
         for shape in (LLAMA, replace(LLAMA, adapters=Adapters(16)), replace(LLAMA, adapters=Adapters(16, "nf4")))
     )
     # Two products of three; those of the adapters are small, and limited by memory.
-    assert 2 / 3 < adapted["matmuls"] / whole["matmuls"] < 0.85
-    assert adapted["optimizer"] < 0.01 * whole["optimizer"]
+    assert 2 / 3 < adapted["matmuls"] / full["matmuls"] < 0.85
+    assert adapted["optimizer"] < 0.01 * full["optimizer"]
     assert quantized["matmuls"] == pytest.approx(adapted["matmuls"]) and quantized["casts"] > 0
     assert LLAMA.flops_per_token(4096) > replace(LLAMA, adapters=Adapters(16)).flops_per_token(4096)

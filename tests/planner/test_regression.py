@@ -35,19 +35,19 @@ def launch(folder: Path, *edits: tuple[str, str], more: str = "", name: str = "l
 
 
 def test_a_launch_is_read(tmp_path: Path) -> None:
-    found = launch(tmp_path)
+    started = launch(tmp_path)
     assert (
-        found.job.layout.shard,
-        found.job.layout.zero,
-        found.job.layout.micro_batch,
-        found.job.layout.micro_batches,
+        started.job.layout.shard,
+        started.job.layout.zero,
+        started.job.layout.micro_batch,
+        started.job.layout.micro_batches,
     ) == (
         64,
         3,
         1,
         2,
     )
-    assert found.job.tokens_per_step == 128 * 8192 and found.job.cluster.num_chips == 64
+    assert started.job.tokens_per_step == 128 * 8192 and started.job.cluster.num_chips == 64
 
 
 @pytest.mark.parametrize(
@@ -61,28 +61,28 @@ def test_a_launch_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_one_slower_setting_is_found(tmp_path: Path, edit: tuple[str, str], setting: str, group: str) -> None:
-    found = compare_launches(launch(tmp_path), launch(tmp_path, edit))
-    [effect] = found.effects
+    comparison = compare_launches(launch(tmp_path), launch(tmp_path, edit))
+    [effect] = comparison.effects
     assert effect.name == setting
-    assert effect.seconds == pytest.approx(found.explained) and found.explained > 0
-    assert found.changes[0].group == group
-    assert sum(change.difference for change in found.changes) == pytest.approx(found.explained)
+    assert effect.seconds == pytest.approx(comparison.explained) and comparison.explained > 0
+    assert comparison.changes[0].group == group
+    assert sum(change.difference for change in comparison.changes) == pytest.approx(comparison.explained)
 
 
 def test_larger_batches_are_not_slower(tmp_path: Path) -> None:
     """Twice the micro-batches take twice the time, for twice the tokens."""
     twice = [("batch_size = 128", "batch_size = 256"), ("steps = 128", "steps = 256")]
-    found = compare_launches(launch(tmp_path), launch(tmp_path, *twice))
-    assert found.scale == 2
-    assert abs(found.explained) < 0.02 * found.after_step.total
+    comparison = compare_launches(launch(tmp_path), launch(tmp_path, *twice))
+    assert comparison.scale == 2
+    assert abs(comparison.explained) < 0.02 * comparison.after_step.total
 
 
 def test_what_no_setting_explains_is_left_over(tmp_path: Path) -> None:
     same = launch(tmp_path, more="[measured]\nstep_seconds = 2.0\n")
     slow = launch(tmp_path, more="[measured]\nstep_seconds = 3.0\n")
-    found = compare_launches(same, slow)
-    assert found.effects == () and found.explained == 0 and found.measured == pytest.approx(1.0)
-    assert [row["difference"] for row in found.tables()[0].rows] == ["+0 s", "+1 s"]
+    comparison = compare_launches(same, slow)
+    assert comparison.effects == () and comparison.explained == 0 and comparison.measured == pytest.approx(1.0)
+    assert [row["difference"] for row in comparison.tables()[0].rows] == ["+0 s", "+1 s"]
 
 
 def test_runs_are_times_of_as_many_tokens() -> None:

@@ -26,10 +26,10 @@ WORD, MASTER = parse("bfloat16/word"), parse("bfloat16/master")
 @pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-tensor/word"])
 def test_options_fit_use_every_chip_and_come_fastest_first(chips: int, recipe: str) -> None:
     cluster = cluster_of("H200", chips)
-    found = search(SMALL, parse(recipe), cluster, 4096, 1 << 20)
-    rates = [option.tokens_per_second or 0.0 for option in found]
+    options = search(SMALL, parse(recipe), cluster, 4096, 1 << 20)
+    rates = [option.tokens_per_second or 0.0 for option in options]
     assert rates == sorted(rates, reverse=True)
-    for option in found:
+    for option in options:
         assert option.fits and not option.advice
         assert option.layout.num_ranks == chips
         assert option.memory == memory_terms(SMALL, parse(recipe), option.layout, 4096)
@@ -60,17 +60,19 @@ def test_the_host_holds_states_only_where_it_is_known_to_have_room() -> None:
     nodes = Nodes(get_chip("A100-SXM4-40GB"))
     for gigabytes, fits in ((None, False), (64.0, False), (2000.0, True)):
         cluster = Cluster("hosts", (replace(nodes, host_memory_gb=gigabytes),))
-        found = search(LARGE, MASTER, cluster, 2048)
-        assert bool(found[0].fits) is fits
-        assert not fits or {option.layout.offload for option in found} <= {"optimizer", "all"}
+        options = search(LARGE, MASTER, cluster, 2048)
+        assert bool(options[0].fits) is fits
+        assert not fits or {option.layout.offload for option in options} <= {"optimizer", "all"}
 
 
 def test_a_free_batch_may_save_the_sums_of_gradients() -> None:
     """Where the tokens of a step are given, they are kept: gradients are then summed over micro-batches."""
     free = search(SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, fixed={"tensor": 1, "shard": 2, "zero": 3})
-    given = search(SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, 1 << 22, fixed={"tensor": 1, "shard": 2, "zero": 3})
-    assert free[0].memory.total <= given[0].memory.total
-    assert isinstance(given[0].layout, Layout) and given[0].tokens_per_step == 1 << 22
+    options = search(
+        SMALL, MASTER, cluster_of("H100-SXM", 2), 8192, 1 << 22, fixed={"tensor": 1, "shard": 2, "zero": 3}
+    )
+    assert free[0].memory.total <= options[0].memory.total
+    assert isinstance(options[0].layout, Layout) and options[0].tokens_per_step == 1 << 22
 
 
 def test_a_step_has_the_tokens_that_were_asked_for() -> None:

@@ -49,11 +49,11 @@ def test_matmuls_and_attention_by_hand() -> None:
 
 def test_sharded_weights_are_gathered_twice_and_gradients_reduced() -> None:
     terms = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM")))
-    found = by_name(terms)["weights and gradients between shards"]
+    exchange = by_name(terms)["weights and gradients between shards"]
     latency = 32 * 3 * 7 * 4e-6
-    assert found.value == pytest.approx(LLAMA.num_parameters * 6 * 7 / 8 / 450e9 + latency)
+    assert exchange.value == pytest.approx(LLAMA.num_parameters * 6 * 7 / 8 / 450e9 + latency)
     wide = step_terms(Job(LLAMA, parse("bfloat16/word/float32"), SHARED, H100, 8192, exact("H100-SXM")))
-    assert wide.groups["communication"] > found.value
+    assert wide.groups["communication"] > exchange.value
 
 
 def test_what_is_hidden_is_not_counted() -> None:
@@ -98,24 +98,24 @@ def test_recomputation_costs_a_forward() -> None:
 def test_weights_that_stay_gathered_are_cast_once_a_step(layout: Layout, is_cast_again: bool) -> None:
     """Those that are gathered for each micro-batch are cast for each."""
     recipe = parse("float8-row/word")
-    one, four = (
+    single, four = (
         step_terms(Job(LLAMA, recipe, replace(layout, micro_batches=count), H100, 4096, exact("H100-SXM")))
         for count in (1, 4)
     )
     if is_cast_again:
-        assert four.groups["casts"] == pytest.approx(4 * one.groups["casts"])
+        assert four.groups["casts"] == pytest.approx(4 * single.groups["casts"])
     else:
-        assert one.groups["casts"] < four.groups["casts"] < 3.9 * one.groups["casts"]
+        assert single.groups["casts"] < four.groups["casts"] < 3.9 * single.groups["casts"]
 
 
 def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
-    one, two = (
+    single, two = (
         step_terms(
             Job(LLAMA, WORD, Layout(tensor=ranks, zero=0), cluster_of("H100-SXM", ranks), 8192, exact("H100-SXM"))
         )
         for ranks in (1, 2)
     )
-    assert two.groups["matmuls"] == pytest.approx(one.groups["matmuls"] / 2, rel=1e-2)
+    assert two.groups["matmuls"] == pytest.approx(single.groups["matmuls"] / 2, rel=1e-2)
     moved = 32 * 8 * (8192 * 4096 * 2 / 2 / 450e9 + 4e-6)
     assert by_name(two)["activations between tensor ranks"].value == pytest.approx(moved)
 
@@ -155,9 +155,9 @@ def test_experts_have_fewer_copies_than_other_parameters() -> None:
     assert summed == pytest.approx([shape.num_parameters / 8 * 2 / 1e6] * 2, rel=5e-3)
     # Where every expert is on one rank alone, only the others are summed.
     terms = step_terms(Job(shape, WORD, Layout(data=8, zero=0, expert=8), H100, 4096, exact("H100-SXM")))
-    others = (shape.num_parameters - shape.expert_parameters) * 2
+    dense_bytes = (shape.num_parameters - shape.expert_parameters) * 2
     term = by_name(terms)["gradients between replicas"]
-    assert float(term.formula.split(": ")[1].split(" s,")[0]) < 2.1 * others / 450e9 + 1e-3
+    assert float(term.formula.split(": ")[1].split(" s,")[0]) < 2.1 * dense_bytes / 450e9 + 1e-3
 
 
 @pytest.mark.parametrize(
@@ -202,14 +202,14 @@ def test_all_chips_wait_for_late_nodes() -> None:
     equal = Nodes(get_chip("H100-SXM"), count=8)
     late = (replace(equal, count=6), replace(equal, count=2, speed=0.8))
     layout = Layout(shard=64, micro_batches=16)
-    found = [
+    waits = [
         step_terms(Job(read_model("llama-33b"), parse("bfloat16/word"), layout, Cluster("eight nodes", groups), 4096))
         for groups in ((equal,), late)
     ]
-    waiting = [term for term in found[1] if term.name == LATE_NODES]
+    waiting = [term for term in waits[1] if term.name == LATE_NODES]
     assert len(waiting) == 1 and "all chips wait for 16 of them" in waiting[0].formula
     # Everything but what hides behind it takes a quarter longer.
-    assert found[1].total == pytest.approx(1.25 * found[0].total, rel=0.01)
+    assert waits[1].total == pytest.approx(1.25 * waits[0].total, rel=0.01)
     with pytest.raises(ChipError, match="Use a share"):
         replace(equal, speed=1.2)
 

@@ -79,15 +79,15 @@ def test_every_cast_of_every_layer_is_read(tmp_path: Path, monkeypatch: pytest.M
         model=str(tmp_path / "model"), data=str(tmp_path / "text"), batch_size=2, sequence_length=16, lr=1e-3
     )
     names = ["int8-row/word", "float8-delayed/word", "nvfp4/word", "bfloat16/word"]
-    found = dict(zip(names, losses([parse(name) for name in names], config), strict=True))
+    measured = dict(zip(names, losses([parse(name) for name in names], config), strict=True))
     for name in names[:3]:
-        made = casts_made(COMPUTES[name.partition("/")[0]])
-        read = {(loss.layer, loss.cast) for loss in found[name]}
-        assert len(read) == len(found[name]) == 14 * len(made)
+        slots = casts_made(COMPUTES[name.partition("/")[0]])
+        read = {(loss.layer, loss.cast) for loss in measured[name]}
+        assert len(read) == len(measured[name]) == 14 * len(slots)
         assert not any(layer == "lm_head" for layer, _ in read), "the row keeps it"
-        db = [loss.sqnr_db for loss in found[name]]
+        db = [loss.sqnr_db for loss in measured[name]]
         assert db == sorted(db) and all(math.isfinite(x) for x in db)
-    assert found["bfloat16/word"] == ()
-    by_row = {name: sum(loss.sqnr_db for loss in own) / len(own) for name, own in found.items() if own}
+    assert measured["bfloat16/word"] == ()
+    by_row = {name: sum(loss.sqnr_db for loss in casts) / len(casts) for name, casts in measured.items() if casts}
     assert by_row["nvfp4/word"] < by_row["float8-delayed/word"] < by_row["int8-row/word"]
-    assert not any(loss.overflow for loss in found["int8-row/word"])
+    assert not any(loss.overflow for loss in measured["int8-row/word"])

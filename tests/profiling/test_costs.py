@@ -46,5 +46,5 @@ def test_ratios_are_the_baselines_seconds_over_the_recipes() -> None:
     assert [layer["verdict"] for layer in cost["layers"]] == ["gains", "gains", "gains", "loses", "kept"]
     assert cost["overrides"] == ["layers.*.fc"]
     fc = by_name["layers.*.fc"]
-    parts = [fc[f"{way}_{what}_seconds"] for what in ("cast", "matmul") for way in ("forward", "backward")]
+    parts = [fc[f"{way}_{operation}_seconds"] for operation in ("cast", "matmul") for way in ("forward", "backward")]
     assert parts == [1.0, 2.0, 6.0, 4.0] and sum(parts) == fc["seconds"]

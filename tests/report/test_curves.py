@@ -25,8 +25,8 @@ MakeRun = Callable[..., Run]
 def mean_of(figure: Figure | None, place: int) -> dict[str, Any]:
     """The line of a group's mean."""
     assert figure is not None
-    (found,) = (trace for trace in figure.data if trace["meta"]["group"] == place and trace.get("name"))
-    return found
+    (trace,) = (trace for trace in figure.data if trace["meta"]["group"] == place and trace.get("name"))
+    return trace
 
 
 def bands_of(figure: Figure | None) -> list[dict[str, Any]]:
@@ -75,15 +75,15 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> No
 
 
 def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
-    made = [make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
-    made += [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed) for seed in (0, 1, 2)]
-    figure = curves.difference(group_runs(made), "bfloat16/master")
+    runs = [make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
+    runs += [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed) for seed in (0, 1, 2)]
+    figure = curves.difference(group_runs(runs), "bfloat16/master")
     assert figure is not None
     # Seeds lie a whole nat apart; each pair differs by a quarter, so the band has no height.
     assert mean_of(figure, 1)["y"] == pytest.approx([0.25] * 5)
     assert set(bands_of(figure)[0]["y"]) == {0.25}
     assert "bfloat16/master" in figure.title
-    assert curves.difference(group_runs(made[:2])) is None
+    assert curves.difference(group_runs(runs[:2])) is None
 
 
 def test_loss_is_drawn_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
@@ -104,15 +104,15 @@ def timed(run: Run, step_seconds: float) -> Run:
 
 
 def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_run: MakeRun) -> None:
-    made = [
+    runs = [
         timed(make_run(recipe, seed, loss=lambda step, slope=slope: 4.0 - step / slope), step)
         for recipe, slope, step in (("bfloat16/master", 100, 0.7), ("bfloat16/word", 90, 0.5))
         for seed in (0, 1)
     ]
-    found = compare_runs(made)
-    figure = curves.loss_against_seconds(group_runs(made))
-    assert len(found.equal_time) == 2
-    for place, row in enumerate(found.equal_time):
+    comparison = compare_runs(runs)
+    figure = curves.loss_against_seconds(group_runs(runs))
+    assert len(comparison.equal_time) == 2
+    for place, row in enumerate(comparison.equal_time):
         line = mean_of(figure, place)
         drawn = LossCurve(tuple(zip(line["x"], line["y"], strict=True)))
         assert drawn.loss_at(row["seconds"]) == pytest.approx(row["val_loss"], rel=1e-5)
@@ -127,16 +127,16 @@ def test_events_stand_on_their_steps_by_kind(make_run: MakeRun) -> None:
     )
     strip = event_strip(run_names(group_runs([make_run(events=happened)])))
     assert strip is not None
-    found = {trace["name"]: (trace["x"], trace["text"]) for trace in strip["data"]}
-    assert found["routine"] == ([0], ["start: begun"])
-    assert found["warning"] == ([7], ["warning: &lt;b&gt;lost&lt;/b&gt;"])
-    assert found["never heard of"][0] == [9]
+    traces = {trace["name"]: (trace["x"], trace["text"]) for trace in strip["data"]}
+    assert traces["routine"] == ([0], ["start: begun"])
+    assert traces["warning"] == ([7], ["warning: &lt;b&gt;lost&lt;/b&gt;"])
+    assert traces["never heard of"][0] == [9]
     assert event_strip(run_names(group_runs([make_run()]))) is None
 
 
 def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -> None:
     rows = [{"step": 1, "tensors": {"input:a": [1, 1, 0, 0.1, 0.1, None]}}]
-    made = [
+    runs = [
         make_run(
             "bfloat16/word",
             gauges=rows,
@@ -145,9 +145,9 @@ def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -
         ),
         make_run("bfloat16/naive", loss=lambda step: 3.0),
     ]
-    found = [figure for section in comparison_figures(group_runs(made)).values() for figure in section]
-    assert len({figure.name for figure in found}) == len(found) == 8
-    for figure in found:
+    figures = [figure for section in comparison_figures(group_runs(runs)).values() for figure in section]
+    assert len({figure.name for figure in figures}) == len(figures) == 8
+    for figure in figures:
         assert len(figure.how) > 60 and figure.how.endswith("."), figure.name
         json.dumps([figure.data, figure.layout], allow_nan=False)
         assert figure.layout["xaxis"]["title"]["text"] and figure.layout["yaxis"]["title"]["text"]

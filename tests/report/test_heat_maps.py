@@ -17,7 +17,7 @@ MakeRun = Callable[..., Run]
 def maps_of(*runs: Run) -> list[dict[str, Any]]:
     """The heat maps of each run, all on one page."""
     samples = list(map(read_samples, runs))
-    return heat_maps([found.steps for found in samples], [found.metrics for found in samples])
+    return heat_maps([sampled.steps for sampled in samples], [sampled.metrics for sampled in samples])
 
 
 def updates(step: int, **edq: float | None) -> dict[str, object]:
@@ -50,10 +50,10 @@ def test_of_too_many_tensors_the_most_troubled_stay_in_order(make_run: MakeRun) 
     names = [f"p{place:03d}" for place in range(200)]
     rows = [updates(1, **{name: 0.0 if name in ("p150", "p007") else 1.0 for name in names})]
     (maps,) = maps_of(make_run(gauges=rows))
-    found = maps["edq"]["data"][0]["meta"]["names"]
-    assert {"p007", "p150"} <= set(found)
-    assert found == sorted(found)
-    assert len(found) == 64
+    names = maps["edq"]["data"][0]["meta"]["names"]
+    assert {"p007", "p150"} <= set(names)
+    assert names == sorted(names)
+    assert len(names) == 64
     assert "64 of 200" in maps["edq"]["how"]
 
 

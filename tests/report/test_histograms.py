@@ -29,13 +29,13 @@ def test_bars_are_shares_at_their_exponents(make_run: MakeRun) -> None:
         {"step": 10, "histograms": {"weight": counts(m4=1, m3=2, m1=1)}},
         {"step": 20, "histograms": {"weight": counts(m2=5), "grad": counts(p3=1)}},
     ]
-    (found,) = histograms([read_samples(make_run(gauges=rows))], [2])
-    assert found is not None
-    assert [step["label"] for step in found["layout"]["sliders"][0]["steps"]] == ["10", "20"]
-    weights, grads = [trace for trace in found["data"] if trace["type"] == "bar"]
+    (histogram,) = histograms([read_samples(make_run(gauges=rows))], [2])
+    assert histogram is not None
+    assert [step["label"] for step in histogram["layout"]["sliders"][0]["steps"]] == ["10", "20"]
+    weights, grads = [trace for trace in histogram["data"] if trace["type"] == "bar"]
     assert weights["x"] == [-4, -3, -2, -1]
     assert weights["marker"]["color"] == "@c2"
-    assert found["frames"] == [[[0.25, 0.5, None, 0.25], None], [[None, None, 1.0, None], [1.0]]]
+    assert histogram["frames"] == [[[0.25, 0.5, None, 0.25], None], [[None, None, 1.0, None], [1.0]]]
     assert grads["y"] == [1.0]
     assert [weights["meta"]["title"], grads["meta"]["title"]] == ["Weights", "Parameter gradients"]
 
@@ -57,11 +57,13 @@ def test_windows_are_the_formats_own() -> None:
 
 def test_a_figure_is_valid_json_with_a_panel_per_kind(make_run: MakeRun) -> None:
     rows = [{"step": 1, "histograms": dict.fromkeys(KIND_TITLES, counts(p0=1))}]
-    (found,) = histograms([read_samples(make_run(gauges=rows))], [0])
-    assert found is not None
-    json.dumps(found, allow_nan=False)
-    axes = {trace["yaxis"] for trace in found["data"] if trace["type"] == "bar"}
+    (histogram,) = histograms([read_samples(make_run(gauges=rows))], [0])
+    assert histogram is not None
+    json.dumps(histogram, allow_nan=False)
+    axes = {trace["yaxis"] for trace in histogram["data"] if trace["type"] == "bar"}
     assert axes == {f"y{place}" for place in range(2, 8)}
-    domains = sorted(tuple(layout["domain"]) for name, layout in found["layout"].items() if name.startswith("yaxis"))
+    domains = sorted(
+        tuple(layout["domain"]) for name, layout in histogram["layout"].items() if name.startswith("yaxis")
+    )
     assert all(low[1] <= high[0] + 1e-9 for low, high in itertools.pairwise(domains))
     assert domains[0][0] >= 0 and domains[-1][1] <= 1

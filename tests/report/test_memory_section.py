@@ -23,9 +23,9 @@ def made(make_run: MakeRun, counted: dict[str, Any], **config: Any) -> Run:
 
 
 def test_a_run_that_was_counted_is_as_planned(make_run: MakeRun) -> None:
-    found = memory_beside_plan(group_runs([made(make_run, COUNTED)]))
-    (row,) = found.table.rows
-    assert not found.lines and row["recipe"] == "bfloat16/word"
+    section = memory_beside_plan(group_runs([made(make_run, COUNTED)]))
+    (row,) = section.table.rows
+    assert not section.lines and row["recipe"] == "bfloat16/word"
     assert (row["state"], row["state_plan"]) == ("7.8 MiB (±0.0 %)", "7.8 MiB")
     assert (row["peak"], row["peak_plan"]) == ("17.6 MiB (+0.1 %)", "17.6 MiB")
     assert row["interval"] == "13.2 MiB to 18.2 MiB"

@@ -27,10 +27,10 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def browser() -> str:
-    found = os.environ.get("NARROWGAUGE_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
+    browser = os.environ.get("NARROWGAUGE_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
         pytest.skip("no Chromium here (Debian: apt install chromium)")
-    return found
+    return browser
 
 
 def opened(folder: Path, source: str, fragment: str = "", width: int = 1200) -> tuple[str, list[str]]:

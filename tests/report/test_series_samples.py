@@ -28,12 +28,12 @@ def test_of_all_runs_one_at_a_time_is_held_and_each_is_read_once(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[weakref.ref[Rows]] = []
-    held: list[int] = []
+    alive: list[int] = []
 
     def rows_of(file: Path) -> Rows:
         if file.name != "gauges.jsonl":
             return Rows()
-        held.append(sum(found() is not None for found in read))
+        alive.append(sum(found() is not None for found in read))
         rows = Rows([{"step": 1, "updates": {"a": [0.5]}, "histograms": {"weight": [1] * NUM_EXPONENTS}}])
         read.append(weakref.ref(rows))
         return rows
@@ -43,7 +43,7 @@ def test_of_all_runs_one_at_a_time_is_held_and_each_is_read_once(
     for run in runs:
         del vars(run)["gauges"]
     assert "Every tensor over time" in page_of(runs)
-    assert held == [0] * 4
+    assert alive == [0] * 4
     assert not any("gauges" in vars(run) for run in runs)
 
 
@@ -56,8 +56,8 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None
         "logits": {"max": damaged},
         "block_scales": {"weight:a": damaged},
     }
-    found = read_samples(make_run(gauges=[row]))
-    assert not found.metrics and not found.spans and found.lowest_edq == 1.0
+    samples = read_samples(make_run(gauges=[row]))
+    assert not samples.metrics and not samples.spans and samples.lowest_edq == 1.0
     # A valid tensor in the same row is read.
     row["updates"]["b"] = [0.25]
     assert read_samples(make_run(gauges=[row])).lowest_edq == 0.25
@@ -73,9 +73,9 @@ def test_tensors_and_histograms_are_thinned_and_counted(make_run: MakeRun) -> No
         }
         for step in range(1, 101)
     ]
-    found = read_samples(make_run(gauges=rows))
-    edq = found.metrics["edq"]
+    samples = read_samples(make_run(gauges=rows))
+    edq = samples.metrics["edq"]
     assert (edq.names, edq.num_tensors) == ([f"p{place:03}" for place in range(MOST_TENSORS)], 200)
     assert edq.values[10].tolist() == [0.05] * 100
-    assert (len(found.histograms), found.num_histograms) == (MOST_HISTOGRAMS, 100)
-    assert [found.histograms[place]["step"] for place in (0, -1)] == [1, 100]
+    assert (len(samples.histograms), samples.num_histograms) == (MOST_HISTOGRAMS, 100)
+    assert [samples.histograms[place]["step"] for place in (0, -1)] == [1, 100]

@@ -23,29 +23,29 @@ def made(make_run: MakeRun, losses: dict[str, list[float]], **compared: Any) -> 
         make_run(
             recipe, seed, bytes_per_param=16.0 if "master" in recipe else 8.0, loss=lambda _, loss=loss: loss - 0.1
         )
-        for recipe, found in everything.items()
-        for seed, loss in enumerate(found)
+        for recipe, values in everything.items()
+        for seed, loss in enumerate(values)
     ]
-    found = compare_runs(runs, **compared)
-    return runs, differences(groups_of(found), found)
+    values = compare_runs(runs, **compared)
+    return runs, differences(groups_of(values), values)
 
 
 def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_threshold(make_run: MakeRun) -> None:
     runs, figure = made(make_run, {"bfloat16/word": [2.001, 2.003], "bfloat16/split": [1.99, 1.992]}, resolve=0.005)
     assert figure is not None
-    wanted = {one.recipe: one for one in compare_runs(runs).differences}
+    expected = {paired.recipe: paired for paired in compare_runs(runs).differences}
     assert (
         [trace["name"] for trace in figure.data]
         == ["bfloat16/word", "bfloat16/split"]
         == figure.layout["yaxis"]["ticktext"]
     )
     for trace in figure.data:
-        one = wanted[trace["name"]]
-        assert trace["x"] == [pytest.approx(one.mean)] and trace["error_x"]["array"] == [
-            pytest.approx(one.half, rel=1e-5)
+        paired = expected[trace["name"]]
+        assert trace["x"] == [pytest.approx(paired.mean)] and trace["error_x"]["array"] == [
+            pytest.approx(paired.half, rel=1e-5)
         ]
         assert trace["error_x"]["visible"]
     (band,) = figure.layout["shapes"]
     assert (band["x0"], band["x1"]) == (-0.005, 0.005) and "± 0.005 nats" in figure.how
     low, high = figure.layout["xaxis"]["range"]
-    assert low == -high and low < min(one.low for one in wanted.values())
+    assert low == -high and low < min(paired.low for paired in expected.values())

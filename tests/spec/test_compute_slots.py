@@ -27,10 +27,10 @@ def test_both_operands_contract_the_same_side_and_leave_those_of_the_result(matm
 
 @exhaustive("tensor", TENSORS)
 def test_each_tensor_enters_two_matmuls_which_contract_different_dimensions(tensor: str) -> None:
-    own = [slot for slot in SLOTS.values() if slot.tensor == tensor]
-    assert sorted(slot.dim for slot in own) == [0, 1]
-    assert {slot.history_index for slot in own} == {TENSORS.index(tensor)}
-    first, second = own
+    slots = [slot for slot in SLOTS.values() if slot.tensor == tensor]
+    assert sorted(slot.dim for slot in slots) == [0, 1]
+    assert {slot.history_index for slot in slots} == {TENSORS.index(tensor)}
+    first, second = slots
     assert (first.reuses, second.reuses) == ("", first.name)
 
 
@@ -46,7 +46,7 @@ def test_random_bits_differ_between_tensors_and_between_the_two_casts_of_the_gra
 @exhaustive("compute", [*COMPUTES.values(), *computes.VARIANTS.values()])
 def test_a_cast_is_made_where_no_other_serves_it(compute: Compute) -> None:
     for name, slot in SLOTS.items():
-        made = compute.cast_slots[name]
-        assert made in (name, slot.reuses)
-        assert made == name or compute.casts[made].serves(compute.casts[name])
-        assert (name in casts_made(compute)) == (made == name and not compute.casts[name].is_wide)
+        source = compute.cast_slots[name]
+        assert source in (name, slot.reuses)
+        assert source == name or compute.casts[source].serves(compute.casts[name])
+        assert (name in casts_made(compute)) == (source == name and not compute.casts[name].is_wide)

@@ -80,6 +80,6 @@ def test_a_threshold_is_a_part_of_the_name_and_comes_back_from_it(said: str, nam
     assert recipe == parse(recipe.name) == parse(recipe.to_dict()) == parse(recipe.to_value())
     assert recipe.compute == get_compute(said) == get_compute(name)
     base = COMPUTES[name.partition("+")[0]]
-    left = replace(recipe.compute.output.left, outliers=6.0)
-    assert replace(recipe.compute, output=replace(base.output, left=left), name=base.name, purpose=base.purpose) == base
+    cast = replace(recipe.compute.output.left, outliers=6.0)
+    assert replace(recipe.compute, output=replace(base.output, left=cast), name=base.name, purpose=base.purpose) == base
     assert f"columns from {threshold:g} on in 16 bits" in str(recipe.compute.output.left)

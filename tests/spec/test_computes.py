@@ -23,13 +23,13 @@ SCALED = ("tensor", "row", "column", *BLOCKS)
 def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
     assert expectations.COMPUTES.keys() == COMPUTES.keys(), "tests/expectations.py states each compute a second time"
     for name, row in COMPUTES.items():
-        wanted = expectations.COMPUTES[name]
-        assert (row.kept_bytes, row.default_storage) == (wanted.kept_bytes, wanted.default_storage), name
+        expected = expectations.COMPUTES[name]
+        assert (row.kept_bytes, row.default_storage) == (expected.kept_bytes, expected.default_storage), name
         reused = {s.tensor: not row.is_wide and row.cast_slots[n] != n for n, s in computes.SLOTS.items() if s.reuses}
-        assert {what for what, is_so in reused.items() if is_so} == set(wanted.reused), name
+        assert {slot for slot, is_so in reused.items() if is_so} == set(expected.reused), name
         has = {"stochastic": row.is_stochastic, "delayed": row.is_delayed, "scaled loss": row.scales_loss}
         has["gathered"] = not why_gathered_wide(row)
-        assert {what for what, is_so in has.items() if is_so} == set(wanted.has) - {"served"}, name
+        assert {slot for slot, is_so in has.items() if is_so} == set(expected.has) - {"served"}, name
 
 
 @every_row
@@ -81,12 +81,12 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
 
 
 def test_what_is_stored_without_training_is_counted_to_the_byte() -> None:
-    found = {
+    sizes = {
         name: computes.stored_bytes(COMPUTES[name], 40, 168)
         for name in ("int8-row", "float8-tensor", "float8-block", "mxfp8")
     }
     scales = {"int8-row": 4 * 40, "float8-tensor": 4, "float8-block": 1 * 2, "mxfp8": 40 * 6}
-    assert found == {name: 40 * 168 + number for name, number in scales.items()}
+    assert sizes == {name: 40 * 168 + number for name, number in scales.items()}
     assert computes.stored_bytes(COMPUTES["int8-outlier"], 40, 168, 3) == 40 * 168 + 160 + 3 * (2 * 40 + 4)
     served = {name for name, row in expectations.COMPUTES.items() if "served" in row.has}
     assert {name for name, row in COMPUTES.items() if computes.stores_codes(row)} == served

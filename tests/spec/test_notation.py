@@ -31,14 +31,14 @@ def test_full_names_parse_to_themselves() -> None:
 
 def test_every_pair_that_agrees_is_listed() -> None:
     shared = [name for name in STORAGES if "/" not in name]
-    own = {name for name in STORAGES if "/" in name}
+    owned = {name for name in STORAGES if "/" in name}
     bound = {name for name, row in COMPUTES.items() if row.owns_storages}
-    assert bound == {"float64", "float8", "float16-throughout"} and len(own) >= 10
-    pairs = {f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared} | own
+    assert bound == {"float64", "float8", "float16-throughout"} and len(owned) >= 10
+    pairs = {f"{compute}/{storage}" for compute in COMPUTES if compute not in bound for storage in shared} | owned
     names = full_names()
     assert set(names) == pairs and len(names) == len(pairs)
     # A name is one recipe's only: a storage of the compute's own takes the place of the one that all share.
-    assert all(parse(name).storage.name == name for name in own)
+    assert all(parse(name).storage.name == name for name in owned)
 
 
 @pytest.mark.parametrize(

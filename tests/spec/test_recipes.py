@@ -22,7 +22,7 @@ def test_storage_by_parameter_name() -> None:
             ],
         }
     )
-    found = {
+    values = {
         name: recipe.storage_of(name, dims).name
         for name, dims in [
             ("model.layers.0.mlp.up_proj.weight", 2),
@@ -34,7 +34,7 @@ def test_storage_by_parameter_name() -> None:
             ("model.embed_positions.weight", 2),
         ]
     }
-    assert list(found.values()) == ["word", "master", "float32", "word", "float32", "split", "exact"]
+    assert list(values.values()) == ["word", "master", "float32", "word", "float32", "split", "exact"]
     assert parse(recipe.to_dict()) == recipe
 
 
@@ -103,8 +103,8 @@ def test_phases_hold_until_their_share_of_the_run_is_done() -> None:
         }
     )
     assert recipe.name == "bfloat16/word"
-    found = [recipe.compute_at(step / 10).name for step in range(11)]
-    assert found == ["float32"] + ["float8-row"] * 8 + ["bfloat16"] * 2
+    names = [recipe.compute_at(step / 10).name for step in range(11)]
+    assert names == ["float32"] + ["float8-row"] * 8 + ["bfloat16"] * 2
     assert computes_of(recipe, 0.5) == ["float8-row", "int8-row", "bfloat16"]
     assert computes_of(recipe) == ["bfloat16", "int8-row", "bfloat16"]
     assert computes_of(recipe, 0.0) == ["float32", "int8-row", "float32"]

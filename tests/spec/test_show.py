@@ -59,8 +59,8 @@ def test_values_are_read_as_written(text: str, value: float) -> None:
 
 
 def test_nan_stays_nan_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {row["name"]: row["value"] for row in show.page_value("nan")[0]}
-    assert math.isnan(found["float8_e4m3fn"])
-    assert found["float4_e2m1fn"] == 0
+    values = {row["name"]: row["value"] for row in show.page_value("nan")[0]}
+    assert math.isnan(values["float8_e4m3fn"])
+    assert values["float4_e2m1fn"] == 0
     tables.write_json(show.page_value("nan")[0])
     assert {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)}["bfloat16"] == "nan"

@@ -28,11 +28,11 @@ every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAG
 
 
 def test_every_row_has_its_figures() -> None:
-    found = {n: (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside) for n, row in STORAGES.items()}
-    wanted = {
+    figures = {n: (row.bytes_per_param, row.bytes_per_row, row.tail_bits, row.beside) for n, row in STORAGES.items()}
+    expected = {
         n: (row.bytes_per_param, row.row_bytes, row.tail_bits, row.beside) for n, row in expectations.STORAGES.items()
     }
-    assert found == wanted, "tests/expectations.py states each storage a second time"
+    assert figures == expected, "tests/expectations.py states each storage a second time"
 
 
 @every_storage
@@ -46,8 +46,8 @@ def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> 
 @every_storage
 def test_fallbacks_and_vectors_are_rows_of_the_same_weight_that_lose_less(storage: Storage) -> None:
     fallback, vectors = STORAGES[storage.fallback], for_vectors(storage)
-    for other in (fallback, vectors):
-        assert {storage.visible, other.visible} in ({storage.visible}, {"float32", "bfloat16"})
+    for referred in (fallback, vectors):
+        assert {storage.visible, referred.visible} in ({storage.visible}, {"float32", "bfloat16"})
     assert fallback.name not in ("naive", "no-master") and vectors.bytes_per_param >= storage.bytes_per_param
     assert for_vectors(vectors) == vectors
 
@@ -98,8 +98,8 @@ def fewest_bits(sizes: tuple[int, ...]) -> int:
             total = first + sum(rest[k] for k in chosen)
             if total <= 32:
                 width = 8 if total <= 8 else 16 if total <= 16 else 32
-                left = tuple(size for k, size in enumerate(rest) if k not in chosen)
-                best = min(best, width + fewest_bits(left))
+                remaining = tuple(size for k, size in enumerate(rest) if k not in chosen)
+                best = min(best, width + fewest_bits(remaining))
     return best
 
 

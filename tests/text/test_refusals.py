@@ -151,8 +151,9 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a rounding": (lambda: round_to(torch.ones(3), "bfloat16", "up"), FormatError, "'up'"),
     "no seed": (lambda: round_to(torch.ones(3), "bfloat16", "stochastic"), FormatError, "seed"),
     # plans
-    "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = '4'.*0 to 3"),
+    "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = 4.*0, 1, 2, 3"),
     "said twice": (lambda: read_layout("tensor=2,tensor=4"), RecipeError, "tensor = 2 and tensor = 4"),
+    "a misspelled field of a layout": (lambda: plan("llama-8b", layout={"tensr": 2}), RecipeError, "'tensr'"),
     "what does not divide": (
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout={"tensor": 3}),
         NarrowgaugeError, "3 tensor ranks.*32 heads",

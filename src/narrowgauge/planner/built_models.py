@@ -145,14 +145,14 @@ def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
         part: Part
         split: Split
         if value.ndim == 3:
-            other = next((size for size in value.shape[1:] if size != hidden), hidden)
+            width = next((size for size in value.shape[1:] if size != hidden), hidden)
             has_bias = f"{name}_bias" in parameters
             if "down" in leaf or leaf == "w2":
-                yield Matmul(f"experts.{leaf}", other, hidden, value.shape[0], "experts", "row", has_bias=has_bias)
+                yield Matmul(f"experts.{leaf}", width, hidden, value.shape[0], "experts", "row", has_bias=has_bias)
                 continue
             # Count gate and up as two matmuls, as presets do, so both names of a model give one answer.
             names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
-            sizes = hidden, other // len(names), value.shape[0]
+            sizes = hidden, width // len(names), value.shape[0]
             yield from (Matmul(f"experts.{n}", *sizes, "experts", "column", has_bias=has_bias) for n in names)
             continue
         owner = layer.get_submodule(module)

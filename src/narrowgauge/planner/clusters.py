@@ -207,11 +207,11 @@ def cluster_of(
     """
     kind = get_chip(chip) if isinstance(chip, str) else chip
     counts_of(num_chips)
-    whole = chips_per_node or kind.chips_per_node
-    size = min(num_chips, whole)
-    if chips_per_node is None and num_chips > whole > _RACK:
+    usual_size = chips_per_node or kind.chips_per_node
+    size = min(num_chips, usual_size)
+    if chips_per_node is None and num_chips > usual_size > _RACK:
         # Racks fill evenly: 128 chips in racks of 72 become twice 64.
-        size = next(chips for chips in range(whole, 0, -1) if num_chips % chips == 0)
+        size = next(chips for chips in range(usual_size, 0, -1) if num_chips % chips == 0)
     if num_chips % size:
         near = num_chips - num_chips % size
         raise ChipError(
@@ -234,9 +234,9 @@ def read_cluster(path: str | Path) -> Cluster:
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise DataError(f"{path}: nodes is not a list of tables.", "Write [[nodes]] before each group of nodes.")
     _check(path, table, ("nodes", *_CLUSTER, *_FIELDS))
-    whole = {name: table.pop(name) for name in _CLUSTER if name in table}
+    fields = {name: table.pop(name) for name in _CLUSTER if name in table}
     nodes = tuple(_nodes(path, {**table, **group}) for group in groups)
-    return Cluster(**{"name": path.stem, **whole, "groups": nodes})
+    return Cluster(**{"name": path.stem, **fields, "groups": nodes})
 
 
 def cluster_in(path: Path, table: Mapping[str, Any]) -> Cluster:
@@ -253,12 +253,12 @@ def _nodes(path: Path, table: Mapping[str, Any]) -> Nodes:
     return Nodes(**{**table, "chip": get_chip(table["chip"])})
 
 
-def _check(path: Path, table: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check(path: Path, table: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise for unknown keys and values of the wrong type."""
     examples = {"name": "mine", "chip": "H100-SXM", "software": SOFTWARE[-1]}
     for name, value in table.items():
-        if name not in known:
-            advice = suggestion(name, known) or f"Known: {', '.join(known)}."
+        if name not in names:
+            advice = suggestion(name, names) or f"Known: {', '.join(names)}."
             raise DataError(f"{path}: no key is named {name!r}.", advice)
         if name in examples and not isinstance(value, str):
             raise DataError(f"{path}: {name} = {value!r} is no name.", f'Write {name} = "{examples[name]}".')
@@ -267,13 +267,13 @@ def _check(path: Path, table: Mapping[str, Any], known: Sequence[str]) -> None:
             raise DataError(f"{path}: {name} = {value!r} is not a number, or not a whole one.", f"Write {name} = 8.")
 
 
-def read_table(path: Path, what: str, advice: str) -> dict[str, Any]:
+def read_table(path: Path, content: str, advice: str) -> dict[str, Any]:
     """Read a TOML file. ``what`` names its content. It and ``advice`` enter the message of a :class:`DataError`."""
     try:
         return load_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"cannot read the {what} {path}: {reason.rstrip('.')}.", advice) from None
+        raise DataError(f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice) from None
 
 
 # ── the clusters that a question names, and parts of them where fewer chips may be better ─────────────────────────────────
@@ -292,8 +292,8 @@ def clusters_asked_for(
     counts = counts_of(chips)
     fields: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
     if clusters and (kinds or counts or fields):
-        what = "chips" if kinds or counts else next(iter(fields))
-        raise ChipError(f"a cluster and {what} were requested together.", "Write it into the cluster's file.")
+        second = "chips" if kinds or counts else next(iter(fields))
+        raise ChipError(f"a cluster and {second} were requested together.", "Write it into the cluster's file.")
     if clusters:
         return tuple(c if isinstance(c, Cluster) else read_cluster(c) for c in clusters)
     return tuple(cluster_of(kind, count, chips_per_node, **fields) for kind in kinds for count in counts or [1])

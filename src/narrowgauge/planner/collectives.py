@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.jobs import Job
@@ -53,16 +54,6 @@ class Path:
     @property
     def ranks_per_node(self) -> float:
         return self.ranks / self.nodes
-
-    @property
-    def sent_within(self) -> float:
-        """Return the seconds within nodes per byte of a gathered tensor."""
-        return (self.ranks - 1) / self.ranks / self.link_bytes_per_second if self.ranks_per_node > 1 else 0.0
-
-    @property
-    def sent_between(self) -> float:
-        """Return the seconds between nodes per byte of a gathered tensor."""
-        return (self.nodes - 1) / self.nodes / (self.ranks_per_node * self.network_bytes_per_second)
 
     def __str__(self) -> str:
         where = "in a node" if self.nodes == 1 else f"over {self.nodes} nodes"
@@ -110,7 +101,9 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
     if path.ranks == 1:
         return 0.0
     latency = (path.ranks - path.nodes) * path.link_latency + (path.nodes - 1) * path.network_latency
-    return num_bytes * max(path.sent_within, path.sent_between) + latency
+    within = (path.ranks - 1) / path.ranks / path.link_bytes_per_second if path.ranks_per_node > 1 else 0.0
+    between = (path.nodes - 1) / path.nodes / (path.ranks_per_node * path.network_bytes_per_second)
+    return num_bytes * max(within, between) + latency
 
 
 def all_reduce_seconds(num_bytes: float, path: Path) -> float:
@@ -227,20 +220,21 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     ``compute`` is the seconds of a micro-batch on the stage, forward and backward. It includes ``attention`` seconds.
     """
     layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
-    stream, is_again = job.stream_bytes, layout.recompute == "full"
+    # Bytes of a micro-batch's residual stream, before sharding over tensor ranks.
+    stream, is_again = job.tokens * a.hidden_size * job.width, layout.recompute == "full"
 
-    def term(name: str, kind: str, path: Path, size: float, count: int, what: str, one: float) -> Term:
-        """Return an exchange of ``size`` bytes in ``one`` second, ``count`` times per layer and micro-batch."""
-        those = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
-        text = f"{batches} × {those:g} layers × {count} {what} of {_size(size)}"
+    def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
+        """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
+        sending = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
+        text = "{} × {:g} layers × {} {} of {:,.3g} MB", batches, sending, count, exchanges, size / 1e6
         under = batches * (attention if kind == "context" else compute)
-        return _exposed(job, name, batches * those * count * one, kind, under, path, text)
+        return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
 
     if layout.tensor > 1:
         # Attention and MLP each gather and reduce the residual stream: two pairs forward, two backward.
         path, count = _path(job, layout.tensor, 1), 6 if is_again else 4
-        one, what = 2 * all_gather_seconds(stream, path), "gathers and reductions"
-        yield term("activations between tensor ranks", "tensor", path, stream, count, what, one)
+        seconds, exchanges = 2 * all_gather_seconds(stream, path), "gathers and reductions"
+        yield term("activations between tensor ranks", "tensor", path, stream, count, exchanges, seconds)
     if layout.context > 1:
         # Keys, values and their gradients go around the ring.
         path, count = _path(job, layout.context, layout.tensor), (4 if is_again else 3) * (layout.context - 1)
@@ -253,12 +247,12 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
         size = stream * a.mixture.experts_per_token / layout.tensor
         # A token for several experts of a node may travel there once.
         once = 1 - job.efficiency["once_per_node"] * _repeated(a.mixture.experts_per_token, path.nodes)
-        one = all_to_all_seconds(size, path, between=once)
-        yield term("tokens between experts", "expert", path, size, count, "all-to-alls", one)
+        seconds = all_to_all_seconds(size, path, between=once)
+        yield term("tokens between experts", "expert", path, size, count, "all-to-alls", seconds)
     if layout.pipeline > 1:
         path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
         count = 2 * layout.interleave * batches
-        seconds, text = count * send_seconds(size, path), f"{count} sends of {_size(size)}"
+        seconds, text = count * send_seconds(size, path), ("{} sends of {:,.3g} MB", count, size / 1e6)
         yield _exposed(job, "activations between stages", seconds, "pipeline", batches * compute, path, text)
 
 
@@ -286,10 +280,8 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
                 parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
                 seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
-        text = (
-            f"{owned.dense + owned.experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B "
-            "reduced"
-        )
+        form = "{:.3g} parameters: {} × {:g} B gathered and {} × {:g} B reduced"
+        text: tuple[Any, ...] = (form, owned.dense + owned.experts, gathers, weight, sums, gradient)
         yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
     if every > sharing:
         dense = owned.dense / sharing
@@ -300,7 +292,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         sizes = [number * gradient for number in (dense, experts)]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         last_backward = compute * 2 / 3
-        text = f"an all-reduce of {_size(sum(sizes))}"
+        text = "an all-reduce of {:,.3g} MB", sum(sizes) / 1e6
         yield _exposed(job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text)
 
 
@@ -309,7 +301,9 @@ def _path(job: Job, ranks: int, stride: int) -> Path:
     return path_of(ranks, stride, job.nodes, job.cluster, link=shares["link"], network=shares["network"])
 
 
-def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, what: str) -> Term:
+def _exposed(
+    job: Job, name: str, seconds: float, kind: str, under: float, path: Path, description: tuple[Any, ...]
+) -> Term:
     """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
@@ -317,7 +311,8 @@ def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path:
     assumed = " (assumed)" if path.nodes > 1 and job.nodes.is_network_assumed else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
-    formula = f"{what}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
+    text, *numbers = description
+    formula = text + ", {}{}: {:.3g} s, {:.3g} hidden, {:.3g} slower", *numbers, path, assumed, seconds, hidden, slowed
     return Term("communication", name, seconds - hidden + slowed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
 
 
@@ -348,7 +343,3 @@ def _repeated(experts_per_token: int, nodes: int) -> float:
     copies = experts_per_token * (nodes - 1) / nodes
     visited = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts_per_token)
     return 1 - visited / copies
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.3g} MB"

@@ -40,7 +40,6 @@ class Efficiency:
 
     values: Mapping[str, float] = field(repr=False)
     engines: str = ""
-    software: str = ""
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
@@ -88,7 +87,7 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
     values |= {**general, **for_chip(_TABLES["generations"]), **row, **for_chip(by_generation)}
     if not chip.link_gb_per_second:
         values["link"] = general["host_path"]
-    return Efficiency(values, engines, software)
+    return Efficiency(values, engines)
 
 
 def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float]:

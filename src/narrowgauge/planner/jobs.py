@@ -59,11 +59,6 @@ class Job:
         """Return the bytes of a number between layers."""
         return bytes_per_number(self.recipe.dtype)
 
-    @property
-    def stream_bytes(self) -> float:
-        """Return the bytes of a micro-batch's residual stream, before sharding over tensor ranks."""
-        return self.tokens * self.architecture.hidden_size * self.width
-
     def moved(self, num_bytes: float) -> float:
         """Return the seconds to read or write ``num_bytes`` of the chip's memory."""
         return bytes_seconds(num_bytes, self.nodes.chip, self.efficiency)

@@ -116,7 +116,7 @@ def measured_times(runs: Sequence[Run]) -> tuple[MeasuredTime, ...]:
 def _job(table: Settings, layout: Layout, cluster: Cluster, where: str) -> Job:
     recipe = parse(_required(table, "recipe", where), where)
     model = read_model(str(_required(table, "model", where)))
-    return Job(model, recipe, layout, cluster, _whole(table, "sequence_length", where))
+    return Job(model, recipe, layout, cluster, _count(table, "sequence_length", where))
 
 
 def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
@@ -130,9 +130,9 @@ def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
         >>> layout.data, layout.shard, layout.micro_batch, layout.micro_batches
         (2, 2, 2, 2)
     """
-    batch = _whole(table, "batch_size", where)
-    pieces = _whole(table, "gradient_accumulation_steps", where, default=num_ranks)
-    replicas = _whole(table, "replicas", where, default=1)
+    batch = _count(table, "batch_size", where)
+    pieces = _count(table, "gradient_accumulation_steps", where, default=num_ranks)
+    replicas = _count(table, "replicas", where, default=1)
     if batch % pieces or num_ranks % replicas or pieces < num_ranks:
         raise DataError(
             f"{where}: a batch of {batch} sequences in {pieces} micro-batches does not suit {num_ranks} ranks in "
@@ -159,7 +159,7 @@ def _required(table: Settings, key: str, where: str) -> Any:
     return table[key]
 
 
-def _whole(table: Settings, key: str, where: str, default: int | None = None) -> int:
+def _count(table: Settings, key: str, where: str, default: int | None = None) -> int:
     value = default if default is not None and table.get(key) is None else _required(table, key, where)
     if type(value) is not int or value < 1:
         raise DataError(f"{where}: {key} = {value!r} is not a whole number above zero.", f"Write {key} = 8.")
@@ -169,7 +169,7 @@ def _whole(table: Settings, key: str, where: str, default: int | None = None) ->
 def _layout(table: Any) -> Layout:
     if not isinstance(table, dict):
         raise DataError(f"[layout] is {table!r}.", "For instance [layout] with shard = 8 and micro_batches = 4.")
-    return Layout(**read_layout(",".join(f"{name}={value}" for name, value in table.items())))
+    return Layout(**read_layout(table))
 
 
 def _cluster(table: Settings, path: Path, chip: Chip | None, layout: Layout | None) -> Cluster:
@@ -180,7 +180,7 @@ def _cluster(table: Settings, path: Path, chip: Chip | None, layout: Layout | No
         return cluster_of(chip, layout.num_ranks if layout else 1)
     if not isinstance(cluster, dict) or not {"chip", "chips"} <= cluster.keys():
         raise ChipError(f"{path} does not say where it runs.", 'Add [cluster] with chip = "H100-SXM" and chips = 8.')
-    return cluster_in(path, {**cluster, "chips": _whole(cluster, "chips", f"{path}, [cluster]")})
+    return cluster_in(path, {**cluster, "chips": _count(cluster, "chips", f"{path}, [cluster]")})
 
 
 def _measured(table: Any, job: Job, path: Path) -> float | None:
@@ -252,15 +252,12 @@ class Regression:
             steps.append(_step_row("measured", self.scale * self.before.measured, self.after.measured))
         numbers = number_columns(before="before", after="after", difference="difference", share="share")
         title = f"A step of {self.after.job.tokens_per_step:,} tokens: {self.before.name}, {self.after.name}"
-        rows = [
-            {**dataclasses.asdict(e), "alone": "not alone" if e.seconds is None else f"{e.seconds:+.3g} s"}
-            for e in self.effects
-        ]
-        columns = (*text_columns(setting="name", before="before", after="after"), *number_columns(alone="alone"))
+        alone = number_columns(alone=lambda e: "not alone" if e.seconds is None else f"{e.seconds:+.3g} s")
+        columns = (*text_columns(setting="name", before="before", after="after"), *alone)
         return [
             Table((*text_columns(step="name"), *numbers), steps, title),
             changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total),
-            Table(columns, rows, "What each setting does alone"),
+            Table(columns, list(self.effects), "What each setting does alone"),
         ]
 
     def row(self) -> Row:

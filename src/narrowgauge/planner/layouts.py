@@ -9,16 +9,24 @@ data, shard and context axes. They also lie inside the tensor axis, unless tenso
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.sums import ACCUMULATIONS
 
+Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "all"]
 AXES = ("data", "shard", "tensor", "pipeline", "context")
 _COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero": get_args(Zero),
+    "recompute": get_args(Recompute),
+    "offload": get_args(Offload),
+    "accumulation_dtype": tuple(ACCUMULATIONS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class Layout:
 
     data: int = 1
     shard: int = 1
-    zero: Literal[0, 1, 2, 3] = 3
+    zero: Zero = 3
     tensor: int = 1
     pipeline: int = 1
     interleave: int = 1
@@ -56,15 +64,15 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise RecipeError(f"a layout has {name} = {getattr(self, name)}.", "Use 1 or more.")
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise RecipeError(f"a layout has {name} = {getattr(self, name)!r}.", "Use a number from 1 on.")
+        for name, values in _VALUES.items():
+            if (value := getattr(self, name)) not in values:
+                near = suggestion(str(value), tuple(map(str, values)))
+                advice = near or f"It is one of {', '.join(map(str, values))}."
+                raise RecipeError(f"a layout has {name} = {value!r}.", advice)
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages.")
-        if self.accumulation_dtype not in ACCUMULATIONS:
-            raise RecipeError(
-                f"a layout has accumulation_dtype = {self.accumulation_dtype!r}.",
-                suggestion(self.accumulation_dtype, ACCUMULATIONS) or f"There are {', '.join(ACCUMULATIONS)}.",
-            )
 
     @property
     def num_ranks(self) -> int:
@@ -136,29 +144,24 @@ class Layout:
 
 # ── layouts as they are asked for: names, and fields with values ──────────────────────────────────────────────────────────
 
-NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3},
-    "ddp": {"shard": 1, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1},
-}
+DATA_PARALLEL: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
+"""Only the data and shard axes."""
+NAMED_LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {**DATA_PARALLEL, "zero": 3}, "ddp": {"shard": 1, **DATA_PARALLEL}}
 """Layouts of ``narrowgauge train``, and pure data parallelism."""
-_WORDS = {
-    "recompute": ("none", "selective", "full"),
-    "offload": ("none", "optimizer", "all"),
-    "accumulation_dtype": tuple(ACCUMULATIONS),
-}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Layout) if field.name != "sequence_parallel")
 _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
-def read_layout(text: str) -> dict[str, Any]:
-    """Read the fields of a layout: ``FIELD=VALUE`` and layout names, separated by commas. Fields override names.
+def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of a layout: a mapping, or ``FIELD=VALUE`` and layout names between commas. Fields override names.
 
     Example:
-        >>> read_layout("tensor=2, recompute=full")
-        {'tensor': 2, 'recompute': 'full'}
+        >>> read_layout("tensor=2, recompute=full") == read_layout({"tensor": 2, "recompute": "full"})
+        True
         >>> read_layout("fsdp2,shard=8")["shard"]
         8
     """
+    text = layout if isinstance(layout, str) else ",".join(f"{name}={value}" for name, value in layout.items())
     named: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
@@ -169,17 +172,8 @@ def read_layout(text: str) -> dict[str, Any]:
             raise RecipeError(f"no layout is named '{name}'.", suggestion(name.lower(), NAMED_LAYOUTS) or _ADVICE)
         elif name not in _FIELDS:
             raise RecipeError(f"a layout has no field '{name}'.", suggestion(name, _FIELDS) or _ADVICE)
-        elif fields.setdefault(name, _value(name, value)) != _value(name, value):
+        elif str(fields.setdefault(name, int(value) if value.isdecimal() else value)) != value:
             raise RecipeError(f"a layout has {name} = {fields[name]} and {name} = {value}.", "Name it once.")
     fields = {**named, **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
     return fields
-
-
-def _value(name: str, text: str) -> Any:
-    if name in _WORDS and text in _WORDS[name]:
-        return text
-    if name in _WORDS or not text.isdecimal() or (name == "zero" and int(text) > 3):
-        advice = f"It is one of {', '.join(_WORDS[name])}." if name in _WORDS else "Use a number from 1 on."
-        raise RecipeError(f"a layout has {name} = '{text}'.", "Use 0 to 3." if name == "zero" else advice)
-    return int(text)

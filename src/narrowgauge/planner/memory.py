@@ -8,7 +8,7 @@ the largest moment, so their sum is a peak, not a sum of peaks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from narrowgauge.planner.activations import (
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import Bytes, bytes_per_parameter, on_stage, shared, state_of
-from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.terms import Formula, Term, Terms
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation
 
@@ -54,7 +54,8 @@ Fragmentation is a fraction of all memory that changes during a step. In publish
 more than it allocates, if the chip has the memory."""
 _STEP_GROUPS = ("activations", "logits", "buffers", "gradients")
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
-_ON_THE_WAY = "gradients of two layers"
+_IN_TRANSIT = "gradients of two layers"
+_OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "gradients", "optimizer")}
 
 
 class _LayerBytes(NamedTuple):
@@ -101,8 +102,8 @@ def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
     for number in dict.fromkeys((0, p - 1) if even else (0, 1, p - 1)):
         # Uneven stages omit a layer where the embedding or head is.
         layers = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
-        held = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
-        stages.append(Stage(number, layers, layers * min(held, layout.micro_batches)))
+        batches_in_flight = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
+        stages.append(Stage(number, layers, layers * min(batches_in_flight, layout.micro_batches)))
     return stages
 
 
@@ -220,55 +221,52 @@ class _Rank:
         return self.a.largest_layer / layout.tensor + experts / layout.expert / layout.expert_tensor_ranks
 
     def worst_moment(self) -> Terms:
-        a, layout, widths = self.a, self.layout, self.widths
-        state = self.state_terms()
+        a, layout = self.a, self.layout
+        state = weights, gradients, optimizer = self.state_terms()
         if not a.has_shape:
             return Terms(state)
-        weights, gradients, optimizer = state
         buffers, sums = self.buffer_terms(), self.sum_terms(gradients)
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during forward.
+        late = early = gradients
         if sums and not layout.is_fsdp:
-            gradients = early = replace(gradients, value=0.0, formula="each is added to the sum as soon as it is made")
-        elif not layout.is_fsdp or (layout.micro_batches > 1 and not sums):
-            early = gradients
-        else:
-            early = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
+            late = early = gradients._replace(value=0.0, derivation="each is added to the sum as soon as it is made")
+        elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
+            early = gradients._replace(value=0.0, derivation=("none at this moment; {.formula} later", gradients))
         forward, backward = self.loss_terms()
         saved, layer = self.activation_terms()
         # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner tensors.
         size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
-        stream, inner = widths.stream * a.hidden_size, (2 if a.is_gated else 1) * widths.matmul * size
+        stream, inner = self.widths.stream * a.hidden_size, (2 if a.is_gated else 1) * self.widths.matmul * size
         value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
-        formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
+        text = "{:g} tokens × ({:,.0f} / {} + {:,.0f} / {}) B"
+        formula: Formula = (text, self.tokens, stream, layout.stream_ranks, inner, layout.tensor)
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
-        head, of_layer = [], []
+        head, of_layer, width = [], [], self.per.gradients
         if not early.value and self.is_last and not a.adapters:
-            value = a.vocab_size * a.hidden_size * self.per.gradients / layout.tensor
+            value = a.vocab_size * a.hidden_size * width / layout.tensor
             head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
-        if not gradients.value and layout.zero < 3 and not a.adapters:
-            width = self.per.gradients
-            formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
+        if not late.value and layout.zero < 3 and not a.adapters:
+            formula = "{:,.0f} parameters × {:g} B", self.largest_layer, width
             of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
         if a.adapters is not None and a.adapters.is_widened:
-            largest = max(m.in_features * m.out_features for m in a.matmuls[:-1]) / layout.tensor
-            formula, source = f"{largest:,.0f} parameters × 2 B", "QLoRA, arXiv 2305.14314, section 3"
-            always.append(Term("buffers", "a frozen matrix, widened", 2 * largest, formula, source))
+            matrix = max(m.in_features * m.out_features for m in a.matmuls[:-1]) / layout.tensor
+            formula, source = ("{:,.0f} parameters × 2 B", matrix), "QLoRA, arXiv 2305.14314, section 3"
+            always.append(Term("buffers", "a frozen matrix, widened", 2 * matrix, formula, source))
         # Before the first layer's backward, no gradient is in transit.
-        gathered = [term for term in buffers if term.name != _ON_THE_WAY]
+        gathered = [term for term in buffers if term.name != _IN_TRANSIT]
         # With full recomputation one layer's activations coexist with every layer's saved input.
         again = (layer,) if layout.recompute == "full" else ()
         moments = [
             (early, *always, *saved, *forward, *gathered),
             (early, *always, *saved, *backward, *gathered),
             (early, *always, *saved, *again, passing, *buffers, *head),
-            (gradients, *always, layer, passing, *buffers, *of_layer),
+            (late, *always, layer, passing, *buffers, *of_layer),
         ]
         worst = max(moments, key=lambda terms: sum(term.value for term in terms))
-        changing = sum(term.value for term in worst if term.group in _STEP_GROUPS)
-        return Terms((*map(_with_error, worst), *self.overhead_terms(changing)))
+        return Terms((*worst, *self.overhead_terms(Terms(worst).only(*_STEP_GROUPS))))
 
     def state(self) -> Bytes:
         layout, stage = self.layout, self.stage
@@ -278,17 +276,15 @@ class _Rank:
 
     def state_terms(self) -> tuple[Term, Term, Term]:
         layout, state, per = self.layout, self.state(), self.per
-        offloaded = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "gradients", "optimizer")}
         source = _ZERO if layout.zero and layout.num_sharing > 1 else "definition"
 
         def term(group: str, name: str, level: int) -> Term:
             value, width = getattr(state, group), getattr(per, group)
             over = layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1)
-            formula = f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks"
-            if self.a.has_shape:
-                formula += ", vectors and what is not shared as they are"
-            if group in offloaded[layout.offload]:
-                value, formula = 0.0, f"in the host's memory ({value / 1e9:.3g} GB a rank)"
+            if group in _OFFLOADED[layout.offload]:
+                return Term(group, name, 0.0, ("in the host's memory ({:.3g} GB a rank)", value / 1e9), source)
+            rest = ", vectors and what is not shared as they are" if self.a.has_shape else ""
+            formula = "{:,} parameters × {:g} B / {} ranks{}", self.a.num_parameters, width, over, rest
             return Term(group, name, value, formula, source)
 
         optimizer = term("optimizer", "states beside the weights", 1)
@@ -307,7 +303,7 @@ class _Rank:
             return ()
         count = gradients.value / bytes_per_parameter(self.recipe.storage).gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
-        formula = f"{count:.4g} parameters × {row.bytes_per_param:g} B, {where}"
+        formula = "{:.4g} parameters × {:g} B, {}", count, row.bytes_per_param, where
         return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:
@@ -316,57 +312,55 @@ class _Rank:
         saved = _layer_bytes(a, self.recipe, self.kernels)
         per_layer = saved.stream / layout.stream_ranks + (saved.saved - saved.stream) / layout.tensor
         casts = saved.casts / layout.tensor
-        formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
+        formula: Formula = ("{:g} tokens × {:,.0f} B", tokens, per_layer)
         layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
-        start = f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × "
+        start = "{:g} layers in flight × {:g} tokens × "
         if layout.recompute == "full":
             width = self.widths.stream * a.hidden_size
             value = stage.in_flight * tokens * width / layout.stream_ranks
-            formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
+            formula = start + "{:g} B / {} tensor ranks", stage.in_flight, tokens, width, layout.stream_ranks
             return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
         value = stage.in_flight * tokens * per_layer
-        formula = f"{start}{per_layer:,.0f} B ({self.kernels} kernels, flash attention)"
+        text = start + "{:,.0f} B ({} kernels, flash attention)"
+        formula = text, stage.in_flight, tokens, per_layer, self.kernels
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
         if casts:
-            formula = f"{stage.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
+            formula = "{:g} layers × {:,.0f} B of casts that autocast keeps for backward", stage.layers, casts
             terms.append(Term("activations", "casts of the weights", stage.layers * casts, formula))
         return terms, layer
 
     def buffer_terms(self) -> list[Term]:
         """Return unsharded layers of ZeRO-3 or offloading, gradients in transit, and gathered inputs of tensor ranks."""
         layout, per, largest = self.layout, self.per, self.largest_layer
-        two_layers = f"2 × {largest:,.0f} parameters ×"
         terms: list[Term] = []
 
-        def add(name: str, value: float, formula: str, source: str) -> None:
-            terms.append(Term("buffers", name, value, formula, source))
+        def add(
+            name: str, count: float, width: float, source: str, formula: str = "{:,.0f} parameters × {:g} B"
+        ) -> None:
+            terms.append(Term("buffers", name, count * width, (formula, count, width), source))
 
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
             experts, rest = on_stage(self.a, self.recipe, layout, self.stage.layers, self.stage.number)
-            weights, width = (experts + rest).weights, per.gradients
-            count = weights / per.weights
-            width = max(width, self.accumulation.bytes_per_param) if self.accumulation else width
-            add("weights of the stage, gathered", weights, f"{count:,.0f} parameters × {per.weights:g} B", _STAGES)
-            name = "gradients of the stage, before they are shared"
-            add(name, count * width, f"{count:,.0f} parameters × {width:g} B", _STAGES)
+            count = (experts + rest).weights / per.weights
+            width = max(per.gradients, self.accumulation.bytes_per_param if self.accumulation else 0.0)
+            add("weights of the stage, gathered", count, per.weights, _STAGES)
+            add("gradients of the stage, before they are shared", count, width, _STAGES)
         elif is_sharded or layout.offload == "all":
-            add("two layers, gathered", 2 * largest * per.weights, f"{two_layers} {per.weights:g} B", _FSDP)
-            formula = f"{two_layers} {per.gradients:g} B: of the layer, and on their way"
-            add(_ON_THE_WAY, 2 * largest * per.gradients, formula, _FSDP)
+            add("two layers, gathered", 2 * largest, per.weights, _FSDP)
+            add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
             state = state_of(self.a, self.recipe, layout.tensor)
             ends = [state.embedding] * (self.stage.number == 0) + [state.head] * self.is_last
             if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"
-                add("outer weights, gathered", outer, formula, _FSDP)
+                add("outer weights, gathered", 1, outer, _FSDP, formula)
         elif layout.offload == "optimizer":
-            formula = f"{two_layers} {per.optimizer:g} B: of the layer that is updated, and the next"
-            add("states on their way", 2 * largest * per.optimizer, formula, _ZERO)
+            add("states of two layers, on their way", 2 * largest, per.optimizer, _ZERO)
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
-            width = self.a.hidden_size * self.widths.matmul
-            formula = f"2 × {self.tokens:g} tokens × {width:,.0f} B"
-            add("a layer's input and its gradient, gathered", 2 * self.tokens * width, formula, _SEQUENCE)
+            row = self.a.hidden_size * self.widths.matmul
+            name = "a layer's input and its gradient, gathered"
+            add(name, 2 * self.tokens, row, _SEQUENCE, "{:g} tokens × {:,.0f} B")
         return terms
 
     # the head and the loss
@@ -377,14 +371,14 @@ class _Rank:
             return [], []
         layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.widths
         row = (4 + 2 * widths.stream) * self.a.hidden_size
-        formula = f"{tokens:g} tokens × {row:g} B"
+        formula = "{:g} tokens × {:g} B", tokens, row
         hidden = Term("logits", "input of the head", tokens * row / layout.stream_ranks, formula)
         if self.is_loss_chunked and layout.model_ranks == 1:
             terms = [hidden, *self._chunked_loss(widths.matmul)]
             return terms, terms
 
-        def logits(size: float, what: str) -> list[Term]:
-            formula = f"{tokens:g} tokens × {vocab:,} × {size:g} B / {layout.tensor}: {what}"
+        def logits(size: float, description: str) -> list[Term]:
+            formula = "{:g} tokens × {:,} × {:g} B / {}: {}", tokens, vocab, size, layout.tensor, description
             # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
             low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, size))
             return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
@@ -398,42 +392,32 @@ class _Rank:
         count, head = min(CHUNK_LOGITS, logits), self.a.vocab_size * self.a.hidden_size
         if width == 4:
             # PyTorch's own chunked loss works in place.
-            formula = f"{count:,.0f} logits × 4 B"
+            formula: Formula = ("{:,.0f} logits × 4 B", count)
             chunk = Term("logits", "a chunk of logits", 4.0 * count, formula, "torch 2.13, counted")
-            return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
+            return [chunk, Term("logits", "gradient of the head", 4.0 * head, ("{:,} × 4 B, made in forward", head))]
         # The larger of two moments: log-softmax backward of the chunk, and its head gradient, in both dtypes.
         earlier = 4 * (count < logits)
-        softmax = (4 + width + earlier) * head + 12.0 * count
-        weight = (8 + 2 * width + earlier) * head + width * count
-        formula = (
-            f"the larger of {4 + width + earlier:g} h + 12 c and {8 + 2 * width + earlier:g} h + {width:g} c B: h = {head:,} "
-            f"of the head, in float32 and with its gradient, c = {count:,.0f} logits"
-        )
-        name = "a chunk of logits, head in float32"
-        return [Term("logits", name, max(softmax, weight), formula, "trainer/language_model.py")]
+        first, second = 4 + width + earlier, 8 + 2 * width + earlier
+        text = "the larger of {:g} h + 12 c and {:g} h + {:g} c B: h = {:,} of the head, in float32 and with its gradient, "
+        formula = text + "c = {:,.0f} logits", first, second, width, head, count
+        value = max(first * head + 12.0 * count, second * head + width * count)
+        return [Term("logits", "a chunk of logits, head in float32", value, formula, "trainer/language_model.py")]
 
     # memory without a formula
 
-    def overhead_terms(self, changing: float) -> list[Term]:
-        """Return the terms of overhead. ``changing`` bytes are allocated and freed during a step, and can fragment."""
-        terms = []
+    def overhead_terms(self, changing: Terms) -> list[Term]:
+        """Return the terms of overhead. ``changing`` memory is allocated and freed during a step, and can fragment."""
+        total, (low, high) = changing.total, changing.interval
+        formula: Formula = ("{:.0%} of {:.3g} GB that change", _FORMULA_ERROR, total / 1e9)
+        source = "measured and counted steps differ by less"
+        ends = -_FORMULA_ERROR * low, _FORMULA_ERROR * high
+        terms = [Term("overhead", "error of the formulas", 0.0, formula, source, *ends)]
         for name, (usual, least, most) in OVERHEAD.items() if self.has_overhead else ():
             if name == "communication buffers" and self.layout.num_ranks == 1:
                 continue
-            is_share = name == "fragmentation"
-            factor = changing if is_share else 1.0
-            formula = f"{usual:.0%} of {changing / 1e9:.3g} GB that change" if is_share else f"{usual / 1e9:g} GB"
-            terms.append(
-                Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, least * factor, most * factor)
-            )
+            factor, formula = 1.0, ("{:g} GB", usual / 1e9)
+            if name == "fragmentation":
+                factor, formula = total, ("{:.0%} of {:.3g} GB that change", usual, total / 1e9)
+            ends = least * factor, most * factor
+            terms.append(Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, *ends))
         return terms
-
-
-def _with_error(term: Term) -> Term:
-    """Widen the interval of a term by the formulas' error."""
-    if term.group not in _STEP_GROUPS:
-        return term
-    low, high = term.interval
-    # dataclasses.replace would take most of a search's time.
-    ends = low * (1 - _FORMULA_ERROR), high * (1 + _FORMULA_ERROR)
-    return Term(term.group, term.name, term.value, term.formula, term.source, *ends)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.efficiency import RESTARTS, error_of
@@ -216,8 +216,8 @@ def largest_group(terms: Terms) -> str:
 class Question:
     """Hold the question: the arguments of :func:`narrowgauge.planner.plan.plan`, with defaults filled in.
 
-    ``model`` is the model's name in the question, ``fixed`` are fields of the layout. Without ``clusters``, only the state is
-    planned.
+    ``model`` is the model's name in the question, ``fixed`` are fields of the layout. Without ``recipes``, the usual ones are
+    compared. Without ``clusters``, only the state is planned.
     """
 
     architecture: Architecture
@@ -232,7 +232,7 @@ class Question:
     budget: float | None = None
     largest: str = ""
     optimizer: str = "adamw"
-    has_all_recipes: bool = False
+    recipes: tuple[Recipe, ...] | Literal["all"] = ()
 
     @property
     def is_bounded(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.clusters import Cluster, between_sizes, clusters_asked_for, counts_of, parts_of, with_nodes
 from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout
+from narrowgauge.planner.layouts import DATA_PARALLEL, NAMED_LAYOUTS, Layout, read_layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, Architecture, of_size, read_model
 from narrowgauge.planner.model_state import is_stepped, with_optimizer
@@ -21,7 +21,6 @@ from narrowgauge.planner.option import OURS, Option, Question
 from narrowgauge.planner.plan_tables import Plan
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import MOST_CHIPS, MOST_OPTIONS, search, smallest_changes
-from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
@@ -39,14 +38,11 @@ OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "chips": lambda option: float(option.num_chips),
 }
 """Quantities that the best option minimizes."""
-# LoRA layouts: FSDP2 shards PEFT's layers, or they are replicated. No other axis divides them.
-_ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
            "accumulation_dtype")  # fmt: skip
 _BATCH = ("micro_batch", "micro_batches", "recompute", "offload")
 _TUNING = ("int8-outlier", "int8-outlier-codes")
-_STATE = ("weights", "gradients", "optimizer")
 _MOST_POSITIONS, _STEP_OF_LENGTH, _MOST_SEQUENCES = 1 << 24, 1024, 1 << 16
 _SEQUENCE_LENGTH, _MOST_LAYOUTS, _COSTS_VARY = 4096, 8, 1.25
 
@@ -70,7 +66,7 @@ def plan(
     lora: int | None = None,
     base: str = "bfloat16",
     minimize: str | None = None,
-    layout: Mapping[str, Any] | None = None,
+    layout: str | Mapping[str, Any] | None = None,
     **rates: Any,
 ) -> Plan:
     """Plan what fits, how fast, in which layout, and why. Nothing is trained and nothing needs PyTorch.
@@ -95,7 +91,7 @@ def plan(
         lora: rank of trained adapters over a frozen model; None trains all parameters.
         base: storage of frozen layers, a key of :data:`~narrowgauge.planner.model.BASE_BYTES`; ``"nf4"`` is QLoRA.
         minimize: ``"days"``, ``"cost"`` or ``"chips"``; None for ``"chips"`` with a deadline, else ``"days"``.
-        layout: fields of the layout with fixed values.
+        layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,offload=none"``.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Nodes` for ``chip``: ``interconnect_gbit_per_second``,
             ``dollars_per_hour``, ``host_memory_gb``, ``software``.
     Returns:
@@ -114,12 +110,13 @@ def plan(
             f"minimize = {minimize!r} was requested.",
             suggestion(minimize, OBJECTIVES) or f"It is one of {', '.join(OBJECTIVES)}.",
         )
-    architecture = _architecture(model, params)
+    architecture, fixed = _architecture(model, params), read_layout(layout or {})
     if lora is not None:
         if not architecture.has_shape:
             raise NarrowgaugeError("Cannot plan adapters of a number of parameters.", "Name a model.")
         architecture = replace(architecture, adapters=Adapters(lora, base))
-        layout = {**_ADAPTED, **(layout or {})}
+        # FSDP2 shards PEFT's layers, or they are replicated. No other axis divides them.
+        fixed = {**DATA_PARALLEL, **fixed}
     question = Question(
         architecture,
         str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
@@ -127,59 +124,56 @@ def plan(
         _sequence_length(architecture, sequence_length),
         num_tokens=tokens,
         minimize=minimize,
-        fixed=dict(layout or {}),
+        fixed=fixed,
         tokens_per_step=tokens_per_step,
         deadline_days=days,
         budget=budget,
         largest=largest,
         optimizer=optimizer,
-        has_all_recipes=recipes == "all",
+        recipes="all" if recipes == "all" else tuple(with_optimizer(parse(recipe), optimizer) for recipe in recipes),
     )
     places = question.clusters
     is_state_only = params is not None or not places
     _refuse_contradictions(question, sequence_length, is_state_only)
-    named = () if recipes == "all" else tuple(with_optimizer(parse(recipe), optimizer) for recipe in recipes)
     if is_state_only:
-        stepped = (recipe for recipe in _of_storages() if is_stepped(recipe.storage, optimizer))
-        stored = named or tuple(with_optimizer(recipe, optimizer) for recipe in stepped)
-        return _ranked(question, list(_state_options(question, stored, counts_of(chips))))
+        return _ranked(question, list(_state_options(question, counts_of(chips))))
     if question.largest:
-        return _ranked(question, [option for place in places for option in _largest_options(question, place, named)])
+        options = [_largest(question, recipe, place) for place in places for recipe in _recipes(question, place)]
+        return _ranked(question, options)
     if question.is_bounded:
         nodes = [None if cluster or chips else chips_per_node or p.groups[0].chip.chips_per_node for p in places]
-        options = [o for p, node in zip(places, nodes, strict=True) for o in _within(question, p, named, node)]
-        question = replace(
-            question, clusters=tuple(dict.fromkeys(option.cluster for option in options if option.cluster))
-        )
-        return _ranked(question, options, is_by_size=not named)
+        options = [option for p, node in zip(places, nodes, strict=True) for option in _within(question, p, node)]
+        question = replace(question, clusters=tuple(dict.fromkeys(o.cluster for o in options if o.cluster)))
+        return _ranked(question, options, is_by_size=question.recipes in ((), "all"))
     # Fewer chips may be better.
     tried = [part for place in places for part in (parts_of(place) if minimize in ("cost", "chips") else (place,))]
-    answer = _ranked(question, [option for size in tried for option in _searched(question, size, named)])
+    answer = _ranked(question, [option for size in tried for option in _searched(question, size)])
     answer = replace(answer, trainable=_trainable(answer))
     return replace(answer, shared=_shared(answer)) if len({place.chip_names for place in places}) > 1 else answer
 
 
 def _refuse_contradictions(question: Question, sequence_length: int | None, is_state_only: bool) -> None:
-    what, tokens, adapters = question.largest, question.num_tokens, question.architecture.adapters
+    largest, tokens, adapters = question.largest, question.num_tokens, question.architecture.adapters
     asked = {"days": question.deadline_days, "budget": question.budget}
     limits = {name: limit for name, limit in asked.items() if limit is not None}
-    if what and what not in LARGEST:
+    if largest and largest not in LARGEST:
         raise NarrowgaugeError(
-            f"largest = {what!r} was requested.", suggestion(what, LARGEST) or f"It is one of {', '.join(LARGEST)}."
+            f"largest = {largest!r} was requested.",
+            suggestion(largest, LARGEST) or f"It is one of {', '.join(LARGEST)}.",
         )
-    if what and limits:
+    if largest and limits:
         raise NarrowgaugeError(
-            f"the largest {what} and a deadline or a budget were requested together.", "Ask one after the other."
+            f"the largest {largest} and a deadline or a budget were requested together.", "Ask one after the other."
         )
     batch = {"tokens_per_step": question.tokens_per_step, **question.fixed}
-    answers = {"context": {"sequence_length": sequence_length}, "batch": batch}.get(what, {})
+    answers = {"context": {"sequence_length": sequence_length}, "batch": batch}.get(largest, {})
     for name in ("sequence_length", "tokens_per_step", "micro_batch", "micro_batches"):
         if answers.get(name) is not None:
             raise NarrowgaugeError(
-                f"the largest {what} was requested, and {name} = {answers[name]} as well.",
+                f"the largest {largest} was requested, and {name} = {answers[name]} as well.",
                 f"Leave {name} out: it is the answer.",
             )
-    for name, value in {**limits, "largest": what, "lora": adapters and adapters.rank}.items():
+    for name, value in {**limits, "largest": largest, "lora": adapters and adapters.rank}.items():
         if is_state_only and value:
             raise NarrowgaugeError(
                 f"{name} = {value} was requested without machines, where the state of a whole model alone is counted.",
@@ -231,22 +225,23 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
 # ── state alone ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _of_storages() -> list[Recipe]:
-    """Return a recipe for each storage of bfloat16 weights, the largest first."""
-    named = [parse(f"bfloat16/{name}") for name in STORAGES if "/" not in name]
-    return sorted(named, key=lambda recipe: -recipe.bytes_per_param)
+def _of_storages() -> list[str]:
+    """Name a recipe for each storage of bfloat16 weights, the largest first."""
+    storages = (storage for storage in STORAGES.values() if not storage.owner)
+    return [f"bfloat16/{row.name}" for row in sorted(storages, key=lambda row: -row.bytes_per_param)]
 
 
-def _state_options(question: Question, recipes: Iterable[Recipe], numbers: Sequence[int]) -> Iterator[Option]:
+def _state_options(question: Question, numbers: Sequence[int]) -> Iterator[Option]:
+    named = question.recipes if question.recipes != "all" else ()
+    recipes = named or [with_optimizer(recipe, question.optimizer) for recipe in map(parse, _of_storages())
+                        if is_stepped(recipe.storage, question.optimizer)]  # fmt: skip
     # With a shape, memory_terms would return the worst moment, which lacks some gradients.
     size = of_size(question.architecture.num_parameters)
     places: list[tuple[Cluster | None, int | None]] = [(cluster, cluster.num_chips) for cluster in question.clusters]
     for cluster, number in places or [(None, number) for number in numbers] or [(None, None)]:
         layout = _state_layout(question.fixed, number)
         for recipe in recipes:
-            terms = memory_terms(size, recipe, layout, question.sequence_length)
-            state = Terms(tuple(term for term in terms if term.group in _STATE))
-            option = Option(size, recipe, layout, state, cluster)
+            option = Option(size, recipe, layout, memory_terms(size, recipe, layout, 0), cluster)
             if cluster is not None and not option.fits:
                 job = Job(size, recipe, layout, cluster, question.sequence_length)
                 option = replace(option, advice=smallest_changes(job, fixed=question.fixed))
@@ -274,64 +269,59 @@ def _search(
 ) -> list[Option]:
     """Return the best layouts of a recipe. ``fixed`` replaces the question's layout fields."""
     fixed = question.fixed if fixed is None else fixed
-    asked = question.architecture, recipe, cluster, question.sequence_length, question.tokens_per_step
-    return search(*asked, fixed=fixed, most=most)
+    arguments = question.architecture, recipe, cluster, question.sequence_length, question.tokens_per_step
+    return search(*arguments, fixed=fixed, most=most)
 
 
-def _fitting(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option | None:
-    try:
-        return next((option for option in _search(question, recipe, cluster, fixed) if option.fits), None)
-    except RecipeError:  # the chips do not divide like that
-        return None
-
-
-def _searched(question: Question, cluster: Cluster, recipes: Sequence[Recipe]) -> list[Option]:
+def _searched(question: Question, cluster: Cluster) -> list[Option]:
     """Return the best layouts of a single recipe, or the best layout of each recipe."""
-    compared = recipes or _compared(question, cluster)
-    most = MOST_OPTIONS if len(compared) == 1 else 1
-    return [option for recipe in compared for option in _search(question, recipe, cluster, most=most)]
+    recipes = _recipes(question, cluster)
+    most = MOST_OPTIONS if len(recipes) == 1 else 1
+    return [option for recipe in recipes for option in _search(question, recipe, cluster, most=most)]
 
 
-def _compared(question: Question, cluster: Cluster) -> Sequence[Recipe]:
-    """Return the recipes of the default comparison."""
-    suited = list(_suited(cluster, question.optimizer))
-    pairs = {(recipe.compute, recipe.storage) for recipe in suited}
-    usual = [with_optimizer(parse(name), question.optimizer) for name in USUAL_RECIPES if suited]
-    usual = [recipe for recipe in usual if (recipe.compute, recipe.storage) in pairs]
-    return usual if usual and not question.has_all_recipes else suited
+def _recipes(question: Question, cluster: Cluster) -> Sequence[Recipe]:
+    """Return the requested recipes; else the usual ones, or all, that all chips multiply natively."""
+    if question.recipes not in ((), "all"):
+        return question.recipes  # type: ignore[return-value]
+    usual = [] if question.recipes else _suited(USUAL_RECIPES, cluster, question.optimizer)
+    if usual:
+        return usual
+    # Every storage of 16-bit weights, and every other compute with its storage.
+    is_wide = all("bfloat16" in group.chip.peak_tflops for group in cluster.groups)
+    names = _of_storages() if is_wide else [name for name in STORAGES if name.startswith("float16/")]
+    # Users must request computes that change the whole model or are for fine-tuning.
+    names += [
+        f"{compute.name}/{compute.default_storage}"
+        for compute in COMPUTES.values()
+        if not compute.transform and compute.name not in _TUNING
+    ]
+    return _suited(dict.fromkeys(names), cluster, question.optimizer)
 
 
-def _suited(cluster: Cluster, optimizer: str) -> Iterator[Recipe]:
-    """Yield every storage of 16-bit weights, and every other compute with its storage, that all chips multiply natively.
-
-    Skip computes that change the whole model or are for fine-tuning. Users must request those.
-    """
+def _suited(names: Iterable[str], cluster: Cluster, optimizer: str) -> list[Recipe]:
     chips = {group.chip.name: group.chip for group in cluster.groups}.values()
-    wide = "bfloat16" if all("bfloat16" in chip.peak_tflops for chip in chips) else "float16"
-    names = [recipe.name for recipe in _of_storages()] if wide == "bfloat16" else []
-    names += [name for name in STORAGES if name.startswith(f"{wide}/")]
-    names += [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
-    for recipe in map(parse, dict.fromkeys(names)):
-        is_native = all(multiplies(recipe.compute, chip) for chip in chips)
-        is_left_out = recipe.compute.transform or recipe.compute.name in _TUNING
-        if is_native and not is_left_out and is_stepped(recipe.storage, optimizer):
-            yield with_optimizer(recipe, optimizer)
+    return [
+        with_optimizer(recipe, optimizer)
+        for recipe in map(parse, names)
+        if all(multiplies(recipe.compute, chip) for chip in chips) and is_stepped(recipe.storage, optimizer)
+    ]
 
 
-def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None) -> list[Option]:
+def _within(question: Question, cluster: Cluster, node: int | None) -> list[Option]:
     """Search the fewest chips that meet a deadline, or the most that a budget allows, and numbers near these.
 
     ``node`` is the node size of clusters of any size; None tries parts of ``cluster``.
     """
-    whole = cluster if node is None else with_nodes(cluster, 1 << ((MOST_CHIPS // node).bit_length() - 1), chips=node)
-    sizes = sorted(parts_of(whole), key=lambda size: size.num_chips)
+    largest = cluster if node is None else with_nodes(cluster, 1 << ((MOST_CHIPS // node).bit_length() - 1), chips=node)
+    sizes = sorted(parts_of(largest), key=lambda size: size.num_chips)
     sizes = [size for size in sizes if _could_end(question, size)] or sizes[-1:]
     has_deadline = question.deadline_days is not None
     is_usual = question.minimize == ("chips" if has_deadline else "days")
     tried: list[list[Option]] = []
 
     def is_met_by(size: Cluster) -> bool:
-        tried.append(_searched(question, size, recipes))
+        tried.append(_searched(question, size))
         return any(_is_safe(option) and question.meets(option) for option in tried[-1])
 
     met: list[int] = []  # indices of the sizes that meet the limits
@@ -365,33 +355,32 @@ def _could_end(question: Question, cluster: Cluster) -> bool:
     return flops / peak <= 86_400 * question.deadline_days
 
 
-def _largest_options(question: Question, cluster: Cluster, recipes: Sequence[Recipe]) -> Iterator[Option]:
-    """Yield each recipe's option with the longest sequences, or the most at once, that certainly fits."""
-    for recipe in recipes or _compared(question, cluster):
-        if question.largest == "context":
-            yield _largest(question, recipe, cluster, question.fixed)
-            continue
-        # Layouts of this project's trainer, unless the question fixes others or these do not fit.
-        option = _largest(question, recipe, cluster, {**NAMED_LAYOUTS["fsdp2"], **question.fixed})
-        yield option if option.fits else _largest(question, recipe, cluster, question.fixed)
+def _largest(question: Question, recipe: Recipe, cluster: Cluster) -> Option:
+    """Return the option with the longest sequences, or the most at once, that certainly fits."""
+    if question.largest == "context":
+        most = question.architecture.positions or _MOST_POSITIONS
+        sizes = _sizes(min(_STEP_OF_LENGTH, most), most)
+        return _largest_of(sizes, lambda n: _search(replace(question, sequence_length=n), recipe, cluster)[0])
+    # Layouts of this project's trainer, unless the question fixes others or these do not fit.
+    free = replace(question, tokens_per_step=None)
+
+    def largest_batch(fixed: Mapping[str, Any]) -> Option:
+        def option_of(size: int) -> Option:
+            return _search(free, recipe, cluster, {**fixed, "micro_batch": size, "micro_batches": 1})[0]
+
+        return _largest_of(_sizes(1, _MOST_SEQUENCES), option_of)
+
+    option = largest_batch({**NAMED_LAYOUTS["fsdp2"], **question.fixed})
+    return option if option.fits else largest_batch(question.fixed)
 
 
-def _largest(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option:
+def _largest_of(sizes: Sequence[int], option_of: Callable[[int], Option]) -> Option:
     """Return the option of the largest size that certainly fits, or of the smallest. Smaller sizes fit too."""
-    most = question.architecture.positions or _MOST_POSITIONS
-
-    @cache
-    def option_of(size: int) -> Option:
-        if question.largest == "context":
-            return _search(replace(question, sequence_length=size), recipe, cluster, fixed)[0]
-        free = replace(question, tokens_per_step=None)
-        return _search(free, recipe, cluster, {**fixed, "micro_batch": size, "micro_batches": 1})[0]
+    option_of = cache(option_of)
 
     def is_too_large(size: int) -> bool:
         return not (option_of(size).fits and option_of(size).is_certain)
 
-    is_context = question.largest == "context"
-    sizes = _sizes(min(_STEP_OF_LENGTH, most), most) if is_context else _sizes(1, _MOST_SEQUENCES)
     return option_of(sizes[max(0, bisect_left(sizes, True, key=is_too_large) - 1)])
 
 
@@ -427,7 +416,7 @@ def _rank(question: Question, option: Option) -> tuple[float, ...]:
     """Return the sort key of options: safety, then limits, then the objective, then headroom."""
     if option.step is None:
         return option.num_chips, option.memory.total
-    room = option.headroom_bytes or 0.0
+    headroom = option.headroom_bytes or 0.0
     # Recipes that lose updates come last, however fast. Options that may run out of memory come after certain ones.
     rank = [float(not option.fits), not option.recipe.storage.keeps_updates, option.is_certain is False]
     if question.is_bounded:
@@ -436,11 +425,11 @@ def _rank(question: Question, option: Option) -> tuple[float, ...]:
         if not is_met and option.fits:
             # Among options that miss the limits, the fastest is the nearest, for any objective.
             nearest = OBJECTIVES["days" if question.deadline_days is not None else "cost"]
-            return (*rank, nearest(option), 0.0, -room)
+            return (*rank, nearest(option), 0.0, -headroom)
     if question.largest:
         rank.append(-(option.sequence_length if question.largest == "context" else option.layout.num_sequences))
     rank += [OBJECTIVES[name](option) for name in (question.minimize, "days") if option.fits]
-    return (*rank, -room)
+    return (*rank, -headroom)
 
 
 def _trainable(answer: Plan) -> Option | RecipeError | None:
@@ -458,9 +447,13 @@ def _trainable(answer: Plan) -> Option | RecipeError | None:
 
 def _shared(answer: Plan) -> tuple[Option, ...]:
     """Return the first configuration that fits on every cluster: same recipe, model sharding and micro-batch."""
+    question = answer.question
     for option in filter(lambda option: option.fits, answer.options):
         pinned = {name: getattr(option.layout, name) for name in _PINNED}
-        everywhere = [_fitting(answer.question, option.recipe, c, pinned) for c in answer.question.clusters]
-        if None not in everywhere:
-            return tuple(filter(None, everywhere))
+        try:
+            shared = [_search(question, option.recipe, cluster, pinned)[0] for cluster in question.clusters]
+        except RecipeError:  # the chips do not divide like that
+            continue
+        if all(option.fits for option in shared):
+            return tuple(shared)
     return ()

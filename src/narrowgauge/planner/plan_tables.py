@@ -99,8 +99,8 @@ class Plan:
             tables.append(_options_table(self.shared, self.question, "One configuration for all"))
         if self.best.fits and self.best.step is not None:
             tables.append(_groups_table(self.best.step, f"A step of {self.best.tokens_per_step:,} tokens"))
-        sizes = list(_size_rows(self))
-        return [*tables, *([Table(_SIZES, sizes, "More chips")] if sizes else [])]
+        sizes = _sizes_table(self)
+        return [*tables, sizes] if sizes.rows else tables
 
     def explanation(self) -> list[Table]:
         """Return every term of the best option's memory and step."""
@@ -115,104 +115,95 @@ class Plan:
 # ── tables: options, sizes, terms, and changes between two sums ───────────────────────────────────────────────────────────
 
 
+def _table(columns: Sequence[Column], rows: Sequence[Any], title: str) -> Table:
+    """Return a table without the columns that only have empty cells."""
+    shown = tuple(column for column in columns if any(column.cell(row) for row in rows))
+    return Table(shown, list(rows), title)
+
+
 def _terms_table(terms: Terms, unit: str, title: str) -> Table:
     """Return terms in ``"bytes"`` or ``"s"``: value and interval in one unit, formula and source."""
     scale, shown = unit_of(terms.total, unit)
     total = Term("total", f"all {len(terms.addends)} terms", terms.total, "", "", *terms.interval)
-    rows: list[Row] = []
-    for term in (*terms, total):
+
+    def interval(term: Term) -> str:
         low, high = term.interval
-        interval = "" if low == high else f"{low / scale:,.3f}–{high / scale:,.3f}"
-        value = f"{term.value / scale:,.3f}"
-        rows.append({"group": term.group, "term": term.name, "value": value, "interval": interval, "formula": term.formula,
-                     "source": term.source})  # fmt: skip
-    columns = [*text_columns(group="group", term="term"), Column(shown, "value", right=True)]
-    columns += [Column("80 % interval", "interval", right=True)] if any(row["interval"] for row in rows) else []
-    return Table((*columns, *text_columns(formula="formula", source="source")), rows, title)
+        return "" if low == high else f"{low / scale:,.3f}–{high / scale:,.3f}"
+
+    columns = (
+        *text_columns(group="group", term="name"), Column(shown, lambda term: f"{term.value / scale:,.3f}", right=True),
+        Column("80 % interval", interval, right=True), *text_columns(formula="formula", source="source"),
+    )  # fmt: skip
+    return _table(columns, [*terms, total], title)
 
 
 def _groups_table(step: Terms, title: str) -> Table:
     """Return the groups of a step, the largest first. Matmuls and attention are the model's own operations."""
     groups = sorted(step.groups.items(), key=lambda item: -item[1])
-    rows: list[Row] = [
-        {
-            "group": name,
-            "seconds": seconds_text(seconds),
-            "share": f"{seconds / step.total:.0%}",
-            "remedy": _remedy(name),
-        }
-        for name, seconds in groups
-        if seconds >= _LEAST_SHARE * step.total
-    ]
-    columns = *text_columns(group="group"), *number_columns(time="seconds", share="share")
-    return Table((*columns, *text_columns(what_helps="remedy")), rows, title)
-
-
-def changes_table(differences: tuple[Change, ...], title: str, least: float = 0.0) -> Table:
-    """Return the changes between two sums of seconds, if larger than ``least``."""
-    rows: list[Row] = [
-        {"group": c.group, "term": c.name, "before": seconds_text(c.before), "after": seconds_text(c.after),
-         "difference": f"{c.difference:+.3g} s", "formula": c.formula}
-        for c in differences
-        if abs(c.difference) > least
-    ]  # fmt: skip
     columns = (
-        *text_columns(group="group", term="term"), *number_columns(before="before", after="after", difference="difference"),
-        *([Column("formula", "formula")] if any(row["formula"] for row in rows) else []),
+        *text_columns(group=lambda item: item[0]),
+        *number_columns(time=lambda item: seconds_text(item[1]), share=lambda item: f"{item[1] / step.total:.0%}"),
+        *text_columns(what_helps=lambda item: _remedy(item[0])),
+    )
+    return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
+
+
+def changes_table(differences: Sequence[Change], title: str, least: float = 0.0) -> Table:
+    """Return the changes between two sums of seconds, if larger than ``least``."""
+    columns = (
+        *text_columns(group="group", term="name"),
+        *number_columns(
+            before=lambda change: seconds_text(change.before), after=lambda change: seconds_text(change.after),
+            difference=lambda change: f"{change.difference:+.3g} s",
+        ),
+        *text_columns(formula="formula"),
     )  # fmt: skip
-    return Table(columns, rows, title)
+    return _table(columns, [change for change in differences if abs(change.difference) > least], title)
 
 
 def _options_table(options: Sequence[Option], question: Question, title: str) -> Table:
-    rows = [_option_row(option, question) for option in options]
-    shown = [column for column in _COLUMNS if any(column.cell(row) for row in rows)]
-    if len({row["cluster"] for row in rows}) == 1:
-        shown = [column for column in shown if column.key != "cluster"]
-    return Table(tuple(shown), rows, title)
+    tokens, largest, is_state = question.num_tokens, question.largest, options[0].step is None
 
+    def rates(option: Option) -> str:
+        ends = option.confidence()["tokens_per_second"]
+        return " to ".join(f"{end:,.0f}" for end in ends or ())
 
-def _option_row(option: Option, question: Question) -> Row:
-    """Return the cells of an option. Columns with only empty cells are hidden."""
-    is_state, rate, tokens = option.step is None, option.tokens_per_second, question.num_tokens
-    interval, cost = option.confidence(tokens), option.cost(tokens)
-    return {
-        "recipe": option.recipe.title,
-        "bytes": option.recipe.bytes_per_param,
-        "cluster": option.place,
-        "layout": (axes_text if is_state else layout_text)(option.layout),
-        "context": f"{option.sequence_length:,}" if question.largest == "context" else "",
-        "batch": f"{option.layout.num_sequences:,}" if question.largest == "batch" else "",
-        "all": bytes_text(option.memory.total * option.num_chips) if is_state else "",
-        "memory": bytes_text(option.memory.total),
-        "free": _free_text(option),
-        "resuming": bytes_text(option.resuming_bytes),
-        "fits": "" if option.fits is None else "yes" if option.fits else "no",
-        "rate": "" if rate is None else f"{rate:,.0f}",
-        "rates": "" if rate is None else " to ".join(f"{end:,.0f}" for end in interval["tokens_per_second"]),
-        "mfu": "" if option.mfu is None else f"{option.mfu:.0%}",
-        "step": "" if option.step is None else seconds_text(option.step.total),
-        "time": _days_text(option.days(tokens)),
-        "times": " to ".join(map(_days_text, interval["days"] or ())),
-        "cost": "" if cost is None else dollars_text(cost),
-        "billion": "" if cost is None or not tokens else dollars_text(1e9 * cost / tokens),
-        "limited_by": option.limited_by if option.fits and not is_state else "",
-        "runs_with": "" if is_state or option.runs_with == OURS else option.runs_with,
-        "why_not": _clause(option),
-    }
+    def days(option: Option) -> str:
+        return " to ".join(map(_days_text, option.confidence(tokens)["days"] or ()))
 
+    def cost(option: Option, unit: float = 1.0) -> str:
+        dollars = option.cost(tokens)
+        return "" if dollars is None else dollars_text(dollars * unit)
 
-_COLUMNS = (
-    *name_columns(recipe="recipe"), *number_columns(B_per_parameter="bytes"), *text_columns(cluster="cluster", layout="layout"),
-    *number_columns(context="context", batch="batch", all_chips="all", a_chip="memory", free="free", while_resuming="resuming"),
-    *text_columns(fits="fits"), Column("tokens/s", "rate", right=True), Column("80 % interval", "rates", right=True),
-    Column("MFU", "mfu", right=True), *number_columns(step="step", time="time"), Column("80 % interval", "times", right=True),
-    *number_columns(cost="cost", a_billion_tokens="billion"),
-    *text_columns(limited_by="limited_by", runs_with="runs_with", why_not="why_not"),
-)  # fmt: skip
-_SIZES = (
-    *text_columns(cluster="cluster", layout="layout"), Column("tokens/s", "rate", right=True),
-    *number_columns(times="times", efficiency="efficiency"), *text_columns(grew_most="grew", what_helps="remedy"),
-)  # fmt: skip
+    columns = (
+        *name_columns(recipe=lambda o: o.recipe.title),
+        *number_columns(B_per_parameter=lambda o: o.recipe.bytes_per_param),
+        Column("cluster", lambda o: o.place if len({option.place for option in options}) > 1 else ""),
+        *text_columns(layout=lambda o: (axes_text if is_state else layout_text)(o.layout)),
+        *number_columns(
+            context=lambda o: f"{o.sequence_length:,}" if largest == "context" else "",
+            batch=lambda o: f"{o.layout.num_sequences:,}" if largest == "batch" else "",
+            all_chips=lambda o: bytes_text(o.memory.total * o.num_chips) if is_state else "",
+            a_chip=lambda o: bytes_text(o.memory.total),
+            free=_free_text,
+            while_resuming=lambda o: bytes_text(o.resuming_bytes),
+        ),
+        *text_columns(fits=lambda o: o.fits),
+        Column("tokens/s", lambda o: "" if is_state else f"{o.tokens_per_second:,.0f}", right=True),
+        Column("80 % interval", rates, right=True),
+        Column("MFU", lambda o: "" if o.mfu is None else f"{o.mfu:.0%}", right=True),
+        *number_columns(
+            step=lambda o: "" if is_state else seconds_text(o.step.total), time=lambda o: _days_text(o.days(tokens))
+        ),
+        Column("80 % interval", days, right=True),
+        *number_columns(cost=cost, a_billion_tokens=lambda o: cost(o, 1e9 / (tokens or 1.0))),
+        *text_columns(
+            limited_by=lambda o: o.limited_by if o.fits and not is_state else "",
+            runs_with=lambda o: "" if is_state or o.runs_with == OURS else o.runs_with,
+            why_not=_clause,
+        ),
+    )
+    return _table(columns, options, title)
 
 
 def _free_text(option: Option) -> str:
@@ -231,8 +222,8 @@ def _clause(option: Option) -> str:
     return "" if option.fits is not False else f"{option.reason}. {option.advice}".strip()
 
 
-def _size_rows(plan: Plan) -> Iterator[Row]:
-    """Yield the gain of more chips of the same kind, and the step group that limits it."""
+def _sizes_table(plan: Plan) -> Table:
+    """Return the gain of more chips of the same kind, and the step group that limits it."""
     by_kind: dict[tuple[str, ...], dict[int, Option]] = {}
     for option in plan.options:
         if option.fits and option.step and option.cluster:
@@ -240,11 +231,17 @@ def _size_rows(plan: Plan) -> Iterator[Row]:
             if option.recipe == next(iter(sizes.values()), option).recipe:
                 sizes.setdefault(option.num_chips, option)
     ours = plan.trainable if isinstance(plan.trainable, Option) and plan.trainable.fits else None
+    pairs = []
     for sizes in by_kind.values():
         for few, many in pairwise(sizes[number] for number in sorted(sizes)):
-            yield _size_row(few, many)
+            pairs.append((few, many))
             if ours and (ours.cluster, ours.recipe) == (many.cluster, many.recipe):
-                yield _size_row(few, ours)
+                pairs.append((few, ours))
+    columns = (
+        *text_columns(cluster="cluster", layout="layout"), Column("tokens/s", "rate", right=True),
+        *number_columns(times="times", efficiency="efficiency"), *text_columns(grew_most="grew", what_helps="remedy"),
+    )  # fmt: skip
+    return Table(columns, [_size_row(few, many) for few, many in pairs], "More chips")
 
 
 def _size_row(few: Option, many: Option) -> Row:

@@ -103,25 +103,19 @@ def operation_seconds(
         native = is_native(product, chip)
         for name in casts:
             if SLOTS[name].matmul == matmul:
-                cast, what = compute.casts[name], SLOTS[name].tensor
-                width = bytes_per_number(setting.weights if what == "weight" else setting.stream)
-                moved = sizes[what] * (width * _passes(cast) + _written_bytes(cast, native))
+                cast, tensor = compute.casts[name], SLOTS[name].tensor
+                width = bytes_per_number(setting.weights if tensor == "weight" else setting.stream)
+                moved = sizes[tensor] * (width * _passes(cast) + _written_bytes(cast, native))
                 seconds[name] = bytes_seconds(moved, chip, shares) + shares["kernel_seconds"]
-        moved, extra = _moved_bytes(matmul, product, sizes, setting, native)
+        operands = [SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right")]
+        [result] = set(TENSORS) - set(operands)
+        first, second = (sizes[tensor] for tensor in operands)
+        moved = first * _written_bytes(product.left, native) + second * _written_bytes(product.right, native)
+        moved += sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
+        extra = 0.0 if setting.is_plain else _extra_bytes(matmul, product, native, first, second, sizes[result])
         format = product.left.format if native else setting.stream
         seconds[matmul] = matmul_seconds(flops, moved, format, chip, shares) + bytes_seconds(extra, chip, shares)
     return seconds
-
-
-def _moved_bytes(
-    matmul: str, product: Product, sizes: dict[str, float], setting: Setting, native: bool
-) -> tuple[float, float]:
-    """Return the bytes that a matmul reads and writes, and the extra bytes around it."""
-    left, right = (SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right"))
-    [result] = set(TENSORS) - {left, right}  # the size of the tensor that is not an operand
-    read = sum(sizes[what] * _written_bytes(c, native) for what, c in ((left, product.left), (right, product.right)))
-    moved = read + sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
-    return moved, _extra_bytes(matmul, product, native, setting, sizes[left], sizes[right], sizes[result])
 
 
 def _passes(cast: Cast) -> int:
@@ -138,18 +132,17 @@ def _written_bytes(cast: Cast, native: bool) -> float:
     return bytes_per_number(cast.format) if cast.is_wide or native else 2.0
 
 
-def _extra_bytes(
-    matmul: str, product: Product, native: bool, setting: Setting, left: float, right: float, result: float
-) -> float:
-    """Return the extra bytes of a matmul: to transpose low-precision floats (their kernels take only rows), and to scale."""
-    if setting.is_plain:
-        return 0.0
+def _extra_bytes(matmul: str, product: Product, native: bool, first: float, second: float, result: float) -> float:
+    """Return the extra bytes of a matmul: to transpose low-precision floats (their kernels take only rows), and to scale.
+
+    ``first``, ``second`` and ``result`` are the numbers of elements of its operands and its result.
+    """
     total = 0.0
     width = _written_bytes(product.left, native)
     if native and not product.is_wide and matmul == "grad_weight":
-        total += 2 * left * width
+        total += 2 * first * width
     if native and product.left.format.startswith(("float8", "float4")) and matmul != "output":
-        total += 2 * right * width
+        total += 2 * second * width
     scaled_inside = native and product.left.format.startswith("float8")
     if product.left.block is None and not product.is_wide and not scaled_inside and product.left.scaling != "static":
         total += result * ((4 if native else 2) + 2 + (2 if native else 0))

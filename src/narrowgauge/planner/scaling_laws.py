@@ -186,13 +186,13 @@ class Scaling:
         """Return predictions for other numbers of chips, such as ``at``, and the causes that the laws allow."""
         first, last = self.points[0].chips, self.points[-1].chips
         numbers = sorted({max(1, first // 2), *at, max([2 * last, *at])})
-        rows = [
-            {"chips": f"{row['chips']:,}", "time": duration_text(row["seconds"]),
-             "interval": f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
-             "efficiency": f"{row['efficiency']:.0%}"}
-            for row in map(self._prediction, numbers)
-        ]  # fmt: skip
-        columns = number_columns(chips="chips", time="time", interval_80="interval", efficiency="efficiency")
+        columns = number_columns(
+            chips=lambda row: f"{row['chips']:,}",
+            time=lambda row: duration_text(row["seconds"]),
+            interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
+            efficiency=lambda row: f"{row['efficiency']:.0%}",
+        )
+        rows = [self._prediction(chips) for chips in numbers]
         causes = text_columns(cause="name", grows="shape", why="why", measure="measure", what_helps="remedy")
         return [Table(columns, rows, "Other numbers of chips"), Table(causes, self.causes, "What may not be divided")]
 
@@ -246,7 +246,7 @@ def _law(names: Sequence[str], points: Sequence[MeasuredTime]) -> Law | None:
     values = weights.sum(axis=1)
     if values.min() < 0:
         return None
-    left = rows @ values - 1
+    residuals = rows @ values - 1
     freedom = len(points) - len(names)
-    error = math.sqrt(float(left @ left) / freedom) if freedom else 0.0
+    error = math.sqrt(float(residuals @ residuals) / freedom) if freedom else 0.0
     return Law(dict(zip(names, values.tolist(), strict=True)), error, tuple(map(tuple, (weights / seconds).tolist())))

@@ -9,10 +9,10 @@ it is the closest layout, with the smallest changes that would make it fit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster
@@ -22,7 +22,6 @@ from narrowgauge.planner.memory import host_bytes, memory_terms
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.option import Option
 from narrowgauge.planner.step_time import step_terms
-from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.recipes import Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES
@@ -48,46 +47,6 @@ MOST_OPTIONS = 4
 """Maximum number of shown options per recipe."""
 NOISE = 0.05
 """Rates within this fraction count as equal. Then a layout of this project's trainer wins: the intervals are far wider."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Hold the arguments of :func:`search`; ``is_batch_free`` if the tokens of a step may vary."""
-
-    architecture: Architecture
-    recipe: Recipe
-    cluster: Cluster
-    sequence_length: int
-    num_sequences: int
-    is_batch_free: bool
-    fixed: Mapping[str, Any]
-
-    def memory(self, layout: Layout) -> Terms:
-        return memory_terms(self.architecture, self.recipe, layout, self.sequence_length)
-
-    def job(self, layout: Layout) -> Job:
-        return Job(self.architecture, self.recipe, layout, self.cluster, self.sequence_length)
-
-    def node_bytes(self, layout: Layout) -> float:
-        """Return the host memory that the ranks of a node use."""
-        return self.cluster.chips_per_node * host_bytes(self.architecture, self.recipe, layout)
-
-    def fits(self, layout: Layout, memory: Terms) -> bool:
-        """Tell whether the chips hold the layout, and the hosts its offloaded state."""
-        if memory.total > self.cluster.memory_bytes:
-            return False
-        if layout.offload == "none" or self.cluster.host_bytes is None:
-            return layout.offload == "none" or "offload" in self.fixed
-        return self.node_bytes(layout) <= self.cluster.host_bytes
-
-    def tried(self, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the fixed value of a field, or all candidates."""
-        return (self.fixed[name],) if name in self.fixed else tuple(dict.fromkeys(values))
-
-    def option(self, layout: Layout, why_not: str = "", advice: str = "") -> Option:
-        memory, step = self.memory(layout), step_terms(self.job(layout))
-        asked = self.architecture, self.recipe, layout
-        return Option(*asked, memory, self.cluster, step, self.sequence_length, why_not, advice)
 
 
 def search(
@@ -123,76 +82,61 @@ def search(
         >>> best.fits, best.layout.num_ranks
         (True, 8)
     """
-    check_job(Job(architecture, recipe, Layout(), cluster, sequence_length))
+    job = Job(architecture, recipe, Layout(), cluster, sequence_length)
+    check_job(job)
     usual = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.num_chips), MOST_TOKENS_PER_STEP)
     num_sequences = max(1, round((tokens_per_step or usual) / sequence_length))
     fixed = dict(fixed or {})
-    is_free = tokens_per_step is None and "micro_batches" not in fixed
-    request = _Request(architecture, recipe, cluster, sequence_length, num_sequences, is_free, fixed)
-    shapes = [shape for shape in _shapes(request) if not why_not(architecture, shape, sequence_length)]
-    if not shapes:
-        raise _no_shape(request)
-    shapes = _small_enough(shapes, request, is_asked=tokens_per_step is not None)
-    layouts = dict.fromkeys(_candidates(shapes, request, LEAST_TOKENS_PER_STEP if is_free else 0))
-    paces = _fastest(layouts, request, most)
-    if is_free and not any(pace.is_certain for pace in paces):
+    space = _Space(job, num_sequences, tokens_per_step is None, fixed)
+    shapes = space.shapes()
+    options = {layout: _option(job, layout) for layout in space.layouts(shapes, LEAST_TOKENS_PER_STEP)}
+    best = _fastest(options.values(), most)
+    if space.is_batch_free and not any(option.is_certain for option in best):
         # A step of one micro-batch needs no accumulation buffers, so it may fit where others do not.
-        layouts |= dict.fromkeys(_candidates(shapes, request, 0))
-        small = [pace for pace in _fastest(layouts, request, most) if not paces or pace.is_certain]
-        paces = sorted([*small, *paces][:most], key=lambda pace: pace.seconds)
-    if paces:
-        return [request.option(pace.layout) for pace in paces]
-    return [_nearest(layouts, request)]
+        for layout in space.layouts(shapes, 0):
+            if layout not in options:
+                options[layout] = _option(job, layout)
+        small = [option for option in _fastest(options.values(), most) if not best or option.is_certain]
+        best = sorted([*small, *best][:most], key=_pace)
+    return best or [_nearest(job, options.values(), fixed)]
 
 
-def _small_enough(shapes: list[Layout], request: _Request, *, is_asked: bool) -> list[Layout]:
-    """Return shapes with a sequence per replica and step. If none exists, return all, unless tokens per step were given."""
-    micro_batch, length = request.fixed.get("micro_batch", 1), request.sequence_length
-    most = request.num_sequences * (1 if is_asked else SIMPLER_STEP_FACTOR)
-    small = [shape for shape in shapes if shape.num_replicas * micro_batch <= most]
-    if is_asked and not small:
-        least = micro_batch * min(shape.num_replicas for shape in shapes)
-        raise RecipeError(
-            f"a step of {request.num_sequences * length:,} tokens was requested on {request.cluster.num_chips} chips, which "
-            f"compute {least * length:,} at once.",
-            "Ask for as many, or for fewer chips.",
-        )
-    return small or shapes
+def _option(job: Job, layout: Layout) -> Option:
+    """Plan a layout: its memory, and its step if the chips hold the layout, and the hosts its offloaded state."""
+    memory = memory_terms(job.architecture, job.recipe, layout, job.sequence_length)
+    why, available = "", job.cluster.host_bytes
+    if layout.offload != "none" and available is not None:
+        needed = job.cluster.chips_per_node * host_bytes(job.architecture, job.recipe, layout)
+        if needed > available:
+            why = f"needs {needed / 1e9:,.0f} GB of host memory a node of {available / 1e9:,.0f}"
+    fits = not why and memory.total <= job.cluster.memory_bytes
+    step = step_terms(replace(job, layout=layout)) if fits else None
+    return Option(job.architecture, job.recipe, layout, memory, job.cluster, step, job.sequence_length, why)
 
 
-class _Pace(NamedTuple):
-    """Describe a layout that fits: seconds per sequence and memory per chip, in order of preference."""
-
-    seconds: float
-    num_bytes: float
-    is_certain: bool
-    layout: Layout
+def _pace(option: Option) -> tuple[float, float]:
+    """Return the sort key of options that fit: seconds per sequence, then memory."""
+    assert option.step is not None
+    return option.step.total / option.layout.num_sequences, option.memory.total
 
 
-def _fastest(layouts: Iterable[Layout], request: _Request, most: int) -> list[_Pace]:
-    """Return the fitting layouts with the fewest seconds per token, one per shape, including the best."""
-    paces = []
-    for layout in layouts:
-        memory = request.memory(layout)
-        if request.fits(layout, memory):
-            seconds = step_terms(request.job(layout)).total / layout.num_sequences
-            is_certain = memory.interval[1] < request.cluster.memory_bytes
-            paces.append(_Pace(seconds, memory.total, is_certain, layout))
-    paces.sort(key=lambda pace: pace[:2])
-    if not paces:
+def _fastest(options: Iterable[Option], most: int) -> list[Option]:
+    """Return the fitting options with the fewest seconds per token, one per shape, including the best."""
+    fitting = sorted((option for option in options if option.fits), key=_pace)
+    if not fitting:
         return []
-    certain = [pace for pace in paces if pace.is_certain] or paces
+    certain = [option for option in fitting if option.is_certain] or fitting
     # Among layouts within NOISE of the fastest, one of this project's trainer is the best.
-    ours = (p for p in certain if p.layout.runs_here and p.seconds <= certain[0].seconds * (1 + NOISE))
-    best = next(ours, certain[0])
-    first: dict[tuple[Layout, bool], _Pace] = {(_shape_of(best.layout), best.is_certain): best}
-    for pace in paces:
-        first.setdefault((_shape_of(pace.layout), pace.is_certain), pace)
-    alternatives: dict[Layout, _Pace] = {}
-    for (shape, _), pace in sorted(first.items(), key=lambda item: item[1][:2]):
-        if pace.seconds > best.seconds or (best.is_certain and not pace.is_certain):
-            alternatives.setdefault(shape, pace)
-    return sorted([best, *list(alternatives.values())[: most - 1]], key=lambda pace: pace[:2])
+    limit = _pace(certain[0])[0] * (1 + NOISE)
+    best = next((o for o in certain if o.layout.runs_here and _pace(o)[0] <= limit), certain[0])
+    best_shape = _shape_of(best.layout), best.is_certain
+    alternatives: dict[Layout, Option] = {}
+    for option in fitting:
+        shape = _shape_of(option.layout)
+        is_behind = _pace(option)[0] > _pace(best)[0] or (best.is_certain and not option.is_certain)
+        if is_behind and (shape, option.is_certain) != best_shape:
+            alternatives.setdefault(shape, option)
+    return sorted([best, *list(alternatives.values())[: most - 1]], key=_pace)
 
 
 def _shape_of(layout: Layout) -> Layout:
@@ -202,154 +146,173 @@ def _shape_of(layout: Layout) -> Layout:
 # ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _candidates(shapes: list[Layout], request: _Request, least_tokens: int) -> Iterator[Layout]:
-    """Yield every shape with every batch that divides its replicas' sequences.
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Describe the layouts to try for a job: those with the ``fixed`` fields and about ``num_sequences`` per step."""
 
-    If the tokens of a step are free, also try one micro-batch per step with at least ``least_tokens``. It needs no memory for
-    sums of gradients.
-    """
-    fixed, tried = request.fixed, request.tried
-    places = ("none",) if request.cluster.host_bytes is None else ("none", "optimizer", "all")
-    for shape in shapes:
-        per_replica = max(1, round(request.num_sequences / shape.num_replicas))
-        for micro_batch in tried("micro_batch", (size for size in _MICRO_BATCHES if size <= per_replica)):
-            counts = {fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))}
-            tokens = shape.num_replicas * micro_batch * request.sequence_length
-            if request.is_batch_free and shape.pipeline == 1 and tokens >= least_tokens:
-                counts.add(1)
-            for offload, recompute in product(tried("offload", places), tried("recompute", ("none", "full"))):
-                batch = {"micro_batch": micro_batch, "offload": offload, "recompute": recompute}
-                yield from (replace(shape, micro_batches=count, **batch) for count in sorted(counts, reverse=True))
+    job: Job
+    num_sequences: int
+    has_default_tokens: bool
+    fixed: Mapping[str, Any]
 
+    @property
+    def is_batch_free(self) -> bool:
+        """Tell whether the tokens of a step may vary."""
+        return self.has_default_tokens and "micro_batches" not in self.fixed
 
-def _shapes(request: _Request) -> Iterator[Layout]:
-    """Yield divisions of all chips among the axes, with one sequence at a time."""
-    model, cluster, fixed = request.architecture, request.cluster, request.fixed
-    chips, node, tried = cluster.num_chips, cluster.chips_per_node, request.tried
-    contexts = _CONTEXT if request.sequence_length >= LONG_SEQUENCE else (1,)
-    stages = [stages for stages in _PIPELINE if stages <= model.num_layers] if chips > node else [1]
-    tensors = [ranks for ranks in _TENSOR if ranks <= node]
-    sums = {name: fixed[name] for name in ("accumulation_dtype",) if name in fixed}
-    axes = product(tried("tensor", tensors), tried("pipeline", stages), tried("context", contexts))
-    for tensor, pipeline, context in axes:
-        ranks, rest = divmod(chips, tensor * pipeline * context)
-        if rest:
-            continue
-        most = math.gcd(model.mixture.num_experts, chips // (tensor * pipeline)) if model.mixture else 1
-        experts = tried("expert", (1, math.gcd(most, node), most))
-        depths = tried("interleave", (1, math.gcd(model.num_layers // pipeline, 4)) if pipeline > 1 else (1,))
-        for sharing in _sharings(ranks, max(1, node // (tensor * context)), pipeline, request):
-            for expert, interleave in product(experts, depths):
-                yield Layout(
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    context=context,
-                    expert=expert,
-                    interleave=interleave,
-                    **sharing,
-                    **sums,
-                )
+    def values(self, name: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the fixed value of a field, or all candidates."""
+        return (self.fixed[name],) if name in self.fixed else tuple(dict.fromkeys(candidates))
 
+    def layouts(self, shapes: Iterable[Layout], least_tokens: int) -> Iterator[Layout]:
+        """Yield every shape with every batch that divides its replicas' sequences.
 
-def _sharings(ranks: int, in_node: int, pipeline: int, request: _Request) -> Iterator[dict[str, Any]]:
-    """Yield the sharding of state over data ranks: all of them, those of a node, or none."""
-    fixed = request.fixed
-    # Stages hold a part of the model. Sharding their optimizer states costs no more than summing gradients.
-    groups = {ranks} if pipeline > 1 else {ranks, in_node if ranks % in_node == 0 else ranks, 1}
-    if fixed.get("zero") == 0:
-        groups = {1}
-    if "data" in fixed:
-        groups = {ranks // fixed["data"]}
-    for shard in request.tried("shard", sorted(groups, reverse=True)):
-        # A stage has several micro-batches in flight. It would gather its weights for each.
-        zeros = ((1,) if pipeline > 1 else (3, 2, 1)) if shard > 1 else (0,)
-        if shard and ranks % shard == 0 and fixed.get("data", ranks // shard) == ranks // shard:
-            yield from ({"shard": shard, "data": ranks // shard, "zero": z} for z in request.tried("zero", zeros))
+        If the tokens of a step are free, also try one micro-batch per step with at least ``least_tokens``. It needs no memory
+        for sums of gradients.
+        """
+        places = ("none",) if self.job.cluster.host_bytes is None else ("none", "optimizer", "all")
+        for shape in shapes:
+            per_replica = max(1, round(self.num_sequences / shape.num_replicas))
+            for micro_batch in self.values("micro_batch", (size for size in _MICRO_BATCHES if size <= per_replica)):
+                counts = [self.fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))]
+                tokens = shape.num_replicas * micro_batch * self.job.sequence_length
+                if self.is_batch_free and shape.pipeline == 1 and tokens >= max(least_tokens, 1) and counts != [1]:
+                    counts.append(1)
+                batches = product(self.values("offload", places), self.values("recompute", ("none", "full")), counts)
+                for offload, recompute, count in batches:
+                    batch = {"micro_batch": micro_batch, "offload": offload, "recompute": recompute}
+                    yield replace(shape, micro_batches=count, **batch)
+
+    def shapes(self) -> list[Layout]:
+        """Return divisions of all chips among the axes, with one sequence at a time, that leave each replica a sequence.
+
+        If none leaves one, return all, unless tokens per step were given.
+        """
+        job, length = self.job, self.job.sequence_length
+        shapes = [shape for shape in self._divisions() if not why_not(job.architecture, shape, length)]
+        if not shapes:
+            raise self._no_shape()
+        micro_batch = self.fixed.get("micro_batch", 1)
+        most = self.num_sequences * (SIMPLER_STEP_FACTOR if self.has_default_tokens else 1)
+        small = [shape for shape in shapes if shape.num_replicas * micro_batch <= most]
+        if not self.has_default_tokens and not small:
+            least = micro_batch * min(shape.num_replicas for shape in shapes)
+            raise RecipeError(
+                f"a step of {self.num_sequences * length:,} tokens was requested on {job.cluster.num_chips} chips, which "
+                f"compute {least * length:,} at once.",
+                "Ask for as many, or for fewer chips.",
+            )
+        return small or shapes
+
+    def _divisions(self) -> Iterator[Layout]:
+        model, cluster, values = self.job.architecture, self.job.cluster, self.values
+        chips, node = cluster.num_chips, cluster.chips_per_node
+        contexts = _CONTEXT if self.job.sequence_length >= LONG_SEQUENCE else (1,)
+        stages = [stages for stages in _PIPELINE if stages <= model.num_layers] if chips > node else [1]
+        tensors = [ranks for ranks in _TENSOR if ranks <= node]
+        axes = product(values("tensor", tensors), values("pipeline", stages), values("context", contexts))
+        for tensor, pipeline, context in axes:
+            ranks, rest = divmod(chips, tensor * pipeline * context)
+            if rest:
+                continue
+            most = math.gcd(model.mixture.num_experts, chips // (tensor * pipeline)) if model.mixture else 1
+            experts = values("expert", (1, math.gcd(most, node), most))
+            depths = values("interleave", (1, math.gcd(model.num_layers // pipeline, 4)) if pipeline > 1 else (1,))
+            sharings = self._sharings(ranks, max(1, node // (tensor * context)), pipeline)
+            for (data, shard, zero), expert, depth in product(sharings, experts, depths):
+                axes_of = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+                sums = self.fixed.get("accumulation_dtype", "float32")
+                yield Layout(data, shard, zero, interleave=depth, accumulation_dtype=sums, **axes_of)
+
+    def _sharings(self, ranks: int, in_node: int, pipeline: int) -> Iterator[tuple[int, int, Any]]:
+        """Yield data, shard and zero: the state is sharded over all data ranks, those of a node, or none."""
+        # Stages hold a part of the model. Sharding their optimizer states costs no more than summing gradients.
+        groups = {ranks} if pipeline > 1 else {ranks, in_node if ranks % in_node == 0 else ranks, 1}
+        if self.fixed.get("zero") == 0:
+            groups = {1}
+        if "data" in self.fixed:
+            groups = {ranks // self.fixed["data"]}
+        for shard in self.values("shard", sorted(groups, reverse=True)):
+            # A stage has several micro-batches in flight. It would gather its weights for each.
+            zeros = ((1,) if pipeline > 1 else (3, 2, 1)) if shard > 1 else (0,)
+            if shard and ranks % shard == 0 and self.fixed.get("data", ranks // shard) == ranks // shard:
+                yield from ((ranks // shard, shard, zero) for zero in self.values("zero", zeros))
+
+    def _no_shape(self) -> RecipeError:
+        """Say why no layout has the fixed values, if known."""
+        model, fixed = self.job.architecture, self.fixed
+        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+        why = why_not(model, Layout(**fixed), self.job.sequence_length)
+        if not why:
+            ranks = math.prod(fixed.get(name, 1) for name in AXES)
+            why = f"{ranks} ranks do not divide {self.job.cluster.num_chips} chips"
+        return RecipeError(f"no layout with {asked} suits {model.name}: {why}.", "Leave a field open.")
 
 
 # ── where nothing fits: the nearest layout, and the smallest changes that would make it fit, each found by trying it ──────
 
 
-def _nearest(layouts: Iterable[Layout], request: _Request) -> Option:
-    """Return the layout with the fewest bytes per chip, and advice."""
-    allowed = [layout for layout in layouts if layout.offload == "none" or "offload" in request.fixed]
-    layout = min(allowed, key=lambda layout: request.memory(layout).total)
-    needed, room, why = request.node_bytes(layout), request.cluster.host_bytes, ""
-    if layout.offload != "none" and room is not None and needed > room:
-        why = f"needs {needed / 1e9:,.0f} GB of host memory a node of {room / 1e9:,.0f}"
-    advice = smallest_changes(request.job(layout), fixed=request.fixed)
-    return request.option(layout, why_not=why, advice=advice)
+def _nearest(job: Job, options: Iterable[Option], fixed: Mapping[str, Any]) -> Option:
+    """Return the option with the fewest bytes per chip, and advice."""
+    allowed = (option for option in options if option.layout.offload == "none" or "offload" in fixed)
+    nearest = min(allowed, key=lambda option: option.memory.total)
+    job = replace(job, layout=nearest.layout)
+    return replace(nearest, step=step_terms(job), advice=smallest_changes(job, fixed=fixed))
 
 
-def _no_shape(request: _Request) -> RecipeError:
-    """Say why no layout has the fixed values, if known."""
-    fixed = request.fixed
-    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
-    why = why_not(request.architecture, Layout(**fixed), request.sequence_length)
-    if not why:
-        ranks = math.prod(fixed.get(name, 1) for name in AXES)
-        why = f"{ranks} ranks do not divide {request.cluster.num_chips} chips"
-    return RecipeError(f"no layout with {asked} suits {request.architecture.name}: {why}.", "Leave a field open.")
+_Change = tuple[str, Job]
+"""A change in words, and the changed job."""
 
 
 def smallest_changes(job: Job, *, fixed: Mapping[str, Any]) -> str:
     """Name the changes that make a job fit: of each kind, the smallest that suffices alone."""
     layout, recipe, length, cluster = job.layout, job.recipe, job.sequence_length, job.cluster
 
-    def needed(change: Mapping[str, Any]) -> float:
-        changed: dict[str, Any] = {"recipe": recipe, "layout": layout, "sequence_length": length, **change}
-        return memory_terms(job.architecture, **changed).total
+    def needed(changed: Job) -> float:
+        return memory_terms(changed.architecture, changed.recipe, changed.layout, changed.sequence_length).total
 
-    relaxed: _Changes = []
-    if fixed.get("recompute", "full") != "full":
-        relaxed.append(("with recompute=full", {"layout": replace(layout, recompute="full")}))
+    def change(text: str, **fields: Any) -> _Change:
+        return text, replace(job, layout=replace(layout, **fields))
+
+    relaxed = [change("with recompute=full", recompute="full")] if fixed.get("recompute", "full") != "full" else []
     ranks = layout.num_replicas
     if ranks > 1 and ("zero" in fixed or "data" in fixed) and (layout.zero < 3 or layout.data > 1):
         for zero in (1, 2, 3):
             text = f"with its state shared by all {ranks} replicas (zero={zero})"
-            relaxed.append((text, {"layout": replace(layout, data=1, shard=ranks, zero=zero)}))
-    offloaded: _Changes = []
+            relaxed.append(change(text, data=1, shard=ranks, zero=zero))
+    offloaded = []
     for place in ("optimizer", "all") if layout.offload == "none" else ():
-        there = replace(layout, offload=place)
-        node = cluster.chips_per_node * host_bytes(job.architecture, recipe, there)
-        offloaded.append((f"with offload={place} ({node / 1e9:,.0f} GB of host memory a node)", {"layout": there}))
-    narrower: _Changes = []
+        node = cluster.chips_per_node * host_bytes(job.architecture, recipe, replace(layout, offload=place))
+        offloaded.append(change(f"with offload={place} ({node / 1e9:,.0f} GB of host memory a node)", offload=place))
+    smaller = []
     for storage in sorted(STORAGES.values(), key=lambda storage: -storage.bytes_per_param):
         is_possible = is_pair(recipe.compute, storage) and storage.visible == recipe.storage.visible
         if is_possible and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param:
-            name = f"{recipe.compute.name}/{storage.name.rpartition('/')[2]}"
-            other = replace(recipe, storage=storage.keeping(recipe.storage.states))
-            narrower.append((f"at {storage.bytes_per_param:g} B/param ({name})", {"recipe": other}))
-    shorter = [length >> power for power in (1, 2, 3) if length >> power >= 512]
-    kinds = [
-        relaxed,
-        offloaded,
-        narrower,
-        [] if {"shard", "data"} & set(fixed) or fixed.get("zero") == 0 else _on_more_chips(layout, cluster),
-        [(f"with sequences of {length:,} tokens", {"sequence_length": length}) for length in shorter],
-    ]
-    changes = [text for kind in kinds for text in _first(kind, lambda change: needed(change) <= cluster.memory_bytes)]
-    larger = sorted((chip.memory_gb, chip.name) for chip in CHIPS.values() if chip.memory_bytes >= needed({}))
-    changes += [f"on chips of {size} GB ({name})" for size, name in larger[:1]]
+            text = f"at {storage.bytes_per_param:g} B/param ({recipe.compute.name}/{storage.short_name})"
+            states = replace(recipe, storage=storage.keeping(recipe.storage.states))
+            smaller.append((text, replace(job, recipe=states)))
+    lengths = [length >> power for power in (1, 2, 3) if length >> power >= 512]
+    shorter = [(f"with sequences of {size:,} tokens", replace(job, sequence_length=size)) for size in lengths]
+    is_sharding_fixed = {"shard", "data"} & set(fixed) or fixed.get("zero") == 0
+    kinds = [relaxed, offloaded, smaller, [] if is_sharding_fixed else _on_more_chips(job), shorter]
+    first = (next((text for text, changed in kind if needed(changed) <= cluster.memory_bytes), "") for kind in kinds)
+    larger = sorted((chip.memory_gb, chip.name) for chip in CHIPS.values() if chip.memory_bytes >= needed(job))
+    changes = [*filter(None, first), *(f"on chips of {size} GB ({name})" for size, name in larger[:1])]
     if not changes:
         return "No single change suffices: combine a narrower storage, more chips and larger ones."
     return f"It fits {', or '.join(changes)}."
 
 
-_Changes = list[tuple[str, dict[str, Any]]]
-
-
-def _first(changes: _Changes, suffices: Callable[[dict[str, Any]], bool]) -> list[str]:
-    return next(([text] for text, change in changes if suffices(change)), [])
-
-
-def _on_more_chips(layout: Layout, cluster: Cluster) -> _Changes:
+def _on_more_chips(job: Job) -> list[_Change]:
     """Return more whole nodes, with the state sharded over more ranks."""
-    chips, node = cluster.num_chips, cluster.chips_per_node
+    layout, chips, node = job.layout, job.cluster.num_chips, job.cluster.chips_per_node
     counts = list(range(chips + node, 4 * chips + 1, node))
     counts += [chips << power for power in range(3, 12) if chips << power <= MOST_CHIPS]
     # A layout of one replica shards nothing yet. With stages it would shard optimizer states, else all.
     zero = layout.zero or (3 if layout.pipeline == 1 else 1)
     divisible = [count for count in counts if count % layout.model_ranks == 0]
     shards = [(count, max(1, count // layout.model_ranks)) for count in divisible]
-    return [(f"on {count} chips", {"layout": replace(layout, data=1, shard=n, zero=zero)}) for count, n in shards]
+    return [
+        (f"on {count} chips", replace(job, layout=replace(layout, data=1, shard=shard, zero=zero)))
+        for count, shard in shards
+    ]

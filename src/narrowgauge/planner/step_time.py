@@ -26,7 +26,7 @@ from narrowgauge.planner.layer_times import (
     optimizer_seconds,
 )
 from narrowgauge.planner.roofline import bytes_per_number
-from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.terms import Formula, Term, Terms
 
 CHECKPOINT_SECONDS = 3600.0
 """Seconds between checkpoints if no failures are expected: an assumption."""
@@ -68,8 +68,8 @@ def step_terms(job: Job) -> Terms:
     alone = {name: pace.total for name, pace in paces if name != slowest}
     if not alone:
         return terms
-    others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items())
-    formula = f"{slowest} sets the pace; alone: {others}"
+    paces_text = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items())
+    formula = f"{slowest} sets the pace; alone: {paces_text}"
     return Terms((*terms, Term("waiting", SLOWEST_KIND, 0.0, formula, "every step ends with the slowest")))
 
 
@@ -126,20 +126,21 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     groups = {group: seconds * layers / job.architecture.num_layers for group, seconds in body.items()}
     for group, seconds in tail.items():
         groups[group] = groups.get(group, 0.0) + seconds * has_head
-    busy, where = sum(groups.values()), f"{layers} layers on {job.nodes.chip.name}"
+    busy = sum(groups.values())
     for group, seconds in groups.items():
         if seconds:
             name, source = _GROUPS[group]
-            yield Term(group, name, batches * seconds, f"{batches} × {seconds:.3g} s, {where}", source)
-    formula = f"{batches} × {busy:.3g} s × (1 / {library:.3g} - 1)"
+            formula: Formula = ("{} × {:.3g} s, {} layers on {}", batches, seconds, layers, job.nodes.chip.name)
+            yield Term(group, name, batches * seconds, formula, source)
+    formula = "{} × {:.3g} s × (1 / {:.3g} - 1)", batches, busy, library
     source = f"{job.efficiency.engines}: what it reaches of its kernels' sum"
     yield Term("waiting", "between kernels", batches * busy * (1 / library - 1), formula, source)
     yield from layer_exchanges(job, layers, busy, groups["attention"])
     yield from state_exchanges(job, layers, busy)
     if layout.pipeline > 1:
-        others = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
-        formula = f"{layout.pipeline - 1} other stages, {others:.3g} s a micro-batch, / {layout.interleave}"
-        bubble = others / layout.interleave / library
+        waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
+        formula = "{} other stages, {:.3g} s a micro-batch, / {}", layout.pipeline - 1, waiting, layout.interleave
+        bubble = waiting / layout.interleave / library
         yield Term("bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473")
 
 
@@ -148,19 +149,20 @@ def _optimizer_terms(job: Job, layers: int) -> Iterator[Term]:
     owned = parameters_of(job, layers)
     number = owned.on_rank(layout) * job.architecture.trained_share
     if layout.offload == "none":
-        formula = f"{number:.3g} parameters × {recipe.bytes_per_param:g} B read and written"
+        formula: Formula = ("{:.3g} parameters × {:g} B read and written", number, recipe.bytes_per_param)
         seconds = optimizer_seconds(job, number)
         yield Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
         return
     host = job.nodes.host_bytes_per_second * shares["host"]
     there = number * recipe.bytes_per_param * shares["host_memory_seconds_per_byte"]
-    yield Term("optimizer", "states in the host's memory", there, f"{number:.3g} parameters on the host", "CPU Adam")
+    formula = "{:.3g} parameters on the host", number
+    yield Term("optimizer", "states in the host's memory", there, formula, "CPU Adam")
     width = bytes_per_number(recipe.storage.visible)
     # Gradients go there and weights come back. FSDP2 offloads all: shards of weights twice for each micro-batch.
     moved = 2 * width * number
     if layout.offload == "all":
         moved = layout.micro_batches * width * (2 * owned.on_rank(layout, 3) + owned.on_rank(layout, 2))
-    formula = f"{moved / 1e9:.3g} GB at {host / 1e9:.3g} GB/s"
+    formula = "{:.3g} GB at {:.3g} GB/s", moved / 1e9, host / 1e9
     yield Term("communication", "weights and gradients from and to the host", moved / host, formula, "PCIe")
 
 
@@ -169,13 +171,14 @@ def _waiting_terms(job: Job, layers: int, seconds: float) -> Iterator[Term]:
     chips, shares = job.layout.num_ranks, job.efficiency
     if (speed := job.nodes.speed) < 1:
         lost = seconds * (1 / speed - 1)
-        formula = f"{seconds:.3g} s × (1 / {speed:g} − 1): all chips wait for {job.nodes.num_chips} of them"
+        text = "{:.3g} s × (1 / {:g} − 1): all chips wait for {} of them"
+        formula: Formula = (text, seconds, speed, job.nodes.num_chips)
         yield Term("waiting", LATE_NODES, lost, formula, "every step ends with the slowest")
         seconds += lost
     if chips > 1:
         # The expected excess of the slowest chip over the mean.
         late = shares["spread"] * math.sqrt(2 * math.log(chips))
-        formula = f"{seconds:.3g} s × {shares['spread']:.3g} × √(2 ln {chips})"
+        formula = "{:.3g} s × {:.3g} × √(2 ln {})", seconds, shares["spread"], chips
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
@@ -183,9 +186,9 @@ def _waiting_terms(job: Job, layers: int, seconds: float) -> Iterator[Term]:
     saved = owned * job.recipe.bytes_per_param / (job.nodes.host_bytes_per_second * shares["host"])
     mtbf = None if job.cluster.chip_mtbf_hours is None else job.cluster.chip_mtbf_hours * 3600 / chips
     interval = CHECKPOINT_SECONDS if mtbf is None else math.sqrt(2 * saved * mtbf)
-    formula, source = f"{saved:.3g} s to the host's memory every {interval:,.0f} s", "Young 1974, Daly 2006"
+    formula, source = ("{:.3g} s to the host's memory every {:,.0f} s", saved, interval), "Young 1974, Daly 2006"
     yield Term("checkpoints", "copying states", seconds * saved / interval, formula, source)
     if mtbf is not None:
         lost = interval / 2 + shares["restart_seconds"]
-        formula = f"a failure every {mtbf / 3600:,.3g} h costs {lost:,.0f} s"
+        formula = "a failure every {:,.3g} h costs {:,.0f} s", mtbf / 3600, lost
         yield Term("faults", "work lost and restarts", seconds * lost / mtbf, formula, source)

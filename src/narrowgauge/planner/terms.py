@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+Formula = str | tuple[Any, ...]
+"""A text, or a format string and its numbers. A search makes thousands of terms and prints a few."""
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """Describe one addend, in bytes or seconds.
 
     Args:
         group: its group, such as ``"optimizer"``; a key of a plan's JSON.
-        formula: its derivation with numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
+        derivation: its :attr:`formula`, not yet written.
         source: the publication, or ``"definition"`` without a measurement.
         low, high: the 80 % interval; None for ``value`` itself.
     """
@@ -24,17 +28,25 @@ class Term:
     group: str
     name: str
     value: float
-    formula: str
+    derivation: Formula
     source: str = "definition"
     low: float | None = None
     high: float | None = None
+
+    @property
+    def formula(self) -> str:
+        """Return the derivation with numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``."""
+        if isinstance(self.derivation, str):
+            return self.derivation
+        text, *numbers = self.derivation
+        return str(text.format(*numbers))
 
     @property
     def interval(self) -> tuple[float, float]:
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Terms:
     """Hold a sum and its addends.
 
@@ -53,11 +65,14 @@ class Terms:
         """Return the addends of all other groups."""
         return Terms(tuple(term for term in self.addends if term.group not in groups))
 
-    @property
+    def only(self, *groups: str) -> Terms:
+        return Terms(tuple(term for term in self.addends if term.group in groups))
+
+    @cached_property
     def total(self) -> float:
         return float(sum(term.value for term in self.addends))
 
-    @property
+    @cached_property
     def interval(self) -> tuple[float, float]:
         ends = [term.interval for term in self.addends]
         return float(sum(low for low, _ in ends)), float(sum(high for _, high in ends))

@@ -1,7 +1,7 @@
 """Measure what the casts of each layer lose on real text: noise, overflow and underflow.
 
-A few training steps run in the plain recipe, uncompiled. The input, weight and output gradient of every linear layer are also
-cast as in each requested compute, without changing the training. Delayed scales come from earlier batches.
+For each recipe a few training steps run in its plain recipe, uncompiled. The input, weight and output gradient of every linear
+layer are also cast as in the recipe's compute, without changing the training. Delayed scales come from earlier batches.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ class CastErrorHooks:
     """Hooks on the linear layers of a model in training, which add up what casts lose.
 
     Attributes:
-        computes: names of the computes to try, by layer.
-        sums: by layer, compute and slot.
+        computes: name of the compute to try, by layer.
+        sums: by layer and slot.
         largest: amax of each tensor over all batches so far, by layer and tensor.
-        outers: outer scale of each operand, by layer, compute and slot.
+        outers: outer scale of each operand, by layer and slot.
     """
 
-    computes: dict[str, list[str]]
-    sums: dict[tuple[str, str, str], Tensor] = field(default_factory=dict)
+    computes: dict[str, str]
+    sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     largest: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    outers: dict[tuple[str, str, str], Tensor | None] = field(default_factory=dict)
+    outers: dict[tuple[str, str], Tensor | None] = field(default_factory=dict)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         """Measure every forward and backward pass within it."""
-        layers = [(n, m) for n, m in model.named_modules() if is_linear(m) and self.computes.get(n)]
+        layers = [(name, module) for name, module in model.named_modules() if name in self.computes]
         handles = [module.register_forward_hook(self._hook(name)) for name, module in layers]
         try:
             yield
@@ -96,56 +96,38 @@ class CastErrorHooks:
 
     @torch.no_grad()
     def _add(self, layer: str, tensor: str, x: Tensor) -> None:
-        for name in self.computes[layer]:
-            compute = named(name)
-            for slot in casts_made(compute):
-                if SLOTS[slot].tensor == tensor:
-                    own = compute.casts[slot]
-                    amax = self.largest.get((layer, tensor)) if own.scaling == "delayed" else None
-                    source = without_outliers(x, own.outliers) if own.outliers else x
-                    fold = self._fold(layer, name, slot)
-                    sums, self.outers[layer, name, slot] = cast_and_sum(
-                        source, own, SLOTS[slot].dim, fold=fold, amax=amax
-                    )
-                    self.sums[layer, name, slot] = sums.sum(0) + self.sums.get((layer, name, slot), 0.0)
+        compute = named(self.computes[layer])
+        for slot in casts_made(compute):
+            if SLOTS[slot].tensor == tensor:
+                slot_cast, fold = compute.casts[slot], None
+                if SLOTS[slot].side == "left":  # the right operand's scales may be multiplied into it
+                    matmul = SLOTS[slot].matmul
+                    right = self.outers.get((layer, compute.cast_slots[f"{matmul}.right"]))
+                    fold = scales_to_fold(right, compute, matmul)
+                amax = self.largest.get((layer, tensor)) if slot_cast.scaling == "delayed" else None
+                source = without_outliers(x, slot_cast.outliers) if slot_cast.outliers else x
+                sums, self.outers[layer, slot] = cast_and_sum(source, slot_cast, SLOTS[slot].dim, fold=fold, amax=amax)
+                self.sums[layer, slot] = sums.sum(0) + self.sums.get((layer, slot), 0.0)
         amax, before = x.abs().amax().float().view(1, 1), self.largest.get((layer, tensor))
         self.largest[layer, tensor] = amax if before is None else torch.maximum(before, amax)
-
-    def _fold(self, layer: str, name: str, slot: str) -> Tensor | None:
-        """Return the right operand's scales, where they are multiplied into the left one."""
-        matmul, compute = SLOTS[slot].matmul, named(name)
-        if SLOTS[slot].side == "right":
-            return None
-        return scales_to_fold(self.outers.get((layer, name, compute.cast_slots[f"{matmul}.right"])), compute, matmul)
 
 
 def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, ...]]:
     """Return the losses of each recipe's casts on a run's first batches, worst first. ``config.recipe`` is not used."""
-    lost: dict[Recipe, tuple[Loss, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = prepare_data(config.data, vocab_size=vocabulary_size(config.model), seed=config.seed)
-        for plain in dict.fromkeys(map(plain_recipe, recipes)):
-            same = [recipe for recipe in recipes if plain_recipe(recipe) == plain]
-            session = build(replace(config, recipe=plain, compile=False, audit_every=0), Path(folder), data)
-            lost |= _losses_in(session, same)
-    return [lost[recipe] for recipe in recipes]
+        plain = replace(config, compile=False, audit_every=0)
+        sessions = (build(replace(plain, recipe=plain_recipe(recipe)), Path(folder), data) for recipe in recipes)
+        return [_losses_in(session, recipe) for session, recipe in zip(sessions, recipes, strict=True)]
 
 
-def _losses_in(session: Session, recipes: Sequence[Recipe]) -> dict[Recipe, tuple[Loss, ...]]:
+def _losses_in(session: Session, recipe: Recipe) -> tuple[Loss, ...]:
     layers = [name for name, module in session.model.named_modules() if is_linear(module)]
-    settings = {recipe: {layer: setting_of(layer, recipe) for layer in layers} for recipe in recipes}
-    # The name of each layer's compute, empty where it is plain.
-    computes = {
-        r: {n: "" if s.is_plain else s.compute for n, s in by_layer.items()} for r, by_layer in settings.items()
-    }
-    tried = {n: list(dict.fromkeys(by_layer[n] for by_layer in computes.values() if by_layer[n])) for n in layers}
-    hooks = CastErrorHooks(tried)
-    with hooks.attached(session.model):
-        for _ in range(NUM_BATCHES):
-            train_step(session)
-    lost: dict[Recipe, tuple[Loss, ...]] = {}
-    for recipe, by_layer in computes.items():
-        sums = hooks.sums.items()
-        casts = [loss_of(s, layer, slot) for (layer, name, slot), s in sums if by_layer[layer] == name]
-        lost[recipe] = tuple(sorted(casts, key=lambda loss: loss.sqnr_db))
-    return lost
+    settings = {layer: setting_of(layer, recipe) for layer in layers}
+    hooks = CastErrorHooks({layer: setting.compute for layer, setting in settings.items() if not setting.is_plain})
+    if hooks.computes:
+        with hooks.attached(session.model):
+            for _ in range(NUM_BATCHES):
+                train_step(session)
+    lost = [loss_of(sums, layer, slot) for (layer, slot), sums in hooks.sums.items()]
+    return tuple(sorted(lost, key=lambda loss: loss.sqnr_db))

@@ -200,29 +200,29 @@ def narrow_operations(
     keys = Keys(zeros[:3], zeros[3]) if keys is None else keys
     history = new_history(x.device) if compute.is_delayed else None
     tensors = {"input": x, "weight": weight, "gradient": grad}
-    made: dict[str, Operand] = {}
+    operands: dict[str, Operand] = {}
     casts: dict[str, Work] = {}
     for name in _ORDER:
         first = compute.cast_slots[name]
         if first == name:
             matmul = SLOTS[name].matmul
-            right = made.get(f"{matmul}.right")
+            right = operands.get(f"{matmul}.right")
             fold = None if right is None else scales_to_fold(right.outer, compute, matmul)
             casts[name] = partial(
                 cast_to_slot, tensors[SLOTS[name].tensor], compute, name,
                 keys=keys, history=history, record=True, fold=fold,
             )  # fmt: skip
-            made[name] = casts[name]()
+            operands[name] = casts[name]()
         else:
-            made[name] = made[first]
+            operands[name] = operands[first]
 
     def output() -> Tensor:
         result = product("output", (len(x), len(weight)), x.dtype)
         has_outliers = compute.output.left.outliers
-        return add_outliers(result, x, compute, weight, made["output.right"]) if has_outliers else result
+        return add_outliers(result, x, compute, weight, operands["output.right"]) if has_outliers else result
 
     def product(matmul: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return multiply_slots(made[f"{matmul}.left"], made[f"{matmul}.right"], compute, matmul, shape, dtype)
+        return multiply_slots(operands[f"{matmul}.left"], operands[f"{matmul}.right"], compute, matmul, shape, dtype)
 
     return {
         **{name: casts[name] for name in casts_made(compute)},

@@ -124,7 +124,7 @@ def profile(
 
 def kind_operations(kind: Kind, settings: Mapping[Kind, Setting], times: Times) -> dict[str, float]:
     """Return the seconds of one kind's operations. A cast of a shared input (q, k, v) is split evenly among the layers."""
-    sharing = sum(other.group == kind.group and settings[other] == settings[kind] for other in settings)
+    sharing = sum(sharer.group == kind.group and settings[sharer] == settings[kind] for sharer in settings)
     return {
         name: seconds / (sharing if name in SLOTS and SLOTS[name].tensor == "input" else 1)
         for name, seconds in times[kind.shape, settings[kind]].items()
@@ -173,13 +173,13 @@ def cost_row(recipe: Recipe, kinds: Sequence[Kind], rounds: Sequence[Round]) -> 
 def _layer_row(kind: Kind, setting: Setting, operations: Seconds, ratio: float) -> Row:
     """Return one kind of layer in one recipe. Seconds are of one layer, forward and backward."""
     parts = {
-        f"{direction}_{what}_seconds": sum(
+        f"{direction}_{operation}_seconds": sum(
             seconds
             for name, seconds in operations.items()
-            if ("." in name) == (what == "cast") and name.startswith("output") == (direction == "forward")
+            if ("." in name) == (operation == "cast") and name.startswith("output") == (direction == "forward")
         )
         for direction in ("forward", "backward")
-        for what in ("cast", "matmul")
+        for operation in ("cast", "matmul")
     }
     verdict = "gains" if ratio > 1 + EVEN else "loses" if ratio < 1 - EVEN else "even"
     return {

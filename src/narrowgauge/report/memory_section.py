@@ -115,6 +115,6 @@ def _mean(group: Group, name: str) -> float | None:
     values = []
     for run in group.runs:
         rows = [run.summary] if run.summary is not None else run.steps
-        known = [value for row in rows if (value := finite_number(row.get(name))) is not None]
-        values += [min(known)] if known else []
+        numbers = [value for row in rows if (value := finite_number(row.get(name))) is not None]
+        values += [min(numbers)] if numbers else []
     return fmean(values) if values else None

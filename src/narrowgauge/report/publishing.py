@@ -59,7 +59,7 @@ def title_of(comparison: Comparison) -> str:
         >>> title_of(compare_runs([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})]))
         'llama-1m in bfloat16/word'
     """
-    runs = [one.run for row in comparison.classes.values() for one in row.runs]
+    runs = [stats.run for row in comparison.classes.values() for stats in row.runs]
     models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
     labels = comparison.classes
     return f"{listed(models)} in {listed(labels) if len(labels) <= 4 else f'{len(labels)} recipes'}"

@@ -52,20 +52,20 @@ class Group:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        return tuple(one.run for one in self.stats)
+        return tuple(stats.run for stats in self.stats)
 
     @property
     def named(self) -> list[tuple[Run, str]]:
         """Return the runs, each with a unique name: the label, plus the seed if there are several runs."""
         several = len(self.stats) > 1
-        return [(one.run, f"{self.label} · seed {one.seed}" if several else self.label) for one in self.stats]
+        return [(stats.run, f"{self.label} · seed {stats.seed}" if several else self.label) for stats in self.stats]
 
     def lines(self, table: str, name: str) -> list[Series]:
         """Return one column of ``steps`` or ``evals`` of every run."""
         return [column(run, table, name) for run in self.runs]
 
     def seeds(self) -> dict[int, Run]:
-        return {one.seed: one.run for one in self.stats}
+        return {stats.seed: stats.run for stats in self.stats}
 
 
 def _read_once(run: Run) -> tuple[Samples, Diagnosis | str]:
@@ -95,7 +95,7 @@ def groups_of(comparison: Comparison) -> list[Group]:
         >>> [(group.label, len(group.runs)) for group in groups_of(compare_runs(made))]
         [('bfloat16/word', 2)]
     """
-    return [Group(label, index, one.runs) for index, (label, one) in enumerate(comparison.classes.items())]
+    return [Group(label, index, stats.runs) for index, (label, stats) in enumerate(comparison.classes.items())]
 
 
 def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
@@ -220,7 +220,7 @@ def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[A
 def _lowest_edq(rows: Sequence[Row]) -> float:
     index = list(METRICS["updates"]).index("edq")
     last = [values[index] for _, _, values in _lists(rows[-1:], "updates") if index < len(values)]
-    return min((value for one in last if (value := finite_number(one)) is not None), default=1.0)
+    return min((value for edq in last if (value := finite_number(edq)) is not None), default=1.0)
 
 
 def _counts(row: Row) -> dict[str, list[float]]:

@@ -87,8 +87,8 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
     named = run_names(groups)
     samples = [sampled for group in groups for sampled in group.samples]
     diagnosis = run_readings(groups)
-    apart = differences(groups, comparison)
-    drawn = {"verdict": [apart] if apart is not None else [], **comparison_figures(groups, comparison.baseline)}
+    verdict = differences(groups, comparison)
+    drawn = {"verdict": [verdict] if verdict is not None else [], **comparison_figures(groups, comparison.baseline)}
     figures = {name: [marked(figure, diagnosis) for figure in section] for name, section in drawn.items()}
     strip = event_strip(named)
     if strip is not None:
@@ -140,20 +140,17 @@ def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row
 
 def equal_time_table(comparison: Comparison) -> Table | None:
     """Return each recipe's loss at the time when the fastest finished; ``None`` if fewer than two recipes have one."""
-    rows = [
-        {
-            "recipe": one.label,
-            "loss": shown_loss(row["val_loss"]),
-            "minus": "–" if row["difference"] is None else shown_difference(row["difference"], row["half"]),
-            "rank": one.rank_at_equal_time.value,
-            "seeds": row["num_seeds"],
-        }
-        for one in comparison.at_equal_time
-        if (row := one.equal_time) is not None
-    ]
+    rows = [row for row in comparison.at_equal_time if row.equal_time is not None]
+
+    def minus(row: Any) -> str:
+        loss = row.equal_time
+        return "–" if loss["difference"] is None else shown_difference(loss["difference"], loss["half"])
+
     columns = (
-        *name_columns(recipe="recipe"), *number_columns(loss="loss"), Column(f"minus {comparison.baseline}", "minus", right=True),
-        *number_columns(seeds="seeds"), *text_columns(verdict="rank"),
+        *name_columns(recipe="label"), *number_columns(loss=lambda row: shown_loss(row.equal_time["val_loss"])),
+        Column(f"minus {comparison.baseline}", minus, right=True),
+        *number_columns(seeds=lambda row: row.equal_time["num_seeds"]),
+        *text_columns(verdict=lambda row: row.rank_at_equal_time.value),
     )  # fmt: skip
     return Table(columns, rows) if rows else None
 

@@ -82,8 +82,8 @@ class Chip:
             ['float8_e4m3fn', 'float8_e4m3fnuz']
         """
         name = "float8_e4m3fn" if format == "float8_e5m2" else format
-        own = f"{name}uz"  # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
-        return own if name not in self.peak_tflops and own in self.peak_tflops else name
+        amd_name = f"{name}uz"  # AMD's CDNA 3 multiplies the same numbers as halves in its own float8.
+        return amd_name if name not in self.peak_tflops and amd_name in self.peak_tflops else name
 
 
 CHIPS: dict[str, Chip] = {name: Chip(name=name, **row) for name, row in load_data("chips").items()}
@@ -114,8 +114,8 @@ def get_chip(name: str) -> Chip:
             "Name one of them.",
         )
     # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.
-    whole = [chip for chip in CHIPS if key and {*key.split("-")} <= {*chip.lower().split("-")}]
-    near = suggestion(name.strip(), whole) or suggestion(name.strip().upper(), CHIPS)
+    containing = [chip for chip in CHIPS if key and {*key.split("-")} <= {*chip.lower().split("-")}]
+    near = suggestion(name.strip(), containing) or suggestion(name.strip().upper(), CHIPS)
     raise ChipError(f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip())
 
 

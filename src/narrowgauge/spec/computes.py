@@ -514,8 +514,8 @@ def first_of_input(layer: str) -> str:
         >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
         ('layers.0.self_attn.q_proj', 'layers.0.mlp.down_proj')
     """
-    parent, dot, own = layer.rpartition(".")
-    return parent + dot + next((names[0] for names in _SAME_INPUT if own in names), own)
+    parent, dot, leaf = layer.rpartition(".")
+    return parent + dot + next((names[0] for names in _SAME_INPUT if leaf in names), leaf)
 
 
 # ── gathering: a weight that FSDP2 gathers as the codes that its matmuls take ──────────────────────────────────────────
@@ -620,7 +620,7 @@ Changes = Mapping[str, Mapping[str, Any]]
 """New values of fields of casts, by patterns of slots."""
 
 
-def _changed(base: Compute, suffix: str, changes: Changes, **fields: Any) -> Compute:
+def _variant(base: Compute, suffix: str, changes: Changes, purpose: str, source: str = "", **fields: Any) -> Compute:
     casts = dict(base.casts)
     for pattern, values in changes.items():
         for slot in fnmatch.filter(casts, pattern):
@@ -629,34 +629,30 @@ def _changed(base: Compute, suffix: str, changes: Changes, **fields: Any) -> Com
         place: replace(product, left=casts[f"{place}.left"], right=casts[f"{place}.right"])
         for place, product in base.products.items()
     }
-    return replace(base, name=base.name + suffix, **{**products, **fields})
+    source = f"{source}; over {base.source}" if source else base.source
+    return replace(base, name=base.name + suffix, purpose=purpose, source=source, **{**products, **fields})
 
 
 _FRESH_WEIGHTS: Changes = {slot: {"scaling": "current"} for slot in ("output.right", "grad_input.right")}
 
 
 def _fresh(base: Compute) -> Compute:
-    return _changed(base, _FRESH, _FRESH_WEIGHTS, purpose=f"{base.name} with current scales for weights")
+    return _variant(base, _FRESH, _FRESH_WEIGHTS, f"{base.name} with current scales for weights")
 
 
 def _smooth(base: Compute) -> Compute:
     """Smooth both casts of the input. Its channel factors need its amax, so all its scales are current."""
     smooth = {slot: {"scaling": "current", "smooth": True} for slot in ("output.left", "grad_weight.right")}
-    compute = _changed(base, _SMOOTH, {**_FRESH_WEIGHTS, **smooth})
-    return replace(
-        compute,
-        output=replace(compute.output, accumulation="float32"),
-        purpose=f"{base.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
-        source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {base.source}",
-    )
-
-
-def _form(base: Compute, suffix: str, changes: Changes, purpose: str, source: str, **fields: Any) -> Compute:
-    return _changed(base, suffix, changes, purpose=purpose, source=f"{source}; over {base.source}", **fields)
+    compute = _variant(
+        base, _SMOOTH, {**_FRESH_WEIGHTS, **smooth},
+        f"{base.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
+        "Smooth-SwiGLU, Fishman et al. 2024 (2409.12517)",
+    )  # fmt: skip
+    return replace(compute, output=replace(compute.output, accumulation="float32"))
 
 
 def _eden(base: Compute) -> Compute:
-    return _form(
+    return _variant(
         base, "+eden", {"grad_*": {"rounding": "eden", "rotation": "hadamard-drawn", "fit": "end"}},
         "nvfp4 with gradients whose randomness is in the rotation and the scales; all four operands of the backward pass",
         "Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; rotations of 16 here, of 128 there",
@@ -665,7 +661,7 @@ def _eden(base: Compute) -> Compute:
 
 # All casts except the gradient's, which are stochastic.
 _BETTER_SCALES: Changes = {slots: {"fit": "least-error"} for slots in ("output.*", "grad_*.right")}
-_FOUR_OVER_SIX = _form(
+_FOUR_OVER_SIX = _variant(
     COMPUTES["nvfp4"], "+four-over-six", _BETTER_SCALES,
     "nvfp4 with blocks that map their largest value to 6 or to 4, whichever errs less",
     "Cook et al. 2025, Four Over Six (2512.02010), with mean squared error and scales of up to 256",
@@ -675,18 +671,18 @@ _VARIANTS = (
     _smooth(COMPUTES["float8-delayed"]), _fresh(COMPUTES["float8-delayed"]),
     _smooth(COMPUTES["float8-tensor-e5m2"]),
     _smooth(COMPUTES["float8-delayed-e5m2"]), _fresh(COMPUTES["float8-delayed-e5m2"]),
-    _form(
+    _variant(
         COMPUTES["mxfp4"], "+deterministic", {"grad_weight.*": {"rounding": "nearest", "rotation": "hadamard-plain"}},
         "mxfp4 with a weight gradient that is rotated without signs and rounded to nearest",
         "Cim et al. 2026 (2605.09825): which intervention, by its abstract; no signs, by a third party's account of it",
     ),
-    _form(
+    _variant(
         COMPUTES["mxfp4"], "+two-scales", _BETTER_SCALES,
         "mxfp4 with blocks that take the better of two powers of two as their scale",
         "as four-over-six of nvfp4, for the two powers of two between which OCP's rule and saturation lie",
     ),
     _FOUR_OVER_SIX, _eden(COMPUTES["nvfp4"]), _eden(_FOUR_OVER_SIX),
-    _form(
+    _variant(
         COMPUTES["nvfp4"], "+uniform", {"*": {"format": "int4", "rotation": "hadamard"}},
         "for studies: equally spaced four-bit numbers, rotated in all three matmuls; no chip multiplies them with such scales",
         "Zhao et al. 2026, UFP4 (2606.20381), by its abstract; blocks and scales are nvfp4's", native="",
@@ -738,7 +734,7 @@ def _with_threshold(compute: Compute, text: str) -> Compute:
         return compute
     short = f"{value:g}" if float(f"{value:g}") == value else repr(value)
     purpose = f"{name} with columns from {short} on as outliers, and not from {left.outliers:g}"
-    return _changed(compute, _THRESHOLD + short, {"output.left": {"outliers": value}}, purpose=purpose)
+    return _variant(compute, _THRESHOLD + short, {"output.left": {"outliers": value}}, purpose)
 
 
 def fallback_of(name: str) -> str:

@@ -56,11 +56,11 @@ class Kernel:
         return self.capabilities is not None and self.capabilities[0] <= int(architecture[2:]) <= self.capabilities[1]
 
 
-def _both(name: str) -> Pairs:
+def _pair_of(name: str) -> Pairs:
     return ((name, name),)
 
 
-_E4M3 = _both("float8_e4m3fn")
+_E4M3 = _pair_of("float8_e4m3fn")
 _GROUPS = ("tensor", "row", "column")
 # cuBLAS cannot multiply two e5m2 matrices.
 _FLOAT8 = (*_E4M3, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
@@ -75,12 +75,12 @@ _KERNELS = (
     Kernel(
         "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90), scales=_POWERS
     ),
-    Kernel("mxfp8", _E4M3, _both("1x32"), (100, _LAST), scales=_POWERS),
+    Kernel("mxfp8", _E4M3, _pair_of("1x32"), (100, _LAST), scales=_POWERS),
     # Results leave as bfloat16.
-    Kernel("mxfp4", _both("float4_e2m1fn"), _both("1x32"), (100, 109), scales=_POWERS),
-    Kernel("nvfp4", _both("float4_e2m1fn"), _both("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
+    Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), (100, 109), scales=_POWERS),
+    Kernel("nvfp4", _pair_of("float4_e2m1fn"), _pair_of("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
     # Float32 matmuls on tensor cores, for operands that already are tfloat32 numbers.
-    Kernel("tfloat32", _both("tfloat32"), _both("none"), (80, _LAST)),
+    Kernel("tfloat32", _pair_of("tfloat32"), _pair_of("none"), (80, _LAST)),
 )  # fmt: skip
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 

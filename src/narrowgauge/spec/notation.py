@@ -166,8 +166,8 @@ def _from_name(text: str) -> Recipe:
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and computes.find(compute) is None):
         # A storage alone is a likely mistake, and not similar to any full name.
-        known = [*ALIASES, *full_names(), *COMPUTES, *computes.VARIANTS]
-        near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known)
+        names = [*ALIASES, *full_names(), *COMPUTES, *computes.VARIANTS]
+        near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, names)
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
     row = get_compute(compute, has_storage=bool(rest))
     storage = _find_storage(rest[0] if rest else row.default_storage, row.name)
@@ -227,8 +227,8 @@ def _overrides(table: Mapping[str, Any], where: str, compute: str) -> Iterator[O
             keys = ", ".join(sorted(entry)) or "none"
             raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern, and storage, compute or both.")
         storage = _find_storage(_text(entry, "storage", within), compute) if "storage" in entry else None
-        other = get_compute(_text(entry, "compute", within)) if "compute" in entry else None
-        yield Override(_text(entry, "pattern", within), storage, other)
+        entry_compute = get_compute(_text(entry, "compute", within)) if "compute" in entry else None
+        yield Override(_text(entry, "pattern", within), storage, entry_compute)
 
 
 def _phases(table: Mapping[str, Any], where: str) -> Iterator[Phase]:

@@ -83,10 +83,10 @@ class Recipe:
         if self.storage.visible == "float64":
             _check_float64(self)
         _check_ends([phase.until for phase in self.phases])
-        for where, other in self._others():
-            _check_other(self, where, other)
+        for where, compute in self._further_computes():
+            _check_other(self, where, compute)
 
-    def _others(self) -> Iterator[tuple[str, Compute]]:
+    def _further_computes(self) -> Iterator[tuple[str, Compute]]:
         """Yield every other compute of the recipe, and where it is named."""
         for phase in self.phases:
             yield f"the phase until {phase.until:g}", phase.compute
@@ -142,7 +142,7 @@ class Recipe:
     @property
     def computes(self) -> tuple[Compute, ...]:
         """Return all computes of the recipe without duplicates, the main one first."""
-        return tuple(dict.fromkeys([self.compute, *(other for _, other in self._others())]))
+        return tuple(dict.fromkeys([self.compute, *(compute for _, compute in self._further_computes())]))
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -300,21 +300,21 @@ def _check_ends(ends: list[float]) -> None:
             )
 
 
-def _check_other(recipe: Recipe, where: str, other: Compute) -> None:
+def _check_other(recipe: Recipe, where: str, compute: Compute) -> None:
     """Refuse a compute to which a model prepared for the main compute cannot switch."""
-    own = recipe.compute
-    requested = f"{where} has compute '{other.name}'"
-    if other != own and other.owns_storages:
-        raise RecipeError(f"{requested} in a recipe of '{own.name}'; it takes its own storages only.", "Take another.")
-    if other.transform != own.transform:
+    main = recipe.compute
+    requested = f"{where} has compute '{compute.name}'"
+    if compute != main and compute.owns_storages:
+        raise RecipeError(f"{requested} in a recipe of '{main.name}'; it takes its own storages only.", "Take another.")
+    if compute.transform != main.transform:
         raise RecipeError(
-            f"{requested}{_transforming(other)}, in a recipe of '{own.name}'{_transforming(own)}.",
+            f"{requested}{_transforming(compute)}, in a recipe of '{main.name}'{_transforming(main)}.",
             "A transform changes the whole model once: take computes with the same transform.",
         )
-    if recipe.storage.visible in WIDE and other.dtype != own.dtype:
+    if recipe.storage.visible in WIDE and compute.dtype != main.dtype:
         raise RecipeError(
-            f"{requested} of {other.dtype} in a recipe of '{own.name}', which casts {recipe.storage.visible} weights to "
-            f"{own.dtype}.",
+            f"{requested} of {compute.dtype} in a recipe of '{main.name}', which casts {recipe.storage.visible} weights to "
+            f"{main.dtype}.",
             "Take computes of one dtype, or a storage of narrow weights such as 'word'.",
         )
 

@@ -110,7 +110,7 @@ def _storage_row(storage: Storage) -> Row:
     return {
         "name": storage.name,
         "visible": storage.visible,
-        "weight": _weight_text(storage),
+        "weight": f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight),
         "exp_avg": _code_text(storage.exp_avg),
         "exp_avg_sq": _code_text(storage.exp_avg_sq),
         "state_bits": dict(storage.fields),
@@ -123,10 +123,6 @@ def _storage_row(storage: Storage) -> Row:
         "fallback": storage.fallback,
         "source": storage.source,
     }
-
-
-def _weight_text(storage: Storage) -> str:
-    return f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight)
 
 
 def _code_text(code: Code) -> str:
@@ -147,8 +143,8 @@ def _reduction_row(reduction: sums.Reduction) -> Row:
 
 
 def _alias_rows() -> list[Row]:
-    known = [{**_fields(alias), "one_of": []} for alias in ALIASES.values()]
-    return known + [{"name": n, "recipe": "", "source": "", "one_of": list(few)} for n, few in AMBIGUOUS.items()]
+    aliases = [{**_fields(alias), "one_of": []} for alias in ALIASES.values()]
+    return aliases + [{"name": n, "recipe": "", "source": "", "one_of": list(few)} for n, few in AMBIGUOUS.items()]
 
 
 # ── columns ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -393,11 +389,12 @@ def _facts(row: Row) -> dict[str, str]:
         "phases": phases and f"{phases}, then {row['compute']}",
         "evaluated in": row["evaluation"] or "",
     }
-    return {what: text for what, text in facts.items() if text}
+    return {label: text for label, text in facts.items() if text}
 
 
-def _pairs(left: str, right: str, entries: Mapping[str, Any]) -> Table:
-    return Table((Column(left, "what"), Column(right, "is")), [{"what": what, "is": v} for what, v in entries.items()])
+def _pairs(title: str, heading: str, entries: Mapping[str, Any]) -> Table:
+    columns = Column(title, lambda entry: entry[0]), Column(heading, lambda entry: entry[1])
+    return Table(columns, list(entries.items()))
 
 
 def _stored_parts(storage: Storage) -> list[Row]:

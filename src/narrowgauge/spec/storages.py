@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -79,57 +79,49 @@ class Code:
         return self.lowest + 2**self.exponent_bits - 2 if self.is_window else 1023 if self.is_double else 127
 
 
-FLOAT64 = Code("float64", 11, 52, lowest=-1022)
-FLOAT32 = Code("float32", 8, 23)
-BFLOAT16 = Code("bfloat16", 8, 7)
-BFLOAT16_DITHERED = Code("bfloat16", 8, 7, rounding="stochastic")
-BFLOAT16_PAIR = Code("bfloat16 + bfloat16", 8, 7, parts=2)
-TAIL16 = Code("bfloat16 + 16-bit tail", 8, 23)
-TAIL8 = Code("bfloat16 + 8-bit tail", 8, 15, rounding="stochastic")
-FLOAT16_TAIL = Code("float16 + 13-bit tail", 8, 23)
-FLOAT16 = Code("float16", 5, 10, lowest=-14)
-# Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by epsilon alone.
-FLOAT16_HELD = Code("float16", 5, 10, signed=False, lowest=-14, hold=True)
-FLOAT16_PAIR = Code("float16 + float16", 5, 10, lowest=-14, parts=2)
-FLOAT16_PAIR_HELD = Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2)
-# The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
-# from 2^-54 to 2^9 survive.
-MOMENT12 = Code("e6m5", 6, 5, rounding="stochastic", lowest=-54)
-SECOND12 = Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True)
-SECOND24 = Code("e8m15", 8, 15, rounding="stochastic")
-# Windows that end at the power of two above their row's amax. Normal values of e5 reach down to 2^-30 of it.
-MOMENT8 = Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True)
-SECOND8 = Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True)
-FLOAT16_SCALED = Code("float16 of its row", 5, 10, lowest=-30, scaled=True)
-FLOAT16_SCALED_HELD = Code("float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True)
-FLOAT8 = Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True)
-FLOAT8_DITHERED = Code("float8_e4m3fn", 4, 3, rounding="stochastic", lowest=-14, scaled=True)
-FLOAT8_TRIPLE = Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3)
+CODES: dict[str, Code] = {
+    "float64": Code("float64", 11, 52, lowest=-1022),
+    "float32": Code("float32", 8, 23),
+    "bfloat16": Code("bfloat16", 8, 7),
+    "bfloat16-stochastic": Code("bfloat16", 8, 7, rounding="stochastic"),
+    "bfloat16-pair": Code("bfloat16 + bfloat16", 8, 7, parts=2),
+    "tail16": Code("bfloat16 + 16-bit tail", 8, 23),
+    "tail8": Code("bfloat16 + 8-bit tail", 8, 15, rounding="stochastic"),
+    "float16-tail": Code("float16 + 13-bit tail", 8, 23),
+    "float16": Code("float16", 5, 10, lowest=-14),
+    # Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by epsilon alone.
+    "float16-held": Code("float16", 5, 10, signed=False, lowest=-14, hold=True),
+    "float16-pair": Code("float16 + float16", 5, 10, lowest=-14, parts=2),
+    "float16-pair-held": Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2),
+    # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
+    # from 2^-54 to 2^9 survive.
+    "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-54),
+    "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True),
+    "e8m15": Code("e8m15", 8, 15, rounding="stochastic"),
+    # Windows that end at the power of two above their row's amax. Normal values of e5 reach down to 2^-30 of it.
+    "e4m3-row": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
+    "e5m3-row": Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True),
+    "float16-row": Code("float16 of its row", 5, 10, lowest=-30, scaled=True),
+    "float16-row-held": Code("float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True),
+    "float8-row": Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True),
+    "float8-row-stochastic": Code("float8_e4m3fn", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
+    "float8-row-triple": Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3),
+}
+"""Codes by the names that compose a storage, ``weight+first moment+second moment``."""
+FLOAT32, BFLOAT16 = CODES["float32"], CODES["bfloat16"]
 
-WEIGHT_CODES: dict[str, Code] = {
-    "bfloat16": BFLOAT16,
-    "bfloat16-stochastic": BFLOAT16_DITHERED,
-    "bfloat16-pair": BFLOAT16_PAIR,
-    "tail8": TAIL8,
-    "tail16": TAIL16,
-    "float8-row": FLOAT8,
-    "float8-row-stochastic": FLOAT8_DITHERED,
-}
-"""Codes of a weight that the model sees as bfloat16, by the names that compose a storage."""
-MOMENT_CODES: dict[str, Code] = {
-    "float32": FLOAT32,
-    "bfloat16": BFLOAT16,
-    "bfloat16-stochastic": BFLOAT16_DITHERED,
-    "bfloat16-pair": BFLOAT16_PAIR,
-    "e8m15": SECOND24,
-    "e6m5": MOMENT12,
-    "e7m5": SECOND12,
-    "e4m3-row": MOMENT8,
-    "e5m3-row": SECOND8,
-    "float16-row": FLOAT16_SCALED,
-    "float16-row-held": FLOAT16_SCALED_HELD,
-}
-"""Codes of moments, likewise. ``e7m5``, ``e5m3-row`` and ``float16-row-held`` have no sign bit: for second moments only."""
+WEIGHT_CODES = {
+    name: CODES[name]
+    for name in ("bfloat16", "bfloat16-stochastic", "bfloat16-pair", "tail8", "tail16", "float8-row",
+                 "float8-row-stochastic")
+}  # fmt: skip
+"""Codes of a weight that the model sees as bfloat16."""
+MOMENT_CODES = {
+    name: CODES[name]
+    for name in ("float32", "bfloat16", "bfloat16-stochastic", "bfloat16-pair", "e8m15", "e6m5", "e7m5", "e4m3-row", "e5m3-row",
+                 "float16-row", "float16-row-held")
+}  # fmt: skip
+"""Codes of moments. ``e7m5``, ``e5m3-row`` and ``float16-row-held`` have no sign bit: for second moments only."""
 
 VISIBLE: dict[str, tuple[int, int, int]] = {
     "float64": (64, 0, 0),
@@ -258,7 +250,7 @@ class Storage:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Return the names of the weight's fields besides the visible weight: ``master``, ``tail``, low parts or none."""
+        """Return the names of the weight's fields next to the visible weight: ``master``, ``tail``, low parts or none."""
         if self.master:
             return ("master",)
         return ("tail",) if self.tail_bits else low_parts("weight", self.weight)
@@ -336,163 +328,168 @@ class Storage:
         return self if states == self.states else replace(self, states=states)
 
 
+def _row(name: str, visible: str, codes: str, **fields: Any) -> Storage:
+    weight, first, second = (CODES[code] for code in codes.split("+"))
+    return Storage(name, visible, weight, first, second, **fields)
+
+
 STORAGES: dict[str, Storage] = {
     storage.name: storage
     for storage in (
-        Storage(
-            "float64/float64", "float64", FLOAT64, FLOAT64, FLOAT64, vectors=None, fallback="float64/float64",
+        _row(
+            "float64/float64", "float64", "float64+float64+float64", vectors=None, fallback="float64/float64",
             arithmetic="float64",
             loses="2^-53 of every operation: the reference that float32 itself is measured against",
             source="IEEE 754; Lightning's precision 64-true",
         ),
-        Storage(
-            "float32", "float32", FLOAT32, FLOAT32, FLOAT32, vectors=None,
+        _row(
+            "float32", "float32", "float32+float32+float32", vectors=None,
             loses="nothing beyond float32 rounding; with compute bfloat16 it is autocast",
             source="Kingma & Ba 2015; Loshchilov & Hutter 2019",
         ),
-        Storage(
-            "master", "bfloat16", FLOAT32, FLOAT32, FLOAT32, master=True,
+        _row(
+            "master", "bfloat16", "float32+float32+float32", master=True,
             loses="nothing that float32 keeps; the model sees the nearest bfloat16",
             source="Micikevicius et al. 2018, mixed precision training",
         ),
-        Storage(
-            "master64", "bfloat16", FLOAT64, FLOAT64, FLOAT64, vectors=None, master=True, fallback="master64",
+        _row(
+            "master64", "bfloat16", "float64+float64+float64", vectors=None, master=True, fallback="master64",
             arithmetic="float64",
             loses="2^-53 of every operation of the update; the model sees the nearest bfloat16, and so are gradients",
             source="master with float64 in place of float32: the update of a narrow model without rounding of its own",
         ),
-        Storage(
-            "exact", "bfloat16", TAIL16, FLOAT32, FLOAT32,
+        _row(
+            "exact", "bfloat16", "tail16+float32+float32",
             loses="nothing that float32 keeps: bit-identical to master, 2 bytes less",
             source="16-bit tails: Intel's split SGD, apex's stored remainders",
         ),
-        Storage(
-            "split", "bfloat16", TAIL16, BFLOAT16, FLOAT32,
+        _row(
+            "split", "bfloat16", "tail16+bfloat16+float32",
             loses="16 bits of the first moment, nearest; weight and second moment are float32",
             source="Narrowgauge; bytes of Collage-plus (Yu et al. 2024)",
         ),
-        Storage(
-            "split8", "bfloat16", TAIL8, BFLOAT16, SECOND24, fallback="split",
+        _row(
+            "split8", "bfloat16", "tail8+bfloat16+e8m15", fallback="split",
             loses="8 bits of weight and second moment, stochastic; 16 bits of the first moment, nearest",
             source="Narrowgauge: Collage's two places for a correction, with 8 bits each",
         ),
-        Storage(
-            "word", "bfloat16", TAIL8, MOMENT12, SECOND12, fallback="split",
+        _row(
+            "word", "bfloat16", "tail8+e6m5+e7m5", fallback="split",
             loses="8 bits of the weight, 18 of each moment, all stochastic: noise of 2^-16 per step, no bias",
             source="Narrowgauge: one 32-bit word of state per bfloat16 weight",
         ),
-        Storage(
-            "compact", "bfloat16", TAIL8, MOMENT8, SECOND8, fallback="split",
+        _row(
+            "compact", "bfloat16", "tail8+e4m3-row+e5m3-row", fallback="split",
             loses="8 bits of the weight, 20 of each moment, all stochastic; first moments under 2^-17 of their row's range",
             source="Narrowgauge; the bytes of FlashOptim (2602.23349)",
         ),
-        Storage(
-            "states8", "bfloat16", BFLOAT16_DITHERED, MOMENT8, SECOND8,
+        _row(
+            "states8", "bfloat16", "bfloat16-stochastic+e4m3-row+e5m3-row",
             loses="16 bits of the weight, 20 of each moment, all stochastic: no bias, noise of 2^-8 per step",
             source="Narrowgauge; the bytes that FP8 end-to-end training claims",
         ),
-        Storage(
-            "weight8", "bfloat16", FLOAT8_DITHERED, MOMENT8, SECOND8, fallback="states8",
+        _row(
+            "weight8", "bfloat16", "float8-row-stochastic+e4m3-row+e5m3-row", fallback="states8",
             loses="20 bits of the weight and of each moment, all stochastic: no bias, noise of 2^-4 per step",
             source="Narrowgauge; 8-bit master weights as in FP8-LM's ablation (Peng et al. 2023, 2310.18313, table 6, #3)",
         ),
-        Storage(
-            "float32-states8", "float32", FLOAT32, MOMENT8, SECOND8, vectors="float32", fallback="float32",
+        _row(
+            "float32-states8", "float32", "float32+e4m3-row+e5m3-row", vectors="float32", fallback="float32",
             loses="20 bits of each moment, stochastic; the model sees the float32 weight, of which nothing is lost",
             source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
         ),
-        Storage(
-            "no-master", "bfloat16", BFLOAT16, FLOAT32, FLOAT32, vectors=None,
+        _row(
+            "no-master", "bfloat16", "bfloat16+float32+float32", vectors=None,
             loses="every update below half a spacing (2^-9 of the weight); moments are float32",
             source="a common meaning of bfloat16 training: moments in float32, no master weights",
         ),
-        Storage(
-            "stochastic", "bfloat16", BFLOAT16_DITHERED, BFLOAT16, BFLOAT16, vectors=None,
+        _row(
+            "stochastic", "bfloat16", "bfloat16-stochastic+bfloat16+bfloat16", vectors=None,
             loses="16 bits of the weight, stochastic: no bias, noise of 2^-8; second moments freeze at beta2 0.999",
             source="Zamirai et al. 2020 (2010.06192); Ozkara et al. 2025 (2502.20566)",
         ),
-        Storage(
-            "kahan", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16, vectors=None, fallback="split",
+        _row(
+            "kahan", "bfloat16", "bfloat16-pair+bfloat16+bfloat16", vectors=None, fallback="split",
             loses="updates below 2^-17 of the weight; second moments freeze at beta2 0.999",
             source="Kahan 1965; Zamirai et al. 2020 (2010.06192); stored as torch-optimi does",
         ),
-        Storage(
-            "collage-light", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16, vectors=None, fallback="split",
+        _row(
+            "collage-light", "bfloat16", "bfloat16-pair+bfloat16+bfloat16", vectors=None, fallback="split",
             arithmetic="expansion",
             loses="updates below 2^-17 of the weight, 2^-9 of every operation; second moments freeze at beta2 0.999",
             source="Yu et al. 2024, Collage (2405.03637)",
         ),
-        Storage(
-            "collage-plus", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16_PAIR, vectors=None, fallback="split",
+        _row(
+            "collage-plus", "bfloat16", "bfloat16-pair+bfloat16+bfloat16-pair", vectors=None, fallback="split",
             arithmetic="expansion",
             loses="updates below 2^-17 of the weight, 2^-9 of every operation",
             source="Yu et al. 2024, Collage (2405.03637), with the product of expansions described there",
         ),
-        Storage(
-            "naive", "bfloat16", BFLOAT16, BFLOAT16, BFLOAT16, vectors=None,
+        _row(
+            "naive", "bfloat16", "bfloat16+bfloat16+bfloat16", vectors=None,
             loses="every update below half a spacing (2^-9 of the weight); second moments freeze at beta2 0.999",
             source="what most optimizers do when given bfloat16 parameters",
         ),
-        Storage(
-            "float16/master", "float16", FLOAT32, FLOAT32, FLOAT32, master=True, vectors="float16/master",
+        _row(
+            "float16/master", "float16", "float32+float32+float32", master=True, vectors="float16/master",
             fallback="float16/split",
             loses="nothing that float32 keeps; the model sees the nearest float16, 65504 at most",
             source="Micikevicius et al. 2018, mixed precision training",
         ),
-        Storage(
-            "float16/master64", "float16", FLOAT64, FLOAT64, FLOAT64, vectors=None, master=True, fallback="float16/master64",
+        _row(
+            "float16/master64", "float16", "float64+float64+float64", vectors=None, master=True, fallback="float16/master64",
             arithmetic="float64",
             loses="2^-53 of every operation of the update; the model sees the nearest float16, and so are gradients",
             source="float16/master with float64 in place of float32",
         ),
-        Storage(
-            "float16/split", "float16", FLOAT16_TAIL, BFLOAT16, FLOAT32, vectors="float16/master",
+        _row(
+            "float16/split", "float16", "float16-tail+bfloat16+float32", vectors="float16/master",
             fallback="float16/master",
             loses="16 bits of the first moment; of weights under 2^-14, what lies under 2^-38; none above 65504",
             source="Narrowgauge: the tail of a float16, which float16's own exponents end at 2^-24",
         ),
-        Storage(
-            "float16/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
+        _row(
+            "float16/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
         ),
-        Storage(
-            "float16/kahan", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
+        _row(
+            "float16/kahan", "float16", "float16-pair+float16+float16-held", vectors=None, fallback="float16/split",
             loses="updates below 2^-23 of the weight, or below 2^-25; second moments are held at 2^-24 or more",
             source="Kahan 1965; Zamirai et al. 2020 (2010.06192), who find float16's range too short for it",
         ),
-        Storage(
-            "float16/collage-light", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
+        _row(
+            "float16/collage-light", "float16", "float16-pair+float16+float16-held", vectors=None, fallback="float16/split",
             arithmetic="expansion",
             loses="2^-12 of every operation; what is below 2^-25 of weights; second moments are held at 2^-24 or more",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
         ),
-        Storage(
-            "float16/collage-plus", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_PAIR_HELD, vectors=None, fallback="float16/split",
+        _row(
+            "float16/collage-plus", "float16", "float16-pair+float16+float16-pair-held", vectors=None, fallback="float16/split",
             arithmetic="expansion",
             loses="2^-12 of every operation; what is below 2^-25 of weights; second moments have a low part from 2^-14 on",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
         ),
-        Storage(
-            "float16-throughout/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
+        _row(
+            "float16-throughout/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
         ),
         # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below relevant weights.
-        Storage(
-            "scalify-float16/scaled16", "float16", FLOAT16, FLOAT16_SCALED, FLOAT16_SCALED_HELD, vectors="float16/master",
+        _row(
+            "scalify-float16/scaled16", "float16", "float16+float16-row+float16-row-held", vectors="float16/master",
             fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
             source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by row",
         ),
-        Storage(
-            "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, fallback="compact",
+        _row(
+            "float8/collage-light", "bfloat16", "float8-row-triple+float8-row+float8-row", fallback="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight; second moments freeze from beta2 0.97 on",
             source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",
         ),
-        Storage(
-            "float8/collage-plus", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8_TRIPLE, fallback="compact",
+        _row(
+            "float8/collage-plus", "bfloat16", "float8-row-triple+float8-row+float8-row-triple", fallback="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight",
             source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",
@@ -522,17 +519,12 @@ def find(name: str) -> Storage | None:
         return STORAGES[name]
     weight, plus, moments = name.partition("+")
     first, also, second = moments.partition("+")
-    known = weight in WEIGHT_CODES and first in MOMENT_CODES and second in MOMENT_CODES
-    if not (plus and also and known) or not MOMENT_CODES[first].signed:
+    has_codes = weight in WEIGHT_CODES and first in MOMENT_CODES and second in MOMENT_CODES
+    if not (plus and also and has_codes) or not MOMENT_CODES[first].signed:
         return None
-    codes = WEIGHT_CODES[weight], MOMENT_CODES[first], MOMENT_CODES[second]
-    dropped = [f"{bits} bits of the {what}" for what, code in zip(_PARTS, codes, strict=True) if (bits := _cut(code))]
-    return Storage(
-        name, "bfloat16", *codes, loses=", ".join(dropped) or "nothing", source="composed by its codes' names"
-    )
-
-
-_PARTS = ("weight", "first moment", "second moment")
+    parts = zip(("weight", "first moment", "second moment"), (weight, first, second), strict=True)
+    dropped = [f"{bits} bits of the {part}" for part, code in parts if (bits := _cut(CODES[code]))]
+    return _row(name, "bfloat16", name, loses=", ".join(dropped) or "nothing", source="composed by its codes' names")
 
 
 def _cut(code: Code) -> int:

@@ -24,7 +24,7 @@ class Accumulation:
     """How the gradients of micro-batches are summed.
 
     Args:
-        planes: formats of the buffers besides the gradient. If empty, autograd adds into the gradient itself.
+        planes: formats of the buffers, in addition to the gradient. If empty, autograd adds into the gradient itself.
         gradients: formats of gradients that it sums. Autograd adds float32 gradients unless they are listed.
         addition: the largest error of one addition, relative to its result.
         loses: what is lost, in a few words.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Row = dict[str, Any]
-Key = str | Callable[[Row], Any]
+Key = str | Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,18 @@ class Column:
     code: bool = False  # a name, printed in code style where there is one
     right: bool = False  # aligned right
 
-    def cell(self, row: Row) -> str:
-        return cell_text(self.key(row) if callable(self.key) else row[self.key])
+    def cell(self, row: Any) -> str:
+        if callable(self.key):
+            return cell_text(self.key(row))
+        return cell_text(row[self.key] if isinstance(row, dict) else getattr(row, self.key))
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, and the columns of them to print."""
+    """Rows, dicts or objects, and the columns of them to print."""
 
     columns: tuple[Column, ...]
-    rows: list[Row]
+    rows: list[Any]
     title: str = ""
 
     def markdown(self) -> str:
@@ -87,7 +89,7 @@ class Table:
             table.add_row(*(Text(cell) for _, cell in self._cells(row)))
         return table
 
-    def _cells(self, row: Row) -> Iterable[tuple[Column, str]]:
+    def _cells(self, row: Any) -> Iterable[tuple[Column, str]]:
         return ((column, column.cell(row)) for column in self.columns)
 
 

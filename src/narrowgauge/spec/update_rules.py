@@ -29,7 +29,7 @@ class Range:
     high: float = math.inf
     above: bool = False
     or_none: bool = False
-    whole: bool = False
+    is_integer: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value outside the range. For a pair, check both."""
@@ -41,9 +41,9 @@ class Range:
             try:
                 if isinstance(part, bool):
                     raise TypeError
-                number = operator.index(part) if self.whole else float(part)
+                number = operator.index(part) if self.is_integer else float(part)
             except (TypeError, ValueError, RuntimeError):
-                kind = "integer" if self.whole else "number"
+                kind = "integer" if self.is_integer else "number"
                 raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}, {self}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
                 shown = part if isinstance(part, (int, float)) else number
@@ -183,23 +183,23 @@ class UpdateRule:
         Raises:
             RecipeError: an option that the rule lacks, one given twice or without a value, or a value that it may not be.
         """
-        known = {option.name: option for option in self.options}
-        found: dict[str, Any] = {}
+        options = {option.name: option for option in self.options}
+        values: dict[str, Any] = {}
         for word in text.split(",") if text.strip() else ():
             name, equals, value = (part.strip() for part in word.partition("="))
-            if name not in known:
-                have = f"has {', '.join(known)}" if known else "has no options of its own"
+            if name not in options:
+                have = f"has {', '.join(options)}" if options else "has no options of its own"
                 raise RecipeError(
                     f"rule_options gives {name!r} to rule '{self.name}', which {have}.",
-                    _own_flag(name) or suggestion(name, known) or "narrowgauge show rules lists the options of each.",
+                    _own_flag(name) or suggestion(name, options) or "narrowgauge show rules lists the options of each.",
                 )
-            if not equals or name in found:
+            if not equals or name in values:
                 raise RecipeError(
-                    f"rule_options gives {name!r} {'twice' if name in found else 'without a value'}.",
-                    f"Write {name}={option_text(known[name].in_training)}.",
+                    f"rule_options gives {name!r} {'twice' if name in values else 'without a value'}.",
+                    f"Write {name}={option_text(options[name].in_training)}.",
                 )
-            found[name] = known[name].read(value)
-        return found
+            values[name] = options[name].read(value)
+        return values
 
     def in_training(self, text: str) -> dict[str, Any]:
         """Return all own options of a run. Options missing from ``text`` get the trainer's defaults."""
@@ -220,7 +220,7 @@ def _own_flag(name: str) -> str:
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 _LIKE_ADAM = "its steps are divided by the root of second moments, as AdamW's are"
-_SUBSPACE = (Option("rank", 128, Range(1, whole=True)), Option("update_proj_gap", 200, Range(1, whole=True)))
+_SUBSPACE = (Option("rank", 128, Range(1, is_integer=True)), Option("update_proj_gap", 200, Range(1, is_integer=True)))
 _PROJ_TYPE = Option("proj_type", "std", Choice(("std", "full")))
 _IN_SUBSPACE = "an AdamW's step in the subspace, times scale; vectors and embeddings share the rate"
 
@@ -252,7 +252,8 @@ _RULES = (
     UpdateRule(
         "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
         (
-            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, FLAG), Option("ns_steps", 5, Range(1, whole=True)),
+            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, FLAG),
+            Option("ns_steps", 5, Range(1, is_integer=True)),
             Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw", None)), trained="match_rms_adamw"),
             Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
         ),

@@ -128,9 +128,9 @@ def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure |
     return Figure("difference", f"Validation loss against {first.label}", how, data, layout)
 
 
-def _minus(line: Series, other: Series) -> Series:
-    x, mine, theirs = np.intersect1d(line.x, other.x, return_indices=True)
-    return Series(x, line.y[mine] - other.y[theirs])
+def _minus(line: Series, baseline: Series) -> Series:
+    x, mine, theirs = np.intersect1d(line.x, baseline.x, return_indices=True)
+    return Series(x, line.y[mine] - baseline.y[theirs])
 
 
 # ── loss against cost ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -141,8 +141,8 @@ class MetricValues:
     def farthest(self, good: float, most: int) -> MetricValues:
         """Keep only the ``most`` tensors that ever were farthest from health, in their order."""
         reach = np.fmax.reduce(np.abs(self.values - good), axis=1)
-        kept = np.sort(np.argsort(-reach, kind="stable")[:most])
-        return MetricValues([self.names[row] for row in kept], self.values[kept], self.num_tensors)
+        rows = np.sort(np.argsort(-reach, kind="stable")[:most])
+        return MetricValues([self.names[row] for row in rows], self.values[rows], self.num_tensors)
 
 
 def heat_maps(steps: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, MetricValues]]) -> list[dict[str, Row]]:

@@ -117,8 +117,8 @@ def decimate(series: Series, num_buckets: int = 400) -> Series:
     has_gap, has_value = is_gap.any(axis=1), ~is_gap.all(axis=1)
     gaps = (starts + is_gap.argmax(axis=1))[has_gap]
     places = [(starts + lowest)[has_value], (starts + highest)[has_value], gaps[gaps < length], [0, length - 1]]
-    kept = np.unique(np.concatenate(places))
-    return Series(series.x[kept], series.y[kept])
+    chosen = np.unique(np.concatenate(places))
+    return Series(series.x[chosen], series.y[chosen])
 
 
 def band(lines: Sequence[Series]) -> Band:
@@ -143,12 +143,12 @@ def band(lines: Sequence[Series]) -> Band:
             lacks[seed, at], values[seed, at] = False, line.y
     is_kept = ~lacks.any(axis=0)
     x, values = x[is_kept], values[:, is_kept]
-    known = ~np.isnan(values)
-    count = known.sum(axis=0)
-    mean = np.where(known, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
+    has_value = ~np.isnan(values)
+    count = has_value.sum(axis=0)
+    mean = np.where(has_value, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
     low, high = (reduce(values, axis=0, initial=np.nan) for reduce in (np.fmin.reduce, np.fmax.reduce))
     # A change of runs is a gap. Next to a step without any run, a gap exists already.
-    changes = (known[:, 1:] != known[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
+    changes = (has_value[:, 1:] != has_value[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
     at = np.flatnonzero(changes) + 1
     mean, low, high = (np.insert(side, at, np.nan) for side in (mean, low, high))
     return Band(np.insert(x, at, x[at]), mean, low, high, np.insert(count, at, 0))

@@ -76,14 +76,14 @@ def parts_of_step(run: Run) -> dict[str, float]:
     order = order[columns["seconds"][order] > 0]  # without untimed steps
     quarter = len(order) // 4
     middle = {name: values[order[quarter : len(order) - quarter]] for name, values in columns.items()}
-    known = {name: None if np.isnan(v).all() else float(np.nanmean(v)) for name, v in middle.items()}
-    whole = known["seconds"]
-    if whole is None or all(known[name] is None for name in _RECORDED):
+    means = {name: None if np.isnan(v).all() else float(np.nanmean(v)) for name, v in middle.items()}
+    step_seconds = means["seconds"]
+    if step_seconds is None or all(means[name] is None for name in _RECORDED):
         return {}
-    waiting, update = (known[name] or 0.0 for name in ("data_seconds", "update_seconds"))
-    inside = known["gradient_seconds"]
-    computing = max(0.0, whole - waiting if inside is None else inside)
-    rest = max(0.0, whole - waiting - computing - update)
+    waiting, update = (means[name] or 0.0 for name in ("data_seconds", "update_seconds"))
+    inside = means["gradient_seconds"]
+    computing = max(0.0, step_seconds - waiting if inside is None else inside)
+    rest = max(0.0, step_seconds - waiting - computing - update)
     evaluations = numbers(run, "evals", "evaluation_seconds")
     values = (waiting, computing, update, rest, float(np.nansum(evaluations)) / len(run.steps))
     return {part: rounded(value, 9) for part, value in zip(PARTS, values, strict=True) if value > 0}
@@ -91,13 +91,13 @@ def parts_of_step(run: Run) -> dict[str, float]:
 
 def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean over runs of one recipe. Skip runs without parts."""
-    known = [parts for parts in runs if parts]
-    if not known:
+    timed = [parts for parts in runs if parts]
+    if not timed:
         return {}
     return {
-        part: statistics.fmean(parts.get(part, 0.0) for parts in known)
+        part: statistics.fmean(parts.get(part, 0.0) for parts in timed)
         for part in PARTS
-        if any(part in parts for parts in known)
+        if any(part in parts for parts in timed)
     }
 
 
@@ -114,15 +114,15 @@ def _rate(group: Group, line: int, parts: Mapping[str, float]) -> Row:
 
 
 def _bars(group: Group, line: int, parts: Mapping[str, float]) -> list[Row]:
-    whole = math.fsum(parts.values())
+    total = math.fsum(parts.values())
     return [
         {
             "type": "bar", "orientation": "h", "x": [rounded(1e3 * seconds)], "y": [line], "width": 0.62,
             "marker": {"color": colour(group.index, PARTS[part]), "line": {"width": 1, "color": "@card"}},
-            "text": [f"{part} {seconds / whole:.0%}"], "textposition": "inside", "insidetextanchor": "middle",
+            "text": [f"{part} {seconds / total:.0%}"], "textposition": "inside", "insidetextanchor": "middle",
             "textangle": 0,
             "meta": {"group": group.index, "part": part},
-            "hovertemplate": f"{part}: {1e3 * seconds:.3g} ms, {seconds / whole:.1%}<extra>{plain(group.label)}</extra>",
+            "hovertemplate": f"{part}: {1e3 * seconds:.3g} ms, {seconds / total:.1%}<extra>{plain(group.label)}</extra>",
         }
         for part, seconds in parts.items()
     ]  # fmt: skip

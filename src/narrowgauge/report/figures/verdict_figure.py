@@ -24,15 +24,15 @@ FAR = 10.0
 def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
     """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if there is none."""
     pairs = [(group, comparison.classes[group.label].difference) for group in groups]
-    drawn = [(group, one) for group, one in pairs if one is not None and math.isfinite(one.mean)]
+    drawn = [(group, paired) for group, paired in pairs if paired is not None and math.isfinite(paired.mean)]
     threshold = comparison.acceptable
     if not drawn or comparison.baseline is None or not 0 < threshold < math.inf:
         return None
-    near = [one for _, one in drawn if abs(one.mean) <= FAR * threshold]
-    reach = [abs(side) for one in near for side in (one.low, one.high, one.mean) if math.isfinite(side)]
+    near = [paired for _, paired in drawn if abs(paired.mean) <= FAR * threshold]
+    reach = [abs(side) for paired in near for side in (paired.low, paired.high, paired.mean) if math.isfinite(side)]
     # An interval may be much wider than any difference, and may leave the figure.
     limit = 1.1 * max(1.5 * threshold, min(max(reach, default=0.0), 1.5 * FAR * threshold))
-    beyond = [(group, one) for group, one in drawn if abs(one.mean) > limit]
+    beyond = [(group, paired) for group, paired in drawn if abs(paired.mean) > limit]
     layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
     layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
     layout["yaxis"] |= labelled_rows([group.label for group, _ in drawn])
@@ -47,20 +47,20 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         f"seeds, of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
         "a bar over its edge is not resolved by these seeds."
     )
-    if any(not math.isfinite(one.half) for _, one in drawn):
+    if any(not math.isfinite(paired.half) for _, paired in drawn):
         how += " A mark without a bar is one seed alone, which has no interval."
     if beyond:
-        named = ", ".join(f"{group.label} ({shown_difference(one.mean, one.half)})" for group, one in beyond)
+        named = ", ".join(f"{group.label} ({shown_difference(paired.mean, paired.half)})" for group, paired in beyond)
         how += f" Beyond the axis: {named}."
-    data = [_bar(group, one, line, limit) for line, (group, one) in enumerate(drawn)]
+    data = [_bar(group, paired, line, limit) for line, (group, paired) in enumerate(drawn)]
     return Figure("verdict-figure", "Difference from the baseline", how, data, layout, height=110 + 34 * len(drawn))
 
 
-def _bar(group: Group, one: PairedDifference, line: int, limit: float) -> Row:
-    is_beyond = abs(one.mean) > limit
-    symbol = ("triangle-right" if one.mean > 0 else "triangle-left") if is_beyond else symbol_of(group.index)
-    at = math.copysign(0.98 * limit, one.mean) if is_beyond else one.mean
-    half = one.half if math.isfinite(one.half) and not is_beyond else 0.0
+def _bar(group: Group, paired: PairedDifference, line: int, limit: float) -> Row:
+    is_beyond = abs(paired.mean) > limit
+    symbol = ("triangle-right" if paired.mean > 0 else "triangle-left") if is_beyond else symbol_of(group.index)
+    at = math.copysign(0.98 * limit, paired.mean) if is_beyond else paired.mean
+    half = paired.half if math.isfinite(paired.half) and not is_beyond else 0.0
     return {
         "type": "scatter", "mode": "markers", "x": [rounded(at)], "y": [line], "name": plain(group.label),
         "error_x": {
@@ -69,5 +69,5 @@ def _bar(group: Group, one: PairedDifference, line: int, limit: float) -> Row:
         },
         "marker": {"size": 11, "color": colour(group.index), "symbol": symbol},
         "meta": {"group": group.index},
-        "hovertemplate": f"{plain(shown_difference(one.mean, one.half))} nats<extra>{plain(group.label)}</extra>",
+        "hovertemplate": f"{plain(shown_difference(paired.mean, paired.half))} nats<extra>{plain(group.label)}</extra>",
     }  # fmt: skip
