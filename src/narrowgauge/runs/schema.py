@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Row = dict[str, Any]
@@ -144,36 +144,26 @@ _MEMORY = Column(
 )
 _COUNTED = (
     Column(
-        "activation_bytes",
-        "number",
-        "counted: tensors that a forward pass leaves for backward, activations and casts of "
-        "weights; of a step's first micro-batch",
-        "bytes",
+        "activation_bytes", "number", "counted: tensors that a forward pass leaves for backward, activations and casts of "
+        "weights; of a step's first micro-batch", "bytes",
     ),
     Column(
-        "peak_tensor_bytes",
-        "number",
-        "counted: the most bytes of tensors at once in a step, of weights, states, gradients, activations and buffers",
-        "bytes",
+        "peak_tensor_bytes", "number", "counted: the most bytes of tensors at once in a step, of weights, states, gradients, "
+        "activations and buffers", "bytes",
     ),
-)
+)  # fmt: skip
 
 
-def _audit(scope: str, label: str, tag: str) -> tuple[Column, ...]:
-    share: Callable[[Any], str] = "{:.1%}".format
-    of = [
-        ("edq", "share of the intended update that was stored", tag, label, lost_share),
-        ("noise", "rounding noise relative to the intended update", tag, "", "{:.3f}".format),
-        ("lost_fraction", "share of the intended changes that left the stored value as it was", tag, "", share),
-        ("unseen_fraction", "share of the intended changes that left the visible weight as it was", "", "", share),
-        ("imprecision_share", "share of all elements whose visible weight did not change", tag, "", share),
-        ("lost_decay", "share of the intended weight decay that was not stored", tag, "", share),
-    ]
-    return tuple(
-        Column(name, "number", f"{what}, {scope}", tag=under and f"{under}/{name}", label=label, show=show)
-        for name, what, under, label, show in of
-    )
-
+_share: Callable[[Any], str] = "{:.1%}".format
+_AUDIT = (
+    Column("edq", "number", "share of the intended update that was stored", label="update lost {}", show=lost_share),
+    Column("noise", "number", "rounding noise relative to the intended update", show="{:.3f}".format),
+    Column("lost_fraction", "number", "share of the intended changes that left the stored value as it was", show=_share),
+    Column("unseen_fraction", "number", "share of the intended changes that left the visible weight as it was", show=_share),
+    Column("imprecision_share", "number", "share of all elements whose visible weight did not change", show=_share),
+    Column("lost_decay", "number", "share of the intended weight decay that was not stored", show=_share),
+)  # fmt: skip
+"""Metrics of the audit: in a step of an audited step, in a summary of the whole run."""
 
 STEP = _table((
     _STEP,
@@ -200,7 +190,7 @@ STEP = _table((
     Column("spike", "object", "why --on-spike left the step out: what, value, threshold, z", checked=False),
     Column("loss_scale", "number", "loss scale after the step", tag="train/loss_scale"),
     Column("saturated", "number", "values beyond a delayed scale, held at its end", "values", tag="train/saturated"),
-    *_audit("on an audited step", "update lost {}", "train"),
+    *(replace(column, tag=f"train/{column.name}") for column in _AUDIT),
     Column("audit_sums", "object", "in a loop of your own: the sums of which the audit's metrics are ratios", checked=False),
     Column(
         "recomputed", "object", "in a loop of your own, of a step that was compared with the optimizer's rule: how many tensors "
@@ -288,7 +278,7 @@ SUMMARY = _table((
         "bytes_per_param", "number", "weight, gradient and optimizer state", "bytes per parameter",
         label="bytes/param", show="{:.2f}".format,
     ),
-    *_audit("over the run", "update lost", ""),
+    *(replace(column, label=column.label.removesuffix(" {}")) for column in _AUDIT),
     Column("tokens_per_second", "number", "median training throughput", "tokens/s", label="tokens/s", show="{:,.0f}".format),
     _MEMORY,
     Column("state_bytes", "number", "counted: weights, gradients, optimizer states and sums of micro-batches", "bytes"),
@@ -360,21 +350,23 @@ def step_of(row: Row) -> int:
 
 # ── the check of a row ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-TEXT = frozenset(name for name, column in EVENT.items() if column.type == "text" and column.checked)
-"""Columns in which ``"nan"`` is text and not a number."""
 NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 """How JSON, which has no such numbers, holds them."""
 _NUMBER = frozenset({int, float, bool, type(None)})
-
-
-def _checked(kind: str, *types: Type) -> frozenset[str]:
-    return frozenset(name for name, column in TABLES[kind].items() if column.checked and column.type in types)
-
-
-_NUMBERS = {kind: _checked(kind, "count", "number", "flag") for kind in TABLES}
-_TEXTS = {kind: _checked(kind, "text") for kind in TABLES}
-_STEPS = frozenset(kind for kind in TABLES if _checked(kind, "step"))
-_LISTS = {kind: _checked(kind, "lists", "numbers") for kind in TABLES}
+_TYPES: dict[Type, frozenset[type]] = {
+    **dict.fromkeys(("count", "number", "flag"), _NUMBER),
+    "text": frozenset({str, type(None)}),
+    "lists": frozenset(),  # its numbers are checked, too
+    "numbers": frozenset(),
+}
+_CHECKED = {
+    kind: {name: _TYPES[column.type] for name, column in table.items() if column.checked and column.type in _TYPES}
+    for kind, table in TABLES.items()
+}
+"""The types of values that need no closer look, by table and column."""
+_STEPWISE = frozenset(kind for kind, table in TABLES.items() if "step" in table and table["step"].checked)
+TEXT = frozenset(name for name, types in _CHECKED["events"].items() if str in types)
+"""Columns in which ``"nan"`` is text and not a number."""
 
 
 def wrong_value(kind: str, row: Row) -> str:
@@ -388,33 +380,29 @@ def wrong_value(kind: str, row: Row) -> str:
         >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
         ("val_loss = 'low', which is not a number", '')
     """
-    numbers, texts = _NUMBERS[kind], _TEXTS[kind]
-    for key, value in row.items():
-        if key in numbers and type(value) not in _NUMBER and not _is_number(value):
-            return f"{key} = {short(value)}, which is not a number"
-        if key in texts and not isinstance(value, (str, type(None))):
-            return f"{key} = {short(value)}, which is not text"
+    checked = _CHECKED[kind]
+    for name, value in row.items():
+        types = checked.get(name)
+        if types is not None and type(value) not in types and (reason := _why_wrong(TABLES[kind][name], value)):
+            return reason
     step = row.get("step")
-    if kind in _STEPS and not is_whole(step):
+    if kind in _STEPWISE and not is_whole(step):
         return "no step" if step is None else f"step = {short(step)}, which is not a whole number"
-    return _wrong_list(kind, row) if _LISTS[kind] else ""
+    return ""
 
 
-def _wrong_list(kind: str, row: Row) -> str:
-    table: Any
-    for key, table in row.items():
-        if key not in _LISTS[kind]:
-            continue
-        if not isinstance(table, dict):
-            return f"{key} = {short(table)}, which is not a table"
-        lists: Row = {key: list(table.values())} if TABLES[kind][key].type == "numbers" else table
-        for name, values in lists.items():
-            if values is None:
-                continue
-            if not isinstance(values, list):
-                return f"{name} = {short(values)} in {key}, which is not a list"
-            if not _NUMBER.issuperset(map(type, values)) and not all(map(_is_number, values)):
-                return f"{name} = {short(values)} in {key}, which are not numbers"
+def _why_wrong(column: Column, value: Any) -> str:
+    if column.type == "text":
+        return f"{column.name} = {short(value)}, which is not text"
+    if column.type not in ("lists", "numbers"):
+        return "" if _is_number(value) else f"{column.name} = {short(value)}, which is not a number"
+    if not isinstance(value, dict):
+        return f"{column.name} = {short(value)}, which is not a table"
+    for name, numbers in value.items() if column.type == "lists" else [(column.name, list(value.values()))]:
+        if not isinstance(numbers, list | None):
+            return f"{name} = {short(numbers)} in {column.name}, which is not a list"
+        if numbers and not _NUMBER.issuperset(map(type, numbers)) and not all(map(_is_number, numbers)):
+            return f"{name} = {short(numbers)} in {column.name}, which are not numbers"
     return ""
 
 
