@@ -2,8 +2,9 @@
 
 A float32 copy of the model takes the step with the stored weights: the exact step. Then each place of the recipe's rounding is
 put in alone, and at last all together. A module computes in float32, or in the recipe's dtype if its place is put in. Values are
-cast where they pass from one module to another. The three matmuls of a low-precision linear layer use the layer's own casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed
-scales. A module's class decides its place: a linear layer, a norm or an attention. Everything else is the residual stream.
+cast where they pass from one module to another. The three matmuls of a low-precision linear layer use the layer's own casts
+(:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales. A module's class decides its place: a linear
+layer, a norm or an attention. Everything else is the residual stream.
 
 ``ng.audit`` measures the storage's losses of an update.
 """

@@ -355,18 +355,18 @@ def load(folder: str | Path) -> Session:
     return session
 
 
-def data_of_run(run: Run, config: TrainConfig, stage: Callable[[str], None] = lambda what: None) -> Dataset:
+def data_of_run(run: Run, config: TrainConfig) -> Dataset:
     """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
         data = open_recorded(recorded)
     except DataError:
-        data = prepare_tokens(config, stage)
+        data = prepare_tokens(config)
     data.require_same(fingerprint)
     return data
 
 
-def prepare_tokens(config: TrainConfig, stage: Callable[[str], None] = lambda what: None) -> Dataset:
+def prepare_tokens(config: TrainConfig) -> Dataset:
     """Prepare the tokens that the settings name."""
     return prepare_data(
         config.data,
@@ -374,5 +374,4 @@ def prepare_tokens(config: TrainConfig, stage: Callable[[str], None] = lambda wh
         tokenizer=config.tokenizer,
         held_out=config.held_out,
         seed=config.seed,
-        stage=stage,
     )
