@@ -53,7 +53,7 @@ def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
     """Yield each row of a file with the length of its line in bytes."""
     *lines, _ = (read_bytes(file) or b"").split(b"\n")
     for number, line in enumerate(lines, 1):
-        problem = ""
+        row: Any = None
         try:
             row = restored(load_json(line))
             problem = wrong_value(file.stem, row) if isinstance(row, dict) else "no object"

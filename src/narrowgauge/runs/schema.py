@@ -352,7 +352,7 @@ def step_of(row: Row) -> int:
 
 NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 """How JSON, which has no such numbers, holds them."""
-_NUMBER = frozenset({int, float, bool, type(None)})
+_NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
 _TYPES: dict[Type, frozenset[type]] = {
     **dict.fromkeys(("count", "number", "flag"), _NUMBER),
     "text": frozenset({str, type(None)}),

@@ -161,7 +161,7 @@ def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Da
     ranks = all_ranks()
     data = ranks.together(lambda: open_first() if ranks.is_first else None)
     folder = ranks.gather(data and str(data.folder))[0]
-    return data or open_data(folder, config.held_out, config.seed)
+    return data or open_data(str(folder), config.held_out, config.seed)
 
 
 def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | None) -> None:

@@ -115,7 +115,13 @@ class Recovery:
             return False
         spike = row.get("spike") or {}
         message = f"{symptom(row)}; the run goes back to step {to} and skips the data since"
-        event = {"kind": "rollback", "step": row["step"], "message": message, "to_step": to, "batches": row["step"] - to}
+        event = {
+            "kind": "rollback",
+            "step": row["step"],
+            "message": message,
+            "to_step": to,
+            "batches": row["step"] - to,
+        }
         self.reporter.event(event | {name: spike[name] for name in ("value", "threshold") if name in spike}, shown=True)
         session.skipped = skipped_batches(self.reporter.go_back(to).events)
         session.restore(lambda path, reason: None)
