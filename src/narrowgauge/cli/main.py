@@ -290,8 +290,8 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    definition = comparing.define(recipes, flags.given(settings), file=file, seeds=seeds, resolve=resolve)
-    comparison, page = comparing.run_comparison(definition, out, sys.stderr if as_json else sys.stdout)
+    configs = comparing.define(recipes, flags.given(settings), file=file, seeds=seeds, resolve=resolve)
+    comparison, page = comparing.run_comparison(configs, out, resolve, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())

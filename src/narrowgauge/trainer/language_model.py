@@ -44,7 +44,7 @@ _MIN_CHUNK_TOKENS = 128
 _UNREADABLE = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, SafetensorError)
 
 
-def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path | None = None) -> PreTrainedModel:
+def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
     """Return a causal language model in float32 on the CPU, in training mode.
 
     Initial weights depend on ``seed`` and the configuration only, and the caller's generator is unchanged. Nothing is cached
@@ -55,7 +55,6 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
             and upcast to float32; no code in them is run.
         vocab_size: number of token embeddings, instead of the configuration's. Loaded weights keep their own number, which
             must be at least this.
-        weights: the file of the weights, if :func:`require_initial_weights` has already found it.
 
     Raises:
         RecipeError: no preset has that name.
@@ -69,7 +68,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
     if row is not None:
         return drawn(_preset_config(row, vocab_size), seed)
     folder = _folder(model)
-    weights = weights or require_initial_weights(model)
+    weights = weights_file(folder)
     with _unreadable_models_refused(folder):
         config = _read_config(folder)
         if weights is not None:

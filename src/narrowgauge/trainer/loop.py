@@ -62,7 +62,7 @@ def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | 
         data = _opened_by_all(lambda: prepare_tokens(config), config)
         data.require(config.sequence_length)
         shown.stage("building the model")
-        session = build(config, folder, data, weights)
+        session = build(config, folder, data)
         with first_writer(folder, lambda: RunWriter.create(folder, describe(session))) as writer:
             if ranks.is_first and data.tokenizer_path is not None:
                 with disk_errors(folder, AGAIN):

@@ -236,12 +236,9 @@ class Session:
         return settings
 
 
-def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Path | None = None) -> Session:
-    """Build a session at step 0, with the settings filled in for the model.
-
-    ``initial_weights`` is the file of the initial weights, if already known.
-    """
-    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed, weights=initial_weights)
+def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
+    """Build a session at step 0, with the settings filled in for the model."""
+    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     config = config.filled(language_model.num_parameters(model))
     config.require_compiler()
     assert config.lr is not None
