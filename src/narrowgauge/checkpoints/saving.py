@@ -227,8 +227,8 @@ class Saver:
         """Remove the remains of a killed process."""
         with disk_errors(self._place):
             self._place.mkdir(parents=True, exist_ok=True)
-            for left in self._place.glob(f"{TEMPORARY}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for remains in self._place.glob(f"{TEMPORARY}*"):
+                shutil.rmtree(remains, ignore_errors=True)
 
     def leave(self, patience_seconds: float = 10.0) -> None:
         """Wait a while for the checkpoint in flight, before this process ends with an error: best effort.

@@ -273,5 +273,5 @@ def regression_command(before: Path, after: Path, chip: str | None, as_json: boo
     from narrowgauge.spec.chips import get_chip
 
     machine = None if chip is None else get_chip(chip)
-    both = compare_launches(read_launch(before, machine), read_launch(after, machine))
-    _show(both.row(), both.tables(), [], as_json)
+    comparison = compare_launches(read_launch(before, machine), read_launch(after, machine))
+    _show(comparison.row(), comparison.tables(), [], as_json)

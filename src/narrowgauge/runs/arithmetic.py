@@ -100,31 +100,35 @@ class ArithmeticDifference:
 
 
 def differences(
-    one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | Arithmetic
+    first: Mapping[str, Any] | Arithmetic, second: Mapping[str, Any] | Arithmetic
 ) -> list[ArithmeticDifference]:
     """Return the probes whose results differ between two machines, in the order of the table.
 
     Skip probes that only one side has measured.
 
     Args:
-        one, other: measured arithmetics, or the contents of two ``run.toml``. Without the table nothing is compared.
+        first, second: measured arithmetics, or the contents of two ``run.toml``. Without the table nothing is compared.
     """
-    one, other = _arithmetic_in(one), _arithmetic_in(other)
-    settings = changed_settings(one, other)
+    first, second = _arithmetic_in(first), _arithmetic_in(second)
+    settings = changed_settings(first, second)
     return [
-        ArithmeticDifference(PROBES.get(name) or Probe(name, "", ""), one.results[name], other.results[name], settings)
-        for name in compared(one, other)
-        if one.results[name] != other.results[name]
+        ArithmeticDifference(
+            PROBES.get(name) or Probe(name, "", ""), first.results[name], second.results[name], settings
+        )
+        for name in compared(first, second)
+        if first.results[name] != second.results[name]
     ]
 
 
-def compared(one: Arithmetic, other: Arithmetic) -> list[str]:
+def compared(first: Arithmetic, second: Arithmetic) -> list[str]:
     """Return the probes measured on both sides, probes of the table first."""
     measured = [
-        {name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (one, other)
+        {name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (first, second)
     ]
     return [
-        name for name in [*PROBES, *sorted(set(one.results) - set(PROBES))] if all(name in names for names in measured)
+        name
+        for name in [*PROBES, *sorted(set(first.results) - set(PROBES))]
+        if all(name in names for names in measured)
     ]
 
 
@@ -141,11 +145,11 @@ def origin(parted: list[ArithmeticDifference]) -> str:
     return "sums" if parted else ""
 
 
-def changed_settings(one: Arithmetic, other: Arithmetic) -> tuple[tuple[str, str, str], ...]:
+def changed_settings(first: Arithmetic, second: Arithmetic) -> tuple[tuple[str, str, str], ...]:
     """Return the settings that differ: name and both values."""
     values = [
-        (name, one.settings.get(name, "not set"), other.settings.get(name, "not set"))
-        for name in dict.fromkeys([*one.settings, *other.settings])
+        (name, first.settings.get(name, "not set"), second.settings.get(name, "not set"))
+        for name in dict.fromkeys([*first.settings, *second.settings])
     ]
     return tuple(entry for entry in values if entry[1] != entry[2])
 

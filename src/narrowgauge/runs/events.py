@@ -109,8 +109,8 @@ class Event:
     @classmethod
     def from_row(cls, row: Row) -> Event:
         """Return the event of a row. Ignore columns that an event does not have."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in {"message": "", **row}.items() if name in known})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in {"message": "", **row}.items() if name in names})
 
 
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:

@@ -106,8 +106,8 @@ def _read_csv(file: Path) -> Iterator[Value]:
 
 def _values(rows: list[Row]) -> Iterator[Value]:
     names = list(dict.fromkeys(str(name) for row in rows for name in row))
-    known = {name.strip().lower(): name for name in names}
-    step_name = next((known[name] for name in _STEPS if name in known), None)
+    by_lower_name = {name.strip().lower(): name for name in names}
+    step_name = next((by_lower_name[name] for name in _STEPS if name in by_lower_name), None)
     if step_name is None:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
     metrics: dict[str, str] = {}

@@ -235,13 +235,13 @@ def require_free(path: str | Path) -> None:
         if path.exists() and not path.is_dir():
             raise RecordError(f"Cannot create a run in {path}: it is a file.", "Choose another folder.")
         names = sorted(os.listdir(path)) if path.exists() else []
-        others = [
+        entries = [
             n for n in names if not n.startswith(TEMPORARY) and not (n in _FILES and not (path / n).stat().st_size)
         ]
-    if "run.toml" in others:
+    if "run.toml" in entries:
         advice = f"Choose another folder, or go on with narrowgauge resume {path}"
         raise RecordError(f"Cannot create a run in {path}: a run is there already.", advice)
-    if others:
+    if entries:
         raise RecordError(
-            f"Cannot create a run in {path}: the folder is not empty (it holds {others[0]}).", "Choose another folder."
+            f"Cannot create a run in {path}: the folder is not empty (it holds {entries[0]}).", "Choose another folder."
         )

@@ -134,5 +134,7 @@ def refuse_occupied(out: Path) -> None:
     with disk_errors(out):
         occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied:
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise RecordError(f"Cannot export to {out}: it exists and {what}.", "Name another folder, or remove this one.")
+        reason = "is not empty" if out.is_dir() else "is a file"
+        raise RecordError(
+            f"Cannot export to {out}: it exists and {reason}.", "Name another folder, or remove this one."
+        )

@@ -249,8 +249,8 @@ def _row(name: str, gradients: _Gradients, exact: _Gradients) -> Row:
 def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the norm of the difference of two sets over the norm of the second, in float64; 0 for two zeros."""
     off = sum(float((tensors[name].double() - x.double()).square().sum()) for name, x in expected.items())
-    whole = sum(float(x.double().square().sum()) for x in expected.values())
-    return (off / whole) ** 0.5 if whole else float(off > 0)
+    total = sum(float(x.double().square().sum()) for x in expected.values())
+    return (off / total) ** 0.5 if total else float(off > 0)
 
 
 class _Step:
@@ -298,11 +298,13 @@ class _Step:
                 loss += float(share.detach())
                 for name, parameter in self.plain.model.named_parameters():
                     if parameter.grad is not None:
-                        gradient, parameter.grad = self._held(parameter.grad, name), None
+                        gradient, parameter.grad = self._stored_gradient(parameter.grad, name), None
                         total[name] = self._sum(total[name], gradient, name) if name in total else gradient
-        return _Gradients(loss, {name: self._held(gradient, name) / self.scale for name, gradient in total.items()})
+        return _Gradients(
+            loss, {name: self._stored_gradient(gradient, name) / self.scale for name, gradient in total.items()}
+        )
 
-    def _held(self, gradient: Tensor, name: str) -> Tensor:
+    def _stored_gradient(self, gradient: Tensor, name: str) -> Tensor:
         """Round a gradient to the format in which the run's parameter holds it."""
         return gradient.to(self.named[name].dtype).float() if "weight-gradients" in self.rounded else gradient
 
@@ -323,23 +325,23 @@ class _Step:
     def _attached(self) -> Iterator[None]:
         """Cast values where they enter and leave a module, and compute linear layers and embeddings as the recipe does."""
         undo: list[Callable[[], Any]] = []
-        kept: list[str] = []
+        kept_modules: list[str] = []
         head = self.plain.model.get_output_embeddings()
         for name, module in self.plain.model.named_modules():
-            if any(name.startswith(f"{outer}.") for outer in kept):
+            if any(name.startswith(f"{outer}.") for outer in kept_modules):
                 continue
             place = _place_of(module, head)
             if name and self.session.config.recipe.keeps(name):
-                kept.append(name)
+                kept_modules.append(name)
                 place = ""
             forward = {"linear-outputs": self._linear, "logits": self._linear, "embedding": self._embedding}.get(place)
             if forward is not None and "forward" not in vars(module):
                 module.forward = partial(forward, name, module)
                 undo.append(partial(delattr, module, "forward"))
             # Norms and matmuls compute in float32 and round their outputs.
-            own = self.dtype_at(place) if place in ("attention", "residual") else torch.float32
+            own_dtype = self.dtype_at(place) if place in ("attention", "residual") else torch.float32
             undo += [
-                module.register_forward_pre_hook(partial(self._enter, own), with_kwargs=True).remove,
+                module.register_forward_pre_hook(partial(self._enter, own_dtype), with_kwargs=True).remove,
                 module.register_forward_hook(partial(self._leave, self.dtype_at(place))).remove,
             ]
         try:
@@ -349,9 +351,9 @@ class _Step:
             for remove in reversed(undo):
                 remove()
 
-    def _enter(self, own: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.own_dtypes.append(own)
-        return _cast((args, kwargs), own)
+    def _enter(self, own_dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.own_dtypes.append(own_dtype)
+        return _cast((args, kwargs), own_dtype)
 
     def _leave(self, rounded: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
         self.own_dtypes.pop()

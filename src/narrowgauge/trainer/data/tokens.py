@@ -260,9 +260,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _sample(texts: Texts, share: float) -> Iterator[str]:
     for document in texts.read():
-        for number, piece in enumerate(_pieces(document.text)):
+        for number, part in enumerate(_pieces(document.text)):
             if share >= 1 or hash_name(f"{number} {document.name}") < share * 2**64:
-                yield piece
+                yield part
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -278,8 +278,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _encode(batch: list[Document], tokenizer: Tokenizer, end_of_text: int) -> Iterator[tuple[int, np.ndarray]]:
-    pieces = [(number, piece) for number, document in enumerate(batch) for piece in _pieces(document.text)]
-    encodings = tokenizer.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
+    pieces = [(number, part) for number, document in enumerate(batch) for part in _pieces(document.text)]
+    encodings = tokenizer.encode_batch_fast([part for _, part in pieces], add_special_tokens=False)
     parts: list[list[np.ndarray]] = [[] for _ in batch]
     for (number, _), encoding in zip(pieces, encodings, strict=True):
         parts[number].append(np.array(encoding.ids, dtype=np.uint32))
