@@ -11,7 +11,7 @@
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
 
-The columns are in schema.py. One write appends a whole row. The other two files are replaced, never edited. So a
+The columns are in data/columns.toml. One write appends a whole row. The other two files are replaced, never edited. So a
 reader at any moment finds valid rows and at worst one torn last line, which is dropped. A run resumed after a crash does too.
 """
 
