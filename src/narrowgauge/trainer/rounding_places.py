@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,6 +75,8 @@ _OF_ONE_PROCESS: dict[str, Any] = {
 """Settings that change no bit of an eager step on one process."""
 
 Tensors = dict[str, Tensor]
+Result = tuple[float, Tensors]
+"""The mean loss of a step, and its gradients, unclipped and at loss scale 1."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,9 @@ def rounding_places(
         say(f"Repeating the run up to step {step}.")
         while session.step < step - 1:
             row = recorded.get(session.step + 1, {})
-            judgement: Any = _RecordedJudgement(row) if config.on_spike != "report" else None
-            mismatch = mismatch or _mismatch(row, train_step(session, judgement))
+            is_left_out = "spike" in row and bool(row.get("skipped"))
+            session.optimizer.skip_above = -1.0 if is_left_out else math.inf
+            mismatch = mismatch or _mismatch(row, train_step(session))
         say("Computing the step in float32, and with each place of rounding alone.")
         wide = dataclasses.replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
         plain = build(wide, Path(temporary), data)
@@ -185,19 +188,6 @@ def require_step(folder: Path, step: int) -> Run:
     return run
 
 
-class _RecordedJudgement:
-    """Skip the update of a step that the run skipped as a spike. Replaces the trainer's judgement."""
-
-    def __init__(self, row: Row) -> None:
-        self.is_left_out = "spike" in row and bool(row.get("skipped"))
-
-    def judge_loss(self, value: float) -> float:
-        return -1.0 if self.is_left_out else math.inf
-
-    def judge_norm(self, value: float | None) -> None:
-        return None
-
-
 def _mismatch(recorded: Row, row: Row) -> str:
     for name in _COLUMNS:
         if name in recorded and name in row and repr(recorded[name]) != repr(row[name]):  # NaN equals NaN
@@ -219,13 +209,6 @@ def _threads_of(run: Run) -> Iterator[None]:
 # ── the variants ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Gradients(NamedTuple):
-    """The gradients of a step, unclipped and at loss scale 1, and its mean loss."""
-
-    loss: float
-    tensors: Tensors
-
-
 def _compare(step: _Step) -> tuple[list[Row], float]:
     """Return the rows of all variants and the run's loss. The run's own pass is last, as it advances delayed scales."""
     exact = step.gradients(())
@@ -235,12 +218,12 @@ def _compare(step: _Step) -> tuple[list[Row], float]:
         if row["gradient"] is not None and every["gradient"]:
             row["share"] = (row["gradient"] / every["gradient"]) ** 2  # roundings of different places add up in squares
     run = step.gradients_of_run()
-    return [_row("run", run, exact), every, *rows], run.loss
+    return [_row("run", run, exact), every, *rows], run[0]
 
 
-def _row(name: str, gradients: _Gradients, exact: _Gradients) -> Row:
-    loss = abs(gradients.loss - exact.loss) / max(abs(exact.loss), 1e-30)
-    gradient = _difference(gradients.tensors, exact.tensors)
+def _row(name: str, result: Result, exact: Result) -> Row:
+    loss = abs(result[0] - exact[0]) / max(abs(exact[0]), 1e-30)
+    gradient = _difference(result[1], exact[1])
     is_finite = math.isfinite(loss) and math.isfinite(gradient)
     differences = {"loss": loss, "gradient": gradient} if is_finite else dict.fromkeys(("loss", "gradient"))
     return {"name": name, **differences, "share": None}
@@ -276,14 +259,14 @@ class _Step:
         self.is_autocast = recipe.storage.visible == "float32"
         self.own_dtypes: list[torch.dtype] = []
 
-    def gradients_of_run(self) -> _Gradients:
+    def gradients_of_run(self) -> Result:
         """Compute the gradients as the run does."""
         loss = float(differentiate(self.session))
         tensors = {n: p.grad.detach().float() / self.scale for n, p in self.named.items() if p.grad is not None}
         self.session.optimizer.zero_grad(set_to_none=True)
-        return _Gradients(loss, tensors)
+        return loss, tensors
 
-    def gradients(self, rounded: Collection[str]) -> _Gradients:
+    def gradients(self, rounded: Collection[str]) -> Result:
         """Compute the gradients with rounding at these places alone."""
         self.rounded = frozenset(rounded)
         values = self.visible if "weights" in rounded else self.stored
@@ -300,9 +283,7 @@ class _Step:
                     if parameter.grad is not None:
                         gradient, parameter.grad = self._stored_gradient(parameter.grad, name), None
                         total[name] = self._sum(total[name], gradient, name) if name in total else gradient
-        return _Gradients(
-            loss, {name: self._stored_gradient(gradient, name) / self.scale for name, gradient in total.items()}
-        )
+        return loss, {name: self._stored_gradient(gradient, name) / self.scale for name, gradient in total.items()}
 
     def _stored_gradient(self, gradient: Tensor, name: str) -> Tensor:
         """Round a gradient to the format in which the run's parameter holds it."""
