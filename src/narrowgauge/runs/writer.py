@@ -14,7 +14,7 @@ from pathlib import Path
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync_file, write_whole
+from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, STEPWISE, json_value, line_of, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, read_summary
@@ -165,7 +165,7 @@ class RunWriter:
         """Force all rows to the disk. Call it before a checkpoint, which must not outlive the rows before it."""
         for name in self._descriptors:
             with disk_errors(self._file(name)):
-                sync_file(self._file(name))
+                sync(self._file(name))
 
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""

@@ -90,7 +90,7 @@ def test_a_failure_leaves_nothing(corpus: Path, cache: Path, monkeypatch: pytest
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(atomic_io, "sync_file", full)
+    monkeypatch.setattr(atomic_io, "sync", full)
     with pytest.raises(RecordError, match="the disk is full"):
         prepare_data(corpus, vocab_size=300)
     assert not [path for path in cache.iterdir() if path.is_dir()]
