@@ -110,22 +110,6 @@ class RunLog:
         """
         return self._record.watch(model, optimizer, every).gauges
 
-    def close(self, returned: Any, recipe: str) -> None:
-        """Write the summary of a finished run from the training function's result."""
-        returned = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
-        metrics = _numbers(returned or {}, f"the training function of {recipe}")
-        summary = {**self._record.summary(recipe=recipe), **metrics}
-        if not isinstance(summary.get("val_loss"), int | float):
-            raise NarrowgaugeError(
-                f"the training function gave no validation loss for {recipe}, val_loss is {summary.get('val_loss')!r}.",
-                'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
-            )
-        self._record.close(lambda: summary)
-
-    def abandon(self) -> None:
-        """End the log of a run that did not finish."""
-        self._record.close(None)
-
 
 def compare(
     train_function: Callable[[str, int, RunLog], Any],
@@ -196,18 +180,28 @@ def compare(
 
 
 def _call(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
+    """Call a training function, and record its run in a folder."""
     from narrowgauge.distributed.ranks import all_ranks
     from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
     from narrowgauge.gauges.recording.run_reporter import Reporter
 
-    parsed = parsed_recipe(recipe)
+    parsed, label = parsed_recipe(recipe), recipe_name(recipe)
     config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
     with RunWriter.create(folder, {"config": config}) as writer:
-        log = RunLog(LoopRecord(Reporter(writer, Notices(), parsed, is_audited=False), all_ranks()))
+        record = LoopRecord(Reporter(writer, Notices(), parsed, is_audited=False), all_ranks())
         try:
-            log.close(train_function(recipe, seed, log), recipe_name(recipe))
+            returned = train_function(recipe, seed, RunLog(record))
+            metrics = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
+            metrics = _numbers(metrics or {}, f"the training function of {label}")
+            summary = {**record.summary(recipe=label), **metrics}
+            if not isinstance(summary.get("val_loss"), int | float):
+                raise NarrowgaugeError(
+                    f"the training function gave no validation loss for {label}, val_loss is {summary.get('val_loss')!r}.",
+                    'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
+                )
+            record.close(lambda: summary)
         except BaseException:
-            log.abandon()
+            record.close(None)
             raise
 
 
