@@ -67,9 +67,19 @@ _LISTENERS: list[Callable[[Event], object]] = []
 class Event:
     """Something that happened in a run.
 
-    Invariant: ``Event.from_row(event.row()) == event``. The fields are the columns of
-    :data:`narrowgauge.runs.schema.EVENT`, which explains them. ``kind`` is a key of :data:`KINDS`. ``detector`` is a detector
-    of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), or a key of :data:`RAISED_BY`.
+    Invariant: ``Event.from_row(event.row()) == event``.
+
+    Args:
+        kind: a key of :data:`KINDS`.
+        step: optimizer steps done when it happened; 0 is before the first.
+        message: one sentence.
+        tensor, rank: the parameter and the rank concerned.
+        value, threshold: the measured value and its limit, in the unit that the message names.
+        advice: what to do.
+        detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), or a key of
+            :data:`RAISED_BY`. Empty if nothing was judged.
+        expected, stage: of a reading: the expected value, and the stage of the step.
+        phase, operation: of a first bad value: where in the step it arose, and the operation.
 
     Raises:
         ValueError: ``kind`` is not in the table.
