@@ -197,7 +197,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, mo
     for module, name in (
         (dcp_files._Writer, "write_data"),
         (checkpoint_module, "_publish"),
-        (checkpoint_module, "sync_file"),
+        (checkpoint_module, "sync"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)

@@ -12,7 +12,7 @@ import pytest
 
 
 def test_the_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path), "--no-open"]
+    command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

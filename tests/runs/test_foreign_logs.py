@@ -78,11 +78,12 @@ DAMAGED = {
         "holds no loss": [state(log_history=[{"reward": 1.0, "step": 1}])],
     },
     "metrics.csv": {
-        "no column 'step'": ["epoch,loss\n0,1.0\n", ""],
+        "no column of steps": ["epoch,loss\n0,1.0\n", ""],
         "which is not a number": ["step,loss\n0,low\n"],
         "line 3 has not as many values": ["step,loss\n0,1.0\n1\n"],
         "not a whole number": ["step,loss\n0.5,1.0\n"],
-        "is damaged": ["step,loss\n,1.0\n", "step,loss\n\x000,1.0\n"],
+        "holds no loss": ["step,loss\n,1.0\n"],
+        "is damaged": ["step,loss\n\x000,1.0\n"],
     },
 }
 CASES = [

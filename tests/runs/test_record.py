@@ -47,6 +47,7 @@ def test_everything_comes_back(folder: Path) -> None:
         "versions": {"torch": "2.13.0"},
         "out": "a",
     }
+    assert run.config["recipe"] == "bfloat16/word"  # without a table [config] the settings stand alone
     assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
     assert [row["step"] for row in run.evals] == [2, 4]
     assert [Event.from_row(row) for row in run.events] == [Event("start", 0, "begun")]

@@ -1,8 +1,7 @@
-"""The schema of the record: its columns, what is refused, and that types and documentation follow from it."""
+"""The schema of the record: its columns, and what is refused."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from narrowgauge.runs.schema import GAUGE, METRICS, STEP, SUMMARY, TABLES, Colum
 from narrowgauge.runs.writer import RunWriter
 from tables import exhaustive
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES: dict[str, Any] = {
     "step": 3, "count": 3, "number": 0.5, "flag": True, "text": "words", "recipe": "bfloat16/word", "object": {"a": 1},
     "lists": {"a": [1, None]}, "numbers": {"a": 0.5},
@@ -82,17 +80,3 @@ def test_tags_of_tensorboard_are_distinct_and_the_console_formats_what_it_labels
     assert [column.label for column in SUMMARY.values() if column.label] == [
         "recipe", "val. loss", "bytes/param", "update lost", "tokens/s", "seconds",
     ]  # fmt: skip
-
-
-def test_the_documentation_lists_every_column() -> None:
-    spec = importlib.util.spec_from_file_location("documented_tables", ROOT / "docs" / "tables.py")
-    assert spec is not None and spec.loader is not None
-    tables: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    page = tables.on_page_markdown((ROOT / "docs" / "reference.md").read_text())
-    for _, column in COLUMNS:
-        unit = column.unit or ""
-        assert f"| `{column.name}` | {column.type} | {unit} | {column.help} |" in page
-    for table, metrics in METRICS.items():
-        for metric in metrics.values():
-            assert f"| `{table}` | `{metric.name}` | {metric.unit} | {metric.help} |" in page

@@ -24,7 +24,7 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.notation import parse, parse_names
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.compare import Definition, RunLog, compare, define, run_comparison
+from narrowgauge.trainer.compare import RunLog, compare, define, run_comparison
 from narrowgauge.trainer.config import TrainConfig
 from trainer.tiny_runs import lasting, settings
 
@@ -168,7 +168,7 @@ def done(base: TrainConfig, out: Path, recipes: Sequence[Recipe] = RECIPES, seed
     """Compare or go on, and return the printed text."""
     settings = {name: value for name, value in base.to_dict().items() if name not in ("recipe", "seed", "out")}
     stream = io.StringIO()
-    run_comparison(define(recipes, settings, seeds=seeds), out, stream)
+    run_comparison(define(recipes, settings, seeds=seeds), out, stream=stream)
     return stream.getvalue()
 
 
@@ -264,8 +264,8 @@ def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, tmp_pat
 def test_unit_scaled_recipes_among_others_take_their_own_rate(
     recipes: str, rates: list[float | None], base: TrainConfig
 ) -> None:
-    definition = Definition(tuple(parse_names(recipes)), (0,), base)
-    assert [definition.config_of(recipe, 0, Path("out")).lr for recipe in definition.recipes] == rates
+    settings = {name: value for name, value in base.to_dict().items() if name not in ("recipe", "seed", "out")}
+    assert [config.lr for config in define(parse_names(recipes), settings)] == rates
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 
 import narrowgauge
 import narrowgauge.runs.atomic_io
-from narrowgauge.checkpoints import saving
 from narrowgauge.trainer import export, loop
 from trainer.tiny_runs import CASES, call, settings, words_of
 
@@ -42,7 +41,7 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync_file", full)
+    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
     told = said(*words_of(settings(place, tmp_path / "run")))
     assert "give the same command again" in told and "resume" not in told
     assert not (tmp_path / "run").exists()
@@ -58,15 +57,7 @@ def test_in_an_export(name: str, fault: Any, finished: Path, tmp_path: Path, mon
 
 def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrowgauge.compare(lambda recipe, seed, log: 2.0, ["bfloat16/word"], out=tmp_path / "runs")
-    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync_file", full)
+    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
     told = said("report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"))
     assert "give the same command again" in told and "resume" not in told
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
-
-
-def test_in_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    monkeypatch.setattr(saving, "_publish", full)
-    refused = call("resume", str(folder))
-    assert refused.exit_code == 2 and "the disk is full" in refused.stderr
-    assert "go on with narrowgauge resume" in refused.stderr

@@ -25,10 +25,10 @@ from narrowgauge.errors import DataError, RecipeError
 from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer.language_model import (
     build,
-    can_chunk,
     chunked_cross_entropy,
     compiled_loss,
     enable_activation_checkpointing,
+    ends_in_head,
     loss_sum,
     num_parameters,
 )
@@ -291,10 +291,10 @@ def test_a_model_that_is_more_than_body_and_head_trains_all_its_parameters(
         model = kind(kind.config_class(**shape, is_decoder=True, pad_token_id=0)).eval()
     tokens = TOKENS[TOKENS.ne(0).all(1)]
     wanted = loss_sum(model, tokens, chunked=False)
-    assert can_chunk(small()) and not can_chunk(model)
+    assert ends_in_head(small()) and not ends_in_head(model)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
-    loss = compiled_loss(model, chunked=can_chunk(model))(tokens)
+    loss = compiled_loss(model, chunked=False, is_split=ends_in_head(model))(tokens)
     assert loss.item() == wanted.item()
     loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
@@ -333,7 +333,7 @@ def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
     if light:
         enable_activation_checkpointing(model)
     names = list(model.state_dict())
-    loss = compiled_loss(model, chunked=chunked)
+    loss = compiled_loss(model, chunked=chunked, is_split=True)
     found_loss = loss(tokens)
     found = gradients(model, found_loss)
     assert list(model.state_dict()) == names
@@ -347,7 +347,7 @@ def test_all_layers_share_one_graph() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, tokens = small(num_hidden_layers=3), TOKENS
-    loss = compiled_loss(model, chunked=False)
+    loss = compiled_loss(model, chunked=False, is_split=True)
     for _ in range(2):
         loss(tokens).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

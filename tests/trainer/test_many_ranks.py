@@ -104,8 +104,8 @@ def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dic
             now.update(batch=self.batch_index, number=each.number)
             yield tokens
 
-    def build_loss(model: Any, config: Any) -> Any:
-        loss = true_loss(model, config)
+    def build_loss(model: Any, *arguments: Any) -> Any:
+        loss = true_loss(model, *arguments)
 
         def spoiled(tokens: torch.Tensor) -> torch.Tensor:
             if now != {"batch": 2, "number": 3} or not torch.is_grad_enabled():

@@ -30,8 +30,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[
 
     true_loss = module._loss
 
-    def build_loss(model: Any, config: Any) -> Any:
-        loss = true_loss(model, config)
+    def build_loss(*arguments: Any) -> Any:
+        loss = true_loss(*arguments)
         return lambda tokens: change(loss(tokens)) if STATE.get("spoiled") and torch.is_grad_enabled() else loss(tokens)
 
     def batch(self: Session) -> list[torch.Tensor]:

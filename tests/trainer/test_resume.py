@@ -177,21 +177,6 @@ def test_killed_at_any_moment_is_the_same_run(
         assert_same_run(read_run(folder), whole[name])
 
 
-def test_a_kill_from_outside_is_survived(place: Path, nursery: Nursery, tmp_path: Path) -> None:
-    # Enough steps that a fast machine has not ended them before the kill arrives.
-    config = settings(place, tmp_path / "run", steps=160, checkpoint_every=5, eval_every=0)
-    expected = read_run(loop.train(replace(config, out=str(tmp_path / "whole"))))
-    command = [sys.executable, "-m", "narrowgauge", *words_of(config)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
-        assert process.stdout is not None
-        while "step      8/160" not in process.stdout.readline():
-            assert process.poll() is None
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    assert nursery("resume", str(tmp_path / "run")) == 0, nursery.said
-    assert_same_run(read_run(tmp_path / "run"), expected)
-
-
 # ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -32,7 +32,7 @@ def narrow_inputs(session: Session) -> None:
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "casts of operands": ("float8-delayed/float32", {}, "inputs weights output-gradients"),
-    "a loss scale": ("float16/split", {}, "weights"),
+    "a loss scale": ("float16/split", {}, "weights residual"),
     "a sum of micro-batches": (
         "float32/split", {"batch_size": 16, "gradient_accumulation_steps": 16, "accumulation_dtype": "bfloat16"}, "accumulation",
     ),
@@ -40,18 +40,19 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_place_that_removes_most_is_named_and_the_emulation_is_close_to_the_run(
+def test_the_place_that_costs_most_is_named_and_all_together_are_close_to_the_run(
     case: str, place: Path, tmp_path: Path
 ) -> None:
     recipe, changes, names = CASES[case]
     places = rounding_places(loop.train(settings(place, tmp_path / "run", recipe=recipe, **SHORT, **changes)), 3)
     assert not places.mismatch and places.started == 2
     rows = {row["name"]: row for row in places.rows}
-    assert max(places.rows, key=lambda row: row["removes"] or 0.0)["name"] in names.split(), str(places)
-    assert rows["emulated"]["gradient"] == pytest.approx(rows["run"]["gradient"], rel=0.4), str(places)
+    assert max(places.rows, key=lambda row: row["share"] or 0.0)["name"] in names.split(), str(places)
+    assert rows["all"]["gradient"] == pytest.approx(rows["run"]["gradient"], rel=0.4), str(places)
+    assert 0.7 < sum(row["share"] or 0.0 for row in places.rows) < 1.4, str(places)
 
 
-def test_a_step_in_float32_differs_by_nothing_and_a_cast_put_into_it_is_named(place: Path, tmp_path: Path) -> None:
+def test_a_step_in_float32_differs_by_nothing_and_another_model_from_the_record(place: Path, tmp_path: Path) -> None:
     folder = loop.train(settings(place, tmp_path / "run", recipe="float32/float32", **SHORT))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     plain, true_build = rounding_places(folder, 3), module.build
@@ -65,8 +66,7 @@ def test_a_step_in_float32_differs_by_nothing_and_a_cast_put_into_it_is_named(pl
         patch.setattr(module, "build", build)
         struck = rounding_places(folder, 3)
     assert not plain.mismatch and all(row["gradient"] < 1e-5 for row in plain.rows), str(plain)
-    removes = {row["name"]: row["removes"] or 0.0 for row in struck.rows}
-    assert struck.mismatch and removes["own-casts"] > 0.99, str(struck)
+    assert struck.mismatch, str(struck)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     for step in (0, 4):
         with pytest.raises(NarrowgaugeError, match="steps 1 to 3"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -77,14 +76,6 @@ def test_a_rule_steps_matrices_and_adamw_what_is_left_to_it(rule: str, trained: 
     losses = [row["loss"] for row in run.steps]
     assert losses[-1] < losses[0] - 0.01
     assert INNER in run.gauges[-1]["updates"]
-
-
-def test_every_rule_trains_otherwise(trained: dict[str, Run]) -> None:
-    fingerprints = {
-        rule: json.loads((run.path / "checkpoints" / "step-00000008" / "state.json").read_text())["fingerprint"]
-        for rule, run in trained.items()
-    }
-    assert len(set(fingerprints.values())) == len(UPDATE_RULES)
 
 
 def edit(folder: Path, **changes: Any) -> None:

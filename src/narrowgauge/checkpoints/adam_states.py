@@ -244,8 +244,8 @@ def _read(file: Path) -> Mapping[str, Any]:
     """Read a ``torch.save`` file without running code in it; inert classes stand in for those of known packages."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        known = [name for name in named if name.startswith(_PACKAGES)]
-        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in known]
+        known_names = [name for name in named if name.startswith(_PACKAGES)]
+        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in known_names]
         with torch.serialization.safe_globals(stand_ins):
             content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, ValueError, LookupError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:

@@ -46,9 +46,9 @@ def read_nanotron(folder: str | Path) -> dict[str, Tensor]:
             weights[name] = torch.zeros(shape or part.shape, dtype=part.dtype)
             missing[name] = torch.ones(weights[name].shape, dtype=torch.bool)
         for pair in metadata.get("local_global_slices_pairs", "#").split(";"):
-            local, whole = (tuple(map(_slice, side.split("|"))) if side else ... for side in pair.split("#"))
-            weights[name][whole] = part[local]
-            missing[name][whole] = False
+            local, target = (tuple(map(_slice, side.split("|"))) if side else ... for side in pair.split("#"))
+            weights[name][target] = part[local]
+            missing[name][target] = False
     if not weights:
         raise DataError(f"{folder} holds no weights of nanotron.", "Name the folder that contains model/.")
     for name, mask in missing.items():

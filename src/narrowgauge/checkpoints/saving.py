@@ -35,8 +35,7 @@ from narrowgauge.runs.atomic_io import (
     disk_errors,
     hidden_error,
     load_json,
-    sync_file,
-    sync_folder,
+    sync,
 )
 
 SCHEMA_VERSION = 3
@@ -227,8 +226,8 @@ class Saver:
         """Remove the remains of a killed process."""
         with disk_errors(self._place):
             self._place.mkdir(parents=True, exist_ok=True)
-            for left in self._place.glob(f"{TEMPORARY}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for remains in self._place.glob(f"{TEMPORARY}*"):
+                shutil.rmtree(remains, ignore_errors=True)
 
     def leave(self, patience_seconds: float = 10.0) -> None:
         """Wait a while for the checkpoint in flight, before this process ends with an error: best effort.
@@ -264,12 +263,12 @@ def _publish(temporary: Path, final: Path, step: int, state: str, keep: int) -> 
     manifest = {"schema_version": SCHEMA_VERSION, "step": step, "files": files}
     (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for file in temporary.iterdir():
-        sync_file(file)
-    sync_folder(temporary)
+        sync(file)
+    sync(temporary)
     if final.exists():  # damaged, or equal: the run has returned to this step from an earlier one
         _remove(final)
     os.rename(temporary, final)
-    sync_folder(final.parent)
+    sync(final.parent)
     for old in _listed(final.parent)[keep:]:
         _remove(old.path)
 

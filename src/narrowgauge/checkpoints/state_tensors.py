@@ -58,9 +58,9 @@ def load_tensors(
             )
         owners[f"model.{name}"] = parameter
     for parameter, name in optimizer.parameter_names().items():
-        whole = {f"optimizer.{name}.{state}" for state in ("step", *whole_states(optimizer, parameter))}
+        unsharded = {f"optimizer.{name}.{state}" for state in ("step", *whole_states(optimizer, parameter))}
         keys = [key for key in saved if key.rpartition(".")[0] == f"optimizer.{name}"]
-        owners |= {key: parameter for key in keys if key not in whole}
+        owners |= {key: parameter for key in keys if key not in unsharded}
     targets = {
         name: _empty(name, tuple(tensor.size), tensor.properties.dtype, owners.get(name))
         for name, tensor in saved.items()

@@ -24,7 +24,7 @@ from narrowgauge.spec import tables
     "step",
     metavar="STEP",
     type=int,
-    help="Also compute this step of RUN again: as it was, in float32, and with each place of rounding left out alone.",
+    help="Also compute this step of RUN again: as it was, in float32, and with each place of rounding alone.",
 )
 def diagnose_command(run: Path, other: Path | None, as_json: bool, step: int | None) -> None:
     """Print what the record of RUN shows beyond its bounds, earliest first, and what this record cannot show.

@@ -18,54 +18,47 @@ def collect() -> dict[str, str]:
     """Return our version, the processor, the packages, and the output of ``torch.utils.collect_env``. Takes some seconds."""
     from torch.utils.collect_env import get_pretty_env_info
 
-    packages = {
-        name: installed_version(name) or "not installed" for name in ("transformers", "tokenizers", "safetensors")
-    }
+    packages = ("transformers", "tokenizers", "safetensors")
     home = str(Path.home())  # contains the user's name
+    report = get_pretty_env_info()
     return {
         "narrowgauge": narrowgauge.__version__,
         "processor": f"{processor_name()}, {os.cpu_count()} CPUs: {' '.join(sorted(instruction_sets()))}",
-        **packages,
-        "torch.utils.collect_env": get_pretty_env_info().replace(home, "~") if len(home) > 1 else get_pretty_env_info(),
+        **{name: installed_version(name) or "not installed" for name in packages},
+        "torch.utils.collect_env": report.replace(home, "~") if len(home) > 1 else report,
     }
 
 
-def print_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool) -> None:
+def print_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:
     """Print the arithmetic of this machine, or the differences between two machines.
 
     Args:
-        others: run folders, or files of ``--json``. With two of them nothing is measured.
+        paths: run folders, or files of ``--json``. With two of them nothing is measured.
         device: the device to measure; ``None`` for the training device.
     """
-    if len(others) > 2:
+    if len(paths) > 2:
         raise click.UsageError("Two machines are compared at most.", click.get_current_context())
-    if len(others) == 2 and device is not None:
+    if len(paths) == 2 and device is not None:
         raise click.UsageError("--device was given, and nothing is measured.", click.get_current_context())
-    machines = [read_arithmetic(path) for path in others]
+    machines = [read_arithmetic(path) for path in paths]
     if len(machines) < 2:
         machines.insert(0, _measure(device))
     if len(machines) == 1:
         table = machines[0].to_toml()
-        return tables.write_json(table) if as_json else click.echo(_lines({**table["settings"], **table["results"]}))
-    one, other = machines
-    parted, settings = differences(one, other), changed_settings(one, other)
+        lines = [f"{name}: {text}" for name, text in {**table["settings"], **table["results"]}.items()]
+        return tables.write_json(table) if as_json else click.echo("\n".join(lines))
+    parted, settings = differences(*machines), changed_settings(*machines)
     if as_json:
         rows = [
             {"probe": row.probe.name, "results": [row.one, row.other], "affects": row.probe.affects} for row in parted
         ]
-        return tables.write_json(
-            {"differences": rows, "settings": {name: [left, right] for name, left, right in settings}}
-        )
+        return tables.write_json({"differences": rows, "settings": {name: values for name, *values in settings}})
     for row in parted:
         click.echo(f"{row.probe.name}: {row.one} and {row.other}. It affects {row.probe.affects}.")
-    click.echo(f"{len(parted) or 'None'} of {len(compared(one, other))} measured properties differ.")
-    for name, left, right in settings:
-        click.echo(f"setting {name}: {left} and {right}")
+    click.echo(f"{len(parted) or 'None'} of {len(compared(*machines))} measured properties differ.")
+    for name, first, second in settings:
+        click.echo(f"setting {name}: {first} and {second}")
     return None
-
-
-def _lines(entries: dict[str, str]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in entries.items())
 
 
 def _measure(device: str | None) -> Arithmetic:

@@ -99,11 +99,12 @@ class SettingsCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, a section at a time."""
         options = (option for option in self.get_params(ctx) if isinstance(option, click.Option) and option.name)
-        left = {option.name: record for option in options if (record := option.get_help_record(ctx))}
+        records_by_name = {option.name: record for option in options if (record := option.get_help_record(ctx))}
         sections = {
-            title: [left.pop(name) for name in names.split() if name in left] for title, names in SECTIONS.items()
+            title: [records_by_name.pop(name) for name in names.split() if name in records_by_name]
+            for title, names in SECTIONS.items()
         }
-        for title, records in {"Options": list(left.values()), **sections}.items():
+        for title, records in {"Options": list(records_by_name.values()), **sections}.items():
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)

@@ -11,9 +11,10 @@ import dataclasses
 import os
 import platform
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -23,6 +24,9 @@ from narrowgauge.cli.exit_status import CommandGroup, help_without_command
 from narrowgauge.errors import RankError
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.trainer.config import TrainConfig
 
 _run_folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 _settings_file = click.option(
@@ -58,6 +62,18 @@ def _ranks_to_start(nproc: int | None) -> int:
     if nproc is not None and size not in (1, nproc):
         raise RankError(f"Cannot start {nproc} ranks in one of torchrun's {size}.", "Leave --nproc out.")
     return nproc if nproc is not None and nproc > size else 0
+
+
+def _run(config: TrainConfig, function: Callable[[], Path]) -> None:
+    """Call a function of the training loop as one of the ranks, and print the folder that it returns."""
+    from narrowgauge.distributed import job
+
+    keep_pages()
+    with job.joined(), job.threads_of(config.threads, config.recipe.reduction.order_invariant):
+        job.require_same(config.to_dict())
+        folder = function()
+    if job.rank() == 0:
+        click.echo(folder)
 
 
 def _require_one_process(command: str) -> None:
@@ -120,7 +136,7 @@ def show_checks(as_json: bool) -> None:
 @click.argument("name")
 @flags.json_list
 def show_format(name: str, as_json: bool) -> None:
-    """All properties of the format NAME."""
+    """Print all properties of the format NAME."""
     _print(as_json, *show.page_format(name))
 
 
@@ -137,7 +153,7 @@ def show_value(value: str, as_json: bool) -> None:
 @click.argument("name", shell_complete=flags.many_recipes)
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
-    """What the recipe NAME (or a .toml file) stores, computes and loses."""
+    """Print what the recipe NAME (or a .toml file) stores, computes and loses."""
     _print(as_json, *show.page_recipe(name))
 
 
@@ -153,19 +169,13 @@ def show_environment(as_json: bool) -> None:
     return click.echo("\n".join(f"{name}: {value}" for name, value in rows.items()))
 
 
-_OF_ARITHMETIC: list[click.Parameter] = [
-    click.Argument(["others"], metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path)),
-    click.Option(
-        ["--device"],
-        type=click.Choice(["cpu", "cuda"]),
-        help="What to measure.  [default: the device that runs train on]",
-    ),
-    click.Option(["--json", "as_json"], is_flag=True, help="Print a JSON object, which can be given as a FILE."),
-]
-
-
-@show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.", params=_OF_ARITHMETIC)
-def show_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool) -> None:
+@show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
+@click.argument("paths", metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device that runs train on]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object, which can be given as a FILE.")
+def show_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:
     """Measure this machine's arithmetic: bits of sums, roundings, last bits of functions. Takes some seconds.
 
     With a RUN folder, or a FILE of --json, print what differs between the two and what a run notices of it; with two of them,
@@ -173,7 +183,7 @@ def show_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool)
     """
     from narrowgauge.cli.environment import print_arithmetic
 
-    print_arithmetic(others, device, as_json)
+    print_arithmetic(paths, device, as_json)
 
 
 @main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())
@@ -195,12 +205,7 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
         job.launch(num_ranks, words if out is not None else [*words, "--out", str(config.out)])
     from narrowgauge.trainer import loop
 
-    keep_pages()
-    with job.joined(), job.threads_of(config.threads, config.recipe.reduction.order_invariant):
-        job.require_same(config.to_dict())
-        folder = loop.train(config)
-    if job.rank() == 0:
-        click.echo(folder)
+    _run(config, lambda: loop.train(config))
 
 
 @main.command(
@@ -231,12 +236,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
         job.launch(num_ranks, click.get_current_context().obj)
     from narrowgauge.trainer import loop
 
-    keep_pages()
-    with job.joined(), job.threads_of(config.threads, config.recipe.reduction.order_invariant):
-        job.require_same(config.to_dict())
-        resumed = loop.resume(folder, stop_after, accept_changes, chosen=chosen)
-    if job.rank() == 0:
-        click.echo(resumed)
+    _run(config, lambda: loop.resume(folder, stop_after, accept_changes, chosen=chosen))
 
 
 @main.command(
@@ -290,8 +290,8 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    definition = comparing.define(recipes, flags.given(settings), file=file, seeds=seeds, resolve=resolve)
-    comparison, page = comparing.run_comparison(definition, out, sys.stderr if as_json else sys.stdout)
+    configs = comparing.define(recipes, flags.given(settings), file=file, seeds=seeds, resolve=resolve)
+    comparison, page = comparing.run_comparison(configs, out, resolve, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())

@@ -1,7 +1,7 @@
-"""The measured arithmetic of a machine: the probes, their form in ``run.toml``, and the comparison of two machines.
+"""The measured arithmetic of a machine: its form in ``run.toml``, and the comparison of two machines.
 
 Two correct machines may differ in their last bits, and so may one machine under two settings. They add in another order, fuse
-a multiplication with an addition, or round a function differently. Each :class:`Probe` names one such property.
+a multiplication with an addition, or round a function differently. Each row of ``data/probes.toml`` names one such property.
 :mod:`narrowgauge.gauges.probes` measures the property under the same name, with PyTorch. Reading and comparing needs no torch.
 Results are short texts, equal if the bits are::
 
@@ -24,7 +24,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import read_settings
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data, load_toml
 
 VERSIONS = ("torch", "mkl", "onednn", "cuda", "cudnn")
 """Settings that are versions of a library."""
@@ -32,14 +32,7 @@ VERSIONS = ("torch", "mkl", "onednn", "cuda", "cudnn")
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One property of a machine's arithmetic.
-
-    Args:
-        name: its name in ``run.toml`` and in every table.
-        affects: how a difference between two machines shows in a run.
-        is_sum: the probe adds many terms, and the number of threads may change their order.
-        in_runs: a run measures it if no measurement is cached. Otherwise only ``narrowgauge show arithmetic`` does.
-    """
+    """One property of a machine's arithmetic: a row of ``data/probes.toml``, which explains the fields."""
 
     name: str
     measures: str
@@ -48,109 +41,7 @@ class Probe:
     in_runs: bool = True
 
 
-_FUNCTIONS = {
-    "division": "normalized values, losses and updates differ in last bits",
-    "sqrt": "updates of the optimizer differ in last bits, with equal gradients",
-    "rsqrt": "outputs of RMS norms differ in last bits from the first layer on",
-    "exp": "softmax and losses differ in last bits from the first step on",
-    "log": "losses and logits differ in last bits from the first step on",
-    "tanh": "activations and their gradients differ in last bits from the first step on",
-    "sigmoid": "activations and their gradients differ in last bits from the first step on",
-    "silu": "activations and their gradients differ in last bits from the first step on",
-    "erf": "activations and their gradients differ in last bits from the first step on",
-    "gelu": "activations and their gradients differ in last bits from the first step on",
-    "sin": "rotary embeddings differ in last bits",
-    "cos": "rotary embeddings differ in last bits",
-}
-"""Functions that are measured, and how a difference in one shows in a run."""
-
-_ROWS = (
-    # roundings: a handful of operations each
-    Probe(
-        "subnormals", "whether elementwise products, in one thread and in all, keep numbers below 2^-126",
-        "values below 2^-126 become zero: second moments, small gradients and scaled casts differ by a value, not by a bit",
-    ),
-    Probe(
-        "subnormals in matmuls", "whether float32 matmuls take and give numbers below 2^-126",
-        "products of very small gradients become zero on one of them",
-    ),
-    Probe(
-        "matmul inputs", "how many significant bits of float32 operands a matmul uses",
-        "one multiplies in TF32 or bfloat16: matmuls differ in the 3rd or 4th digit from the first step on",
-    ),
-    Probe(
-        "matmul accumulator", "how far sums of 4,096 ones count in bfloat16 matmuls, float32 matmuls and bfloat16 sums",
-        "one adds in a narrow format: long sums lose their small terms",
-    ),
-    Probe(
-        "fused multiply-add", "whether matmuls, addcmul, addcdiv and lerp round a product before they add it",
-        "matmuls and optimizer updates differ in last bits, with equal order of sums",
-    ),
-    # functions: thousands of values each
-    *(
-        Probe(f"function {name}", f"{name}: largest error, hash of the bits, results that differ outside of a vector", affects)
-        for name, affects in _FUNCTIONS.items()
-    ),
-    # sums: bits that hang on the order of additions
-    Probe(
-        "sum of rows", "bits of torch.sum over the last dimension, 128 terms",
-        "losses, norms of layers and gradients of biases differ in last bits", is_sum=True,
-    ),
-    Probe(
-        "sum of columns", "bits of torch.sum over the first dimension, 64 terms",
-        "gradients of biases and norm gains, and sums of micro-batches, differ in last bits", is_sum=True,
-    ),
-    Probe(
-        "mean of rows", "bits of torch.mean over the last dimension, 1,024 terms (RMS norms)",
-        "outputs of norms differ in last bits from the first layer on", is_sum=True,
-    ),
-    Probe(
-        "layer norm", "bits of layer_norm, 1,024 terms",
-        "outputs of layer norms differ in last bits from the first layer on", is_sum=True,
-    ),
-    Probe(
-        "softmax", "bits of softmax, 512 terms",
-        "attention weights differ in last bits from the first layer on", is_sum=True,
-    ),
-    Probe(
-        "log softmax", "bits of log_softmax, 4,096 terms",
-        "losses and logits differ in last bits from the first step on", is_sum=True,
-    ),
-    Probe(
-        "linear float32", "bits of x @ W.T, 1,024 terms, 256 rows",
-        "outputs of linear layers differ in last bits from the first layer on", is_sum=True,
-    ),
-    Probe(
-        "small linear float32", "bits of x @ W.T, 64 terms, 16 rows",
-        "outputs of small layers, of short sequences and single tokens differ in last bits", is_sum=True,
-    ),
-    Probe(
-        "weight gradient float32", "bits of grad.T @ x, 1,024 terms",
-        "gradients of weights differ in last bits, with equal losses in the first step", is_sum=True,
-    ),
-    Probe(
-        "batched matmul float32", "bits of torch.bmm, 64 terms, 8 matrices",
-        "scores of attention and experts differ in last bits", is_sum=True,
-    ),
-    Probe(
-        "attention", "bits of scaled_dot_product_attention over 1,024 keys",
-        "outputs of attention differ in last bits from the first layer on", is_sum=True,
-    ),
-    Probe(
-        "linear bfloat16", "bits of x @ W.T in bfloat16, 1,024 terms, 64 rows",
-        "outputs of linear layers differ by a spacing of bfloat16 here and there", is_sum=True,
-    ),
-    Probe(
-        "sum of a tensor", "bits of torch.sum over all of 262,144 values, which threads share",
-        "total losses and norms differ in last bits", is_sum=True,
-    ),
-    Probe(
-        "sums by threads", "which of these sums have other bits with 1 and 2 threads",
-        "the number of threads decides a run's bits on one of them alone", is_sum=True, in_runs=False,
-    ),
-)  # fmt: skip
-
-PROBES: dict[str, Probe] = {probe.name: probe for probe in _ROWS}
+PROBES: dict[str, Probe] = {name: Probe(name, **row) for name, row in load_data("probes", "runs").items()}
 """All probes by name, in the order measured: the quickest first."""
 
 
@@ -209,31 +100,35 @@ class ArithmeticDifference:
 
 
 def differences(
-    one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | Arithmetic
+    first: Mapping[str, Any] | Arithmetic, second: Mapping[str, Any] | Arithmetic
 ) -> list[ArithmeticDifference]:
     """Return the probes whose results differ between two machines, in the order of the table.
 
     Skip probes that only one side has measured.
 
     Args:
-        one, other: measured arithmetics, or the contents of two ``run.toml``. Without the table nothing is compared.
+        first, second: measured arithmetics, or the contents of two ``run.toml``. Without the table nothing is compared.
     """
-    one, other = _arithmetic_in(one), _arithmetic_in(other)
-    settings = changed_settings(one, other)
+    first, second = _arithmetic_in(first), _arithmetic_in(second)
+    settings = changed_settings(first, second)
     return [
-        ArithmeticDifference(PROBES.get(name) or Probe(name, "", ""), one.results[name], other.results[name], settings)
-        for name in compared(one, other)
-        if one.results[name] != other.results[name]
+        ArithmeticDifference(
+            PROBES.get(name) or Probe(name, "", ""), first.results[name], second.results[name], settings
+        )
+        for name in compared(first, second)
+        if first.results[name] != second.results[name]
     ]
 
 
-def compared(one: Arithmetic, other: Arithmetic) -> list[str]:
+def compared(first: Arithmetic, second: Arithmetic) -> list[str]:
     """Return the probes measured on both sides, probes of the table first."""
     measured = [
-        {name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (one, other)
+        {name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (first, second)
     ]
     return [
-        name for name in [*PROBES, *sorted(set(one.results) - set(PROBES))] if all(name in names for names in measured)
+        name
+        for name in [*PROBES, *sorted(set(first.results) - set(PROBES))]
+        if all(name in names for names in measured)
     ]
 
 
@@ -250,11 +145,11 @@ def origin(parted: list[ArithmeticDifference]) -> str:
     return "sums" if parted else ""
 
 
-def changed_settings(one: Arithmetic, other: Arithmetic) -> tuple[tuple[str, str, str], ...]:
+def changed_settings(first: Arithmetic, second: Arithmetic) -> tuple[tuple[str, str, str], ...]:
     """Return the settings that differ: name and both values."""
     values = [
-        (name, one.settings.get(name, "not set"), other.settings.get(name, "not set"))
-        for name in dict.fromkeys([*one.settings, *other.settings])
+        (name, first.settings.get(name, "not set"), second.settings.get(name, "not set"))
+        for name in dict.fromkeys([*first.settings, *second.settings])
     ]
     return tuple(entry for entry in values if entry[1] != entry[2])
 

@@ -61,19 +61,12 @@ def disk_errors(path: Path, then: str = RESUME) -> Iterator[None]:
         raise disk_error(path, error, then) from error
 
 
-def sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(path: Path) -> None:
-    """Sync a folder to the disk. Without the sync a power failure may undo a rename."""
-    if sys.platform == "win32":
+def sync(path: Path) -> None:
+    """Sync a file or a folder to the disk. Without the sync of its folder a power failure may undo a rename."""
+    is_folder = path.is_dir()
+    if is_folder and sys.platform == "win32":
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -98,9 +91,9 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
             raise RecordError(f"Cannot write {path}: it is not a regular file.", "Name a file, new or old.")
         try:
             temporary.write_bytes(data)
-            sync_file(temporary)
+            sync(temporary)
             os.replace(temporary, path)
-            sync_folder(path.parent)
+            sync(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -119,12 +112,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
             temporary.mkdir()
             yield temporary
             for file in temporary.iterdir():
-                sync_file(file)
-            sync_folder(temporary)
+                sync(file)
+            sync(temporary)
             if path.exists():
                 path.rmdir()
             os.rename(temporary, path)
-            sync_folder(path.parent)
+            sync(path.parent)
         except Exception as error:
             if "os error" in str(error):  # safetensors hides the system's error, such as a full disk
                 raise hidden_error(error) from error

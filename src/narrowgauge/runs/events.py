@@ -76,11 +76,10 @@ class Event:
         tensor, rank: the parameter and the rank concerned.
         value, threshold: the measured value and its limit, in the unit that the message names.
         advice: what to do.
-        detector: the id of the source: a detector of the monitor, a check of ``ng.check``, a reading of a compared
-            step (:mod:`narrowgauge.analysis.kinds`), or a key of :data:`RAISED_BY`. Empty if nothing was judged.
+        detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), or a key of
+            :data:`RAISED_BY`. Empty if nothing was judged.
         expected, stage: of a reading: the expected value, and the stage of the step.
-        phase, operation: of a first bad value: where in the step it arose, and the operation
-            (:attr:`narrowgauge.gauges.BadValue.phase`).
+        phase, operation: of a first bad value: where in the step it arose, and the operation.
 
     Raises:
         ValueError: ``kind`` is not in the table.
@@ -120,8 +119,8 @@ class Event:
     @classmethod
     def from_row(cls, row: Row) -> Event:
         """Return the event of a row. Ignore columns that an event does not have."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in {"message": "", **row}.items() if name in known})
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in {"message": "", **row}.items() if name in names})
 
 
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:

@@ -46,8 +46,8 @@ def duration(seconds: float) -> str:
         (60, "min", 1, "s", 60),
     ):
         if least >= size - below / 2:
-            whole, rest = divmod(round(least / below), most)
-            return f"{whole} {unit}" + (f" {rest} {part}" if rest else "")
+            count, rest = divmod(round(least / below), most)
+            return f"{count} {unit}" + (f" {rest} {part}" if rest else "")
     return f"{least} s"
 
 

@@ -20,9 +20,9 @@ def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
         >>> odd_ranks([7, 7, 8]), odd_ranks([7, 8]), odd_ranks([None, 7, 7, 8])
         ((2,), (), (3,))
     """
-    known = [value for value in values if value is not None]
-    most = max(known, key=known.count, default=None)
-    if 2 * known.count(most) <= len(known):
+    present = [value for value in values if value is not None]
+    most = max(present, key=present.count, default=None)
+    if 2 * present.count(most) <= len(present):
         return ()
     return tuple(rank for rank, value in enumerate(values) if value not in (None, most))
 
@@ -57,11 +57,11 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
         unclipped = _unclipped_ranks(factors)
         odd = unclipped or odd_ranks(factors)
         texts = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
-        which = f"; {in_words(odd)} {APPLIED_NO_CLIP}" if unclipped else ""
-        return "clip:factor", odd, f"the factor that clips the gradients differs in step {row['step']}: {texts}{which}"
-    held = (row.get("ranks") or {}).get("held") or []
-    changed = tuple(rank for rank, number in enumerate(held) if number)
-    if changed and len(changed) < len(held):
+        suffix = f"; {in_words(odd)} {APPLIED_NO_CLIP}" if unclipped else ""
+        return "clip:factor", odd, f"the factor that clips the gradients differs in step {row['step']}: {texts}{suffix}"
+    held_counts = (row.get("ranks") or {}).get("held") or []
+    changed = tuple(rank for rank, number in enumerate(held_counts) if number)
+    if changed and len(changed) < len(held_counts):
         key = next((key for key in row["tensors"] if key.startswith("held:")), "held:")
         return key, changed, f"{key[5:]} of {in_words(changed)} changed in memory after step {row['step'] - 1}"
     parted = row.get("parted") or {}

@@ -37,14 +37,14 @@ def line_of(row: Row) -> bytes:
 
 def read_rows(file: Path) -> list[Row]:
     """Return the rows of a file. Drop a torn last line, refuse a damaged line."""
-    data = read_bytes(file) or b""
+    data, kind = read_bytes(file) or b"", file.stem
     lines = data.split(b"\n")[:-1]
     with contextlib.suppress(ValueError, RecursionError):
         # Parsing all lines at once takes half as long.
         rows: list[Any] = json.loads(b"[%b]" % b",".join(lines))
         if len(rows) == len(lines) and all(isinstance(row, dict) for row in rows):
             rows = [restored(row) for row in rows] if any(name in data for name in _QUOTED) else rows
-            if not any(wrong_value(file.stem, row) for row in rows):
+            if not any(wrong_value(kind, row) for row in rows):
                 return rows
     return [row for _, row in rows_with_lengths(file)]
 
@@ -53,18 +53,14 @@ def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
     """Yield each row of a file with the length of its line in bytes."""
     *lines, _ = (read_bytes(file) or b"").split(b"\n")
     for number, line in enumerate(lines, 1):
+        row: Any = None
         try:
-            row = load_json(line)
-            if not isinstance(row, dict):
-                raise ValueError("not an object")
-            # Visiting every number of a long run (about 100,000) would cost more than parsing them.
-            row = restored(row) if any(name in line for name in _QUOTED) else row
+            row = restored(load_json(line))
+            problem = wrong_value(file.stem, row) if isinstance(row, dict) else "no object"
         except (ValueError, RecursionError) as error:
-            raise RecordError(
-                f"{file} is damaged: line {number} of {len(lines)} is not a row ({error}).", "Delete that line."
-            ) from error
-        if wrong := wrong_value(file.stem, row):
-            raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {wrong}.", "Delete that line.")
+            problem = f"no row ({error})"
+        if problem:
+            raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {problem}.", "Delete that line.")
         yield len(line) + 1, row
 
 

@@ -11,7 +11,7 @@
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
 
-The columns are in schema.py. One write appends a whole row. The other two files are replaced, never edited. So a
+The columns are in data/columns.toml. One write appends a whole row. The other two files are replaced, never edited. So a
 reader at any moment finds valid rows and at worst one torn last line, which is dropped. A run resumed after a crash does too.
 """
 
@@ -65,23 +65,22 @@ class Run:
 
     @property
     def config(self) -> Row:
-        """Return the settings: the ``[config]`` table; ``RecordError`` where ``run.toml`` has none."""
-        return self._table("config")
+        """Return the settings: the ``[config]`` table, or the entries outside of tables if there is none."""
+        config = self.run.get(
+            "config", {name: value for name, value in self.run.items() if not isinstance(value, dict)}
+        )
+        if not isinstance(config, dict):
+            raise self._damaged("'config' is not a table")
+        return config
 
     @property
     def data_fingerprint(self) -> str:
         """Return the fingerprint of the tokens at the start of the run. Raise ``RecordError`` if ``run.toml`` has none."""
-        fingerprint = self._table("data").get("fingerprint")
+        data = self.run.get("data")
+        fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
         if not isinstance(fingerprint, str):
-            problem = "no fingerprint" if fingerprint is None else f"the fingerprint {fingerprint!r}"
-            raise self._damaged(f"its table [data] holds {problem}")
+            raise self._damaged("its table [data] holds no fingerprint")
         return fingerprint
-
-    def _table(self, name: str) -> Row:
-        table = self.run.get(name)
-        if not isinstance(table, dict):
-            raise self._damaged(f"it has no table [{name}]" if table is None else f"'{name}' is not a table")
-        return table
 
     def _damaged(self, reason: str) -> RecordError:
         return RecordError(f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy.")
@@ -132,9 +131,9 @@ def read_settings(path: Path) -> Row:
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
-        found = "the folder has no run.toml" if path.is_dir() else "there is no such folder or file"
+        reason = "the folder has no run.toml" if path.is_dir() else "there is no such folder or file"
         advice = f"Name the folder that was given as --out, or a {log_names()}."
-        raise RecordError(f"No run in {path}: {found}.", f"{advice}{latest_runs(path)}")
+        raise RecordError(f"No run in {path}: {reason}.", f"{advice}{latest_runs(path)}")
     try:
         run: Row = load_toml(data.decode())
         _require_whole("schema_version", run["schema_version"])
@@ -152,17 +151,14 @@ def latest_runs(path: Path, most: int = 3) -> str:
 
     Example of the sentence: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
     """
-    latest = next((runs for place in (path, path.parent, Path("runs")) if (runs := latest_folders(place))), [])
-    return f" The latest runs there: {', '.join(map(str, latest[:most]))}." if latest else ""
-
-
-def latest_folders(place: Path) -> list[Path]:
-    """Return the run folders in a folder, the newest first. Return none if it cannot be read."""
-    try:
-        files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
-    except OSError:
-        return []
-    return [file.parent for file in files]
+    for place in (path, path.parent, Path("runs")):
+        try:
+            files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
+        except OSError:
+            continue
+        if files:
+            return f" The latest runs there: {', '.join(str(file.parent) for file in files[:most])}."
+    return ""
 
 
 def _require_whole(key: str, value: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync_file, write_whole
+from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, STEPWISE, json_value, line_of, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, read_summary
@@ -165,7 +165,7 @@ class RunWriter:
         """Force all rows to the disk. Call it before a checkpoint, which must not outlive the rows before it."""
         for name in self._descriptors:
             with disk_errors(self._file(name)):
-                sync_file(self._file(name))
+                sync(self._file(name))
 
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
@@ -235,13 +235,13 @@ def require_free(path: str | Path) -> None:
         if path.exists() and not path.is_dir():
             raise RecordError(f"Cannot create a run in {path}: it is a file.", "Choose another folder.")
         names = sorted(os.listdir(path)) if path.exists() else []
-        others = [
+        entries = [
             n for n in names if not n.startswith(TEMPORARY) and not (n in _FILES and not (path / n).stat().st_size)
         ]
-    if "run.toml" in others:
+    if "run.toml" in entries:
         advice = f"Choose another folder, or go on with narrowgauge resume {path}"
         raise RecordError(f"Cannot create a run in {path}: a run is there already.", advice)
-    if others:
+    if entries:
         raise RecordError(
-            f"Cannot create a run in {path}: the folder is not empty (it holds {others[0]}).", "Choose another folder."
+            f"Cannot create a run in {path}: the folder is not empty (it holds {entries[0]}).", "Choose another folder."
         )

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -110,22 +110,6 @@ class RunLog:
         """
         return self._record.watch(model, optimizer, every).gauges
 
-    def close(self, returned: Any, recipe: str) -> None:
-        """Write the summary of a finished run from the training function's result."""
-        returned = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
-        metrics = _numbers(returned or {}, f"the training function of {recipe}")
-        summary = {**self._record.summary(recipe=recipe), **metrics}
-        if not isinstance(summary.get("val_loss"), int | float):
-            raise NarrowgaugeError(
-                f"the training function gave no validation loss for {recipe}, val_loss is {summary.get('val_loss')!r}.",
-                'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
-            )
-        self._record.close(lambda: summary)
-
-    def abandon(self) -> None:
-        """End the log of a run that did not finish."""
-        self._record.close(None)
-
 
 def compare(
     train_function: Callable[[str, int, RunLog], Any],
@@ -196,18 +180,28 @@ def compare(
 
 
 def _call(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
+    """Call a training function, and record its run in a folder."""
     from narrowgauge.distributed.ranks import all_ranks
     from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
     from narrowgauge.gauges.recording.run_reporter import Reporter
 
-    known = parsed_recipe(recipe)
-    config = {"recipe": recipe if known is None else known.to_value(), "seed": seed}
+    parsed, label = parsed_recipe(recipe), recipe_name(recipe)
+    config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
     with RunWriter.create(folder, {"config": config}) as writer:
-        log = RunLog(LoopRecord(Reporter(writer, Notices(), known, is_audited=False), all_ranks()))
+        record = LoopRecord(Reporter(writer, Notices(), parsed, is_audited=False), all_ranks())
         try:
-            log.close(train_function(recipe, seed, log), recipe_name(recipe))
+            returned = train_function(recipe, seed, RunLog(record))
+            metrics = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
+            metrics = _numbers(metrics or {}, f"the training function of {label}")
+            summary = {**record.summary(recipe=label), **metrics}
+            if not isinstance(summary.get("val_loss"), int | float):
+                raise NarrowgaugeError(
+                    f"the training function gave no validation loss for {label}, val_loss is {summary.get('val_loss')!r}.",
+                    'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
+                )
+            record.close(lambda: summary)
         except BaseException:
-            log.abandon()
+            record.close(None)
             raise
 
 
@@ -226,30 +220,6 @@ def _numbers(row: Any, caller: str) -> Row:
 # ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Definition:
-    """The definition of a comparison: recipes, seeds, and the settings that all runs share.
-
-    Args:
-        base: the settings of every run except its recipe, seed and folder.
-        resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
-    """
-
-    recipes: tuple[Recipe, ...]
-    seeds: tuple[int, ...]
-    base: TrainConfig
-    resolve: float | None = None
-
-    def config_of(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
-        """Return the settings of one run of the comparison in ``out``.
-
-        A unit-scaled model among others keeps its own default learning rate, because its rate has other units.
-        """
-        units = {other.compute.transform == "unit" for other in self.recipes}
-        lr = None if recipe.compute.transform == "unit" and len(units) > 1 else self.base.lr
-        return replace(self.base, recipe=recipe, seed=seed, out=str(out / run_name(recipe.title, seed)), lr=lr)
-
-
 def define(
     recipes: Sequence[Recipe],
     settings: Mapping[str, Any],
@@ -257,11 +227,14 @@ def define(
     file: Path | None = None,
     seeds: int = 1,
     resolve: float | None = None,
-) -> Definition:
-    """Make and check a definition from a command line.
+) -> list[TrainConfig]:
+    """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
+
+    A unit-scaled model among others keeps its own default learning rate, because its rate has other units.
 
     Args:
         settings: fields of ``TrainConfig``, over those of ``file``.
+        resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
 
     Raises:
         NarrowgaugeError: a setting is invalid, or belongs to one run.
@@ -278,10 +251,15 @@ def define(
     require_resolvable(resolve)
     if resolve is not None and len(numbers) < 2:
         raise NarrowgaugeError(f"Cannot resolve {resolve:g} with one seed, which gives no interval.", "Add --seeds 3.")
-    definition = Definition(tuple(recipes), numbers, base, resolve)
+    is_unit = {recipe.title: recipe.compute.transform == "unit" for recipe in recipes}
+    rates = {title: base.lr if len(set(is_unit.values())) == 1 or not unit else None for title, unit in is_unit.items()}
     for recipe in recipes:
-        replace(definition.config_of(recipe, 0, Path()), out=None).validated()
-    return definition
+        replace(base, recipe=recipe, lr=rates[recipe.title]).validated()
+    return [
+        replace(base, recipe=recipe, seed=seed, out=run_name(recipe.title, seed), lr=rates[recipe.title])
+        for seed in numbers
+        for recipe in recipes
+    ]
 
 
 def _settings_of(file: Path) -> dict[str, Any]:
@@ -308,13 +286,17 @@ def _require_same(folder: Path, config: TrainConfig) -> None:
 
 
 def run_comparison(
-    definition: Definition, out: str | Path | None = None, stream: TextIO | None = None
+    configs: Sequence[TrainConfig],
+    out: str | Path | None = None,
+    resolve: float | None = None,
+    stream: TextIO | None = None,
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
 
-    The same definition gives the same numbers except times, resumed or not.
+    The same settings give the same numbers except times, resumed or not.
 
     Args:
+        configs: from :func:`define`.
         out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``, the first free N.
         stream: for the progress display, a line per run and a bar on a terminal; ``None`` for standard output.
     Returns:
@@ -323,37 +305,37 @@ def run_comparison(
         NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    model = Path(definition.base.model).name.removesuffix(".json")
+    model = Path(configs[0].model).name.removesuffix(".json")
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
-    configs = [definition.config_of(recipe, seed, folder) for seed in definition.seeds for recipe in definition.recipes]
+    configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
     for config in configs:
         if is_run(Path(str(config.out))):
             _require_same(Path(str(config.out)), config)
-    labels = ", ".join(recipe.title for recipe in definition.recipes)
-    print(f"{labels} · seeds {', '.join(map(str, definition.seeds))} · {folder}", file=stream, flush=True)
+    labels = dict.fromkeys(config.recipe.title for config in configs)
+    seeds = dict.fromkeys(str(config.seed) for config in configs)
+    print(f"{', '.join(labels)} · seeds {', '.join(seeds)} · {folder}", file=stream, flush=True)
     runs: list[Run] = []
     seconds: list[float] = []
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
-            began, took = time.monotonic(), "earlier"
-            left = ""
+            began, took, estimate = time.monotonic(), "earlier", ""
             if not _has_ended(place):
                 with Console(config.steps, 0, name, stream) as console:
                     _train(config, console)
                 seconds.append(time.monotonic() - began)
                 took = duration(seconds[-1])
                 if number < len(configs):
-                    left = f", about {duration(sum(seconds) / len(seconds) * (len(configs) - number))} left"
+                    estimate = f", about {duration(sum(seconds) / len(seconds) * (len(configs) - number))} left"
             runs.append(read_run(place))
-            print(f"{name}  {_result(runs[-1])}  {took}{left}", file=stream, flush=True)
+            print(f"{name}  {_result(runs[-1])}  {took}{estimate}", file=stream, flush=True)
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to go on."
         ) from None
     if level := _unigram_loss(runs[0]):
         print(f"Token frequencies alone have a loss of {level:.4f}.", file=stream, flush=True)
-    comparison = compare_runs(runs, resolve=definition.resolve)
+    comparison = compare_runs(runs, resolve=resolve)
     return comparison, publish(comparison, folder)
 
 

@@ -62,8 +62,8 @@ def count(default: int | None, help: str, least: int = 1) -> Any:
 def of_rules(name: str, help: str, *constraint: Any) -> Any:
     """Return a field whose default comes from its update rule. The help gives AdamW's default and all others."""
     usual = UPDATE_RULES["adamw"].settings[name]
-    others = {row.name: row.settings.get(name) for row in UPDATE_RULES.values()}
-    defaults = [f"{rule} {'has none' if value is None else value}" for rule, value in others.items() if value != usual]
+    values = {row.name: row.settings.get(name) for row in UPDATE_RULES.values()}
+    defaults = [f"{rule} {'has none' if value is None else value}" for rule, value in values.items() if value != usual]
     return setting(None, f"{help}  [default: {'; '.join([str(usual), *defaults])}]", *constraint)
 
 
@@ -289,8 +289,8 @@ class TrainConfig:
         if self.schedule == "constant":
             return filled.lr
         progress = min((step - filled.warmup_steps) / (self.steps - filled.warmup_steps), 1.0)
-        left = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
+        remaining = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
     # ── rules for missing settings ────────────────────────────────────────────────────────────────────────────────────
 
@@ -484,20 +484,21 @@ class TrainConfig:
         Raises:
             NarrowgaugeError: an unknown key, or a value of the wrong type or out of range.
         """
-        known = {field.name: field for field in fields(cls)}
+        settings = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in table.items():
-            if name not in known:
+            if name not in settings:
                 near = (
-                    suggestion(name, known) or "narrowgauge train --help lists all: a key is a flag with underscores."
+                    suggestion(name, settings)
+                    or "narrowgauge train --help lists all: a key is a flag with underscores."
                 )
                 raise NarrowgaugeError(f"{where} has an unknown key '{name}'.", near)
             if name == "recipe":
                 value = parse(value, where)
             # In TOML a float may be written as an integer.
-            elif kind_of(known[name]) is float and type(value) is int:
+            elif kind_of(settings[name]) is float and type(value) is int:
                 value = float(value)
-            require(known[name], value, f" in {where}")
+            require(settings[name], value, f" in {where}")
             values[name] = value
         return cls(**values)
 

@@ -56,7 +56,9 @@ def export_session(session: Session, out: Path, dtype: Dtype = "visible", max_sh
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     config = copy.deepcopy(session.model.config)
     # Loading casts all weights to the declared dtype: one that changes no value.
-    config.dtype = torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=_itemsize)
+    config.dtype = (
+        torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=lambda d: d.itemsize)
+    )
     config.use_cache = True
     with whole_folder(out) as temporary:
         try:
@@ -69,10 +71,6 @@ def export_session(session: Session, out: Path, dtype: Dtype = "visible", max_sh
         config.save_pretrained(temporary)
         _write_generation(session.model, temporary, config.eos_token_id)
     return out
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def _weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
@@ -134,5 +132,7 @@ def refuse_occupied(out: Path) -> None:
     with disk_errors(out):
         occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
     if occupied:
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise RecordError(f"Cannot export to {out}: it exists and {what}.", "Name another folder, or remove this one.")
+        reason = "is not empty" if out.is_dir() else "is a file"
+        raise RecordError(
+            f"Cannot export to {out}: it exists and {reason}.", "Name another folder, or remove this one."
+        )

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError
-from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.numerics.widening import linear
@@ -44,7 +42,7 @@ _MIN_CHUNK_TOKENS = 128
 _UNREADABLE = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, SafetensorError)
 
 
-def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path | None = None) -> PreTrainedModel:
+def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
     """Return a causal language model in float32 on the CPU, in training mode.
 
     Initial weights depend on ``seed`` and the configuration only, and the caller's generator is unchanged. Nothing is cached
@@ -55,7 +53,6 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
             and upcast to float32; no code in them is run.
         vocab_size: number of token embeddings, instead of the configuration's. Loaded weights keep their own number, which
             must be at least this.
-        weights: the file of the weights, if :func:`require_initial_weights` has already found it.
 
     Raises:
         RecipeError: no preset has that name.
@@ -69,7 +66,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
     if row is not None:
         return drawn(_preset_config(row, vocab_size), seed)
     folder = _folder(model)
-    weights = weights or require_initial_weights(model)
+    weights = weights_file(folder)
     with _unreadable_models_refused(folder):
         config = _read_config(folder)
         if weights is not None:
@@ -133,8 +130,8 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor
 
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
-        chunked: compute the logits for a few hundred tokens at a time, and again in backward; see :func:`can_chunk`. At most
-            128 MiB of logits exist at once. The head's forward matmul runs twice.
+        chunked: compute the logits for a few hundred tokens at a time, and again in backward. At most 128 MiB of logits exist at
+            once. The head's forward matmul runs twice. Only for a plain ``Linear`` as the head, and see :func:`ends_in_head`.
 
     Example:
         >>> model = build("llama-1m", seed=0)
@@ -149,52 +146,38 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor
     return chunked_cross_entropy(_hidden(model, inputs), head.weight, targets, head.bias)
 
 
-def can_chunk(model: PreTrainedModel) -> bool:
-    """Return whether the chunked loss equals this model's loss. Its head must be a plain ``Linear`` with nothing around it.
-
-    Cost: at the first call, a forward pass of 8 tokens; see :func:`ends_in_head`.
-
-    Example:
-        >>> can_chunk(build("llama-1m", seed=0))
-        True
-    """
-    return has_plain_product(model.get_output_embeddings()) and ends_in_head(model)
-
-
-_ENDS_IN_HEAD: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
 @torch.no_grad()
 def ends_in_head(model: PreTrainedModel) -> bool:
     """Return whether the model's logits are its head applied to its body's hidden states, to the bit.
 
-    Some models have layers between the two (BERT), or scale or cap the logits. One forward pass of 8 tokens shows it. The
-    result is cached for the model. So a call before ``prepare`` also answers for the prepared model.
+    Some models have layers between the two (BERT), or scale or cap the logits. One forward pass of 8 tokens shows it. Call it
+    before ``prepare``: afterwards layers may be narrow or shards.
+
+    Example:
+        >>> ends_in_head(build("llama-1m", seed=0))
+        True
     """
-    if model not in _ENDS_IN_HEAD:
-        hidden: list[Any] = []
-        logits: list[tuple[Tensor, Tensor]] = []
-        body, head, was_training = model.base_model, model.get_output_embeddings(), model.training
-        hooks = [
-            body.register_forward_hook(lambda _module, _inputs, output: hidden.append(output.last_hidden_state)),
-            head.register_forward_hook(lambda _module, inputs, output: logits.append((inputs[0], output))),
-        ]
-        tokens = (
-            torch.arange(8, device=next(model.parameters()).device)[None] % model.config.get_text_config().vocab_size
-        )
-        try:
-            with torch.random.fork_rng([tokens.device] if tokens.device.type == "cuda" else []):
-                output = model.eval()(input_ids=tokens, use_cache=False).logits
-        finally:
-            model.train(was_training)
-            for hook in hooks:
-                hook.remove()
-        _ENDS_IN_HEAD[model] = (
-            len(hidden) == len(logits) == 1
-            and torch.equal(hidden[0], logits[0][0])
-            and torch.equal(output, logits[0][1].to(output.dtype))
-        )
-    return _ENDS_IN_HEAD[model]
+    hidden: list[Any] = []
+    logits: list[tuple[Tensor, Tensor]] = []
+    body, head, was_training = model.base_model, model.get_output_embeddings(), model.training
+    hooks = [
+        body.register_forward_hook(lambda _module, _inputs, output: hidden.append(output.last_hidden_state)),
+        head.register_forward_hook(lambda _module, inputs, output: logits.append((inputs[0], output))),
+    ]
+    device = next(model.parameters()).device
+    tokens = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            output = model.eval()(input_ids=tokens, use_cache=False).logits
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return (
+        len(hidden) == len(logits) == 1
+        and torch.equal(hidden[0], logits[0][0])
+        and torch.equal(output, logits[0][1].to(output.dtype))
+    )
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -239,19 +222,19 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     model.disable_input_require_grads()
 
 
-def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor], Tensor]:
+def compiled_loss(model: PreTrainedModel, *, chunked: bool, is_split: bool) -> Callable[[Tensor], Tensor]:
     """Return :func:`loss_sum` of this model as a compiled function of the tokens alone.
 
-    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``. The head is compiled with the
-    loss. Everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for 80.
-    The steps are as fast as with one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md).
+    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``. With ``is_split`` the head is
+    compiled with the loss; see :func:`ends_in_head`. Everything else runs eagerly. All layers share one graph, so the first step
+    costs the same for 8 layers as for 80. The steps are as fast as with one graph for the whole model (measured: llama-8m in
+    bfloat16, RESULTS.md).
 
     Cost: the first call compiles. The first call with another shape compiles again (from then on shapes are dynamic), and
     the first call without gradients does too.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    is_split = not chunked and can_chunk(model)  # before the layers compile: it may run them
     sharded = fsdp_modules(model)
     options: Any = COMPILE_OPTIONS if linears_of(model) is not None else None
     for module in model.modules():
@@ -262,7 +245,7 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
             module.forward = torch.compile(module.forward, fullgraph=True, options=options)
         else:
             module.compile(fullgraph=True, options=options)
-    if not is_split:
+    if chunked or not is_split:
         return lambda tokens: loss_sum(model, tokens, chunked=chunked)
     head = model.get_output_embeddings()
     head_loss = torch.compile(lambda hidden, targets: _cross_entropy(head(hidden), targets), fullgraph=True)

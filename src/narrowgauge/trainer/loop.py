@@ -58,10 +58,11 @@ def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | 
     with _shown(config, screen) as shown:
         # Before the data are prepared, which may take long.
         weights = ranks.of_first(lambda: language_model.require_initial_weights(config.model))
-        data = _opened_by_all(lambda: prepare_tokens(config, shown.stage), config)
+        shown.stage("preparing the data")
+        data = _opened_by_all(lambda: prepare_tokens(config), config)
         data.require(config.sequence_length)
         shown.stage("building the model")
-        session = build(config, folder, data, weights)
+        session = build(config, folder, data)
         with first_writer(folder, lambda: RunWriter.create(folder, describe(session))) as writer:
             if ranks.is_first and data.tokenizer_path is not None:
                 with disk_errors(folder, AGAIN):
@@ -105,7 +106,7 @@ def resume(
     config = TrainConfig.from_dict(settings, str(folder / "run.toml"))
     config.require_agreement()
     with first_writer(folder, lambda: RunWriter.open(folder)) as writer, _shown(config, screen) as shown:
-        data = _opened_by_all(lambda: data_of_run(run, config, shown.stage), config)
+        data = _opened_by_all(lambda: data_of_run(run, config), config)
         shown.stage("building the model")
         session = build(config, folder, data)
         events: list[Event] = []
@@ -157,14 +158,10 @@ def _shown(config: TrainConfig, screen: Screen | None) -> Any:
 
 def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Dataset:
     """Open the data on rank 0, which may tokenize text. Then open it on the others."""
-    opened: list[Dataset] = []
-
-    def open_here() -> str:
-        opened.append(open_first())
-        return str(opened[0].folder)
-
-    folder = all_ranks().of_first(open_here)
-    return opened[0] if opened else open_data(folder, config.held_out, config.seed)
+    ranks = all_ranks()
+    data = ranks.together(lambda: open_first() if ranks.is_first else None)
+    folder = ranks.gather(data and str(data.folder))[0]
+    return data or open_data(str(folder), config.held_out, config.seed)
 
 
 def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | None) -> None:

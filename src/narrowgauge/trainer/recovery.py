@@ -28,7 +28,7 @@ from narrowgauge.gauges.recording.step_row import FailedSteps, is_rescaled, symp
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.step import differentiated
+from narrowgauge.trainer.step import differentiated, unsampled
 
 REPLAYS = 3
 """Failed steps per process that are replayed. A replay takes as long as some steps, and the first shows most."""
@@ -122,8 +122,7 @@ class Recovery:
             "to_step": to,
             "batches": row["step"] - to,
         }
-        event |= {name: spike[name] for name in ("value", "threshold") if name in spike}
-        self.reporter.event(event, shown=True)
+        self.reporter.event(event | {name: spike[name] for name in ("value", "threshold") if name in spike}, shown=True)
         session.skipped = skipped_batches(self.reporter.go_back(to).events)
         session.restore(lambda path, reason: None)
         session.fingerprints.last = None  # of the step that was undone
@@ -145,8 +144,6 @@ def replay_last_step(session: Session, loss_scale: float, say: Callable[[str], o
     Returns:
         The rank at fault, and its result. Both are the same on every rank.
     """
-    gauges, linears = session.gauges, session.linears
-    was_sampling, linears_step = gauges is not None and gauges.sampling, 0 if linears is None else linears.step
     losses: list[torch.Tensor] = []
 
     def step() -> torch.Tensor:
@@ -154,29 +151,20 @@ def replay_last_step(session: Session, loss_scale: float, say: Callable[[str], o
         losses.extend(differentiated(session, lambda loss: loss * loss_scale))
         return torch.stack(losses).sum()
 
+    linears_step = 0 if session.linears is None else session.linears.step
     session.step -= 1
     try:
-        if gauges is not None:
-            gauges.sampling = False
-        result = replay(session.model, step, say=say, agree=lambda has_found: any(session.here.gather(has_found)))
+        with unsampled(session.gauges):
+            result = replay(session.model, step, say=say, agree=lambda has_found: any(session.here.gather(has_found)))
     finally:
         session.step += 1
         session.reshard()
-        if linears is not None:
-            linears.step = linears_step
-        if gauges is not None:
-            gauges.sampling = was_sampling
+        if session.linears is not None:
+            session.linears.step = linears_step
 
     is_finite = all(math.isfinite(float(loss)) for loss in losses)
-    results = session.here.gather((is_finite, result))
-
-    def innocence(rank: int) -> tuple[bool, bool, bool]:
-        """Order the ranks. A sum carries one rank's bad gradient to all, so the rank whose own step failed is first."""
-        is_finite, result = results[rank]
-        if result.bad is None:
-            return True, is_finite, not result.found
-        # No module of the model makes a bad value that arrives in a sum.
-        return False, is_finite, not result.bad.module
-
-    rank = min(range(len(results)), key=innocence)
-    return rank, results[rank][1]
+    # A sum carries one rank's bad gradient to all. So prefer a rank whose own loss failed, and a value made in a module.
+    is_elsewhere = not (result.found if result.bad is None else result.bad.module)
+    results = session.here.gather((result.bad is None, is_finite, is_elsewhere, result))
+    rank = min(range(len(results)), key=lambda rank: results[rank][:3])
+    return rank, results[rank][3]

@@ -1,10 +1,10 @@
-"""Recompute the gradients of a run's step, leaving out one place of rounding at a time: find the cost of each rounding.
+"""Recompute the gradients of a run's step in float32, with one place of rounding at a time: find the cost of each rounding.
 
-The model computes in float32 throughout. The recipe rounds the output of a matmul, a norm or a sum of the residual stream,
-and the gradients in backward. At these places the value is rounded to the recipe's dtype and kept in float32. So each place can
-be left out alone. Sums inside a kernel stay float32, as in the recipe's kernels. A module's class decides what is rounded
-in it: a linear layer, a norm or an attention. Everything else is the residual stream. The three matmuls of a low-precision
-linear layer use the layer's own casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales.
+A float32 copy of the model takes the step with the stored weights: the exact step. Then each place of the recipe's rounding is
+put in alone, and at last all together. A module computes in float32, or in the recipe's dtype if its place is put in. Values are
+cast where they pass from one module to another. The three matmuls of a low-precision linear layer use the layer's own casts
+(:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales. A module's class decides its place: a linear
+layer, a norm or an attention. Everything else is the residual stream.
 
 ``ng.audit`` measures the storage's losses of an update.
 """
@@ -20,12 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from narrowgauge.checkpoints.saving import latest_checkpoint
@@ -42,28 +41,27 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.language_model import loss_sum
 from narrowgauge.trainer.recovery import skipped_batches
 from narrowgauge.trainer.session import Session, build, data_of_run
 from narrowgauge.trainer.step import differentiate, losses, train_step
 
 PLACES: dict[str, str] = {
-    "inputs": "linear layers take their inputs uncast, in all their matmuls",
-    "weights": "all layers take the stored weights uncast and uncut",
-    "output-gradients": "linear layers take gradients of their outputs uncast",
-    "linear-outputs": "the outputs of linear layers are not rounded",
-    "attention": "rotary embedding, softmax and products of attention are not rounded",
-    "norms": "the outputs of norms are not rounded",
-    "residual": "the residual stream and products of gates are not rounded",
-    "logits": "the head's logits are not rounded",
-    "own-casts": "casts that the model's own code makes are left out",
-    "activation-gradients": "gradients between layers are not rounded",
-    "weight-gradients": "gradients of weights are neither rounded nor added up in the format of their weights",
-    "accumulation": "gradients of micro-batches are summed in float32",
+    "inputs": "linear layers cast their inputs, in all their matmuls",
+    "weights": "all layers take the rounded weights, and linear layers cast them",
+    "output-gradients": "linear layers cast the gradients of their outputs",
+    "linear-outputs": "outputs of linear layers are rounded, and the gradients that reach them",
+    "attention": "attention computes rotary embedding, softmax and products in the recipe's dtype",
+    "norms": "outputs of norms are rounded, and the gradients that reach them",
+    "residual": "the residual stream and products of gates have the recipe's dtype",
+    "logits": "the head's logits are rounded, and their gradients",
+    "weight-gradients": "gradients of weights are rounded to the format of their weights",
+    "accumulation": "gradients of micro-batches are summed in bfloat16",
 }
-"""The places of a step's rounding, each with the effect of leaving it out."""
+"""The places of a step's rounding, each with what it does alone."""
 VARIANTS: dict[str, str] = {
-    "run": "nothing: the run's own kernels",
-    "emulated": "nothing: every rounding of the recipe, with sums in float32",
+    "run": "the run's own kernels",
+    "all": "all places together, with sums in float32",
     **PLACES,
 }
 _CAST_AT = {"input": "inputs", "weight": "weights", "gradient": "output-gradients"}
@@ -77,17 +75,20 @@ _OF_ONE_PROCESS: dict[str, Any] = {
 """Settings that change no bit of an eager step on one process."""
 
 Tensors = dict[str, Tensor]
+Result = tuple[float, Tensors]
+"""The mean loss of a step, and its gradients, unclipped and at loss scale 1."""
 
 
 @dataclass(frozen=True)
 class RoundingPlaces:
-    """The gradients of a step with roundings left out, compared with the float32 gradients.
+    """The gradients of a step with its roundings, compared with the float32 gradients.
 
     Args:
         started: the step of the checkpoint from which the steps were repeated; 0 for the initial weights.
         mismatch: a sentence about the first difference between the repeated steps and the record; empty without one.
-        rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``removes``, the
-            fraction of the emulated gradient's squared difference that leaving the place out removes; ``None`` if not finite.
+        rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``share``, the
+            squared difference of the gradient over that of ``all``. ``None`` if not finite. Places without rounding are left
+            out.
     """
 
     step: int
@@ -99,18 +100,17 @@ class RoundingPlaces:
         """Return the variants as a table."""
         columns = (
             *name_columns(variant="name"),
-            *number_columns(loss="loss", gradient="gradient", removes="removes"),
-            *text_columns(what_is_changed="changed"),
-        )
-        title = (
-            "Relative differences to float32, and the share of the squared difference that leaving a place out removes"
+            *number_columns(loss="loss", gradient="gradient", share="share"),
+            *text_columns(what_is_rounded="rounded"),
         )
         rows = [
             {name: value if value is None else float(f"{value:.3g}") for name, value in row.items() if name != "name"}
-            | {"name": row["name"], "changed": VARIANTS[row["name"]]}
+            | {"name": row["name"], "rounded": VARIANTS[row["name"]]}
             for row in self.rows
         ]
-        return Table(columns, rows, title)
+        return Table(
+            columns, rows, "Relative differences to float32, and the share of the squared difference of all places"
+        )
 
     def __str__(self) -> str:
         since = f"checkpoint {self.started}" if self.started else "the initial weights"
@@ -124,7 +124,7 @@ def rounding_places(
     *,
     say: Callable[[str], object] = lambda line: None,
 ) -> RoundingPlaces:
-    """Recompute the gradients of a run's step in float32, and with each place of their rounding left out alone.
+    """Recompute the gradients of a run's step in float32, and with each place of their rounding alone.
 
     Nothing in the run folder changes, not even a lock. The model is not compiled.
 
@@ -137,7 +137,7 @@ def rounding_places(
     Raises:
         RecordError: the run or step is missing, or its data, model or checkpoint cannot be used.
 
-    Cost: the steps since the nearest checkpoint, then about fifteen eager passes in float32; memory for two models.
+    Cost: the steps since the nearest checkpoint, then a dozen eager passes in float32; memory for two models.
     Example: ``print(narrowgauge.rounding_places("runs/first", 28))``
     """
     run = require_step(Path(folder), step)
@@ -159,9 +159,10 @@ def rounding_places(
         say(f"Repeating the run up to step {step}.")
         while session.step < step - 1:
             row = recorded.get(session.step + 1, {})
-            judgement: Any = _RecordedJudgement(row) if config.on_spike != "report" else None
-            mismatch = mismatch or _mismatch(row, train_step(session, judgement))
-        say("Computing the step in float32, and with each place of rounding left out.")
+            is_left_out = "spike" in row and bool(row.get("skipped"))
+            session.optimizer.skip_above = -1.0 if is_left_out else math.inf
+            mismatch = mismatch or _mismatch(row, train_step(session))
+        say("Computing the step in float32, and with each place of rounding alone.")
         wide = dataclasses.replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
         plain = build(wide, Path(temporary), data)
         rows, loss = _compare(_Step(session, plain))
@@ -187,19 +188,6 @@ def require_step(folder: Path, step: int) -> Run:
     return run
 
 
-class _RecordedJudgement:
-    """Skip the update of a step that the run skipped as a spike. Replaces the trainer's judgement."""
-
-    def __init__(self, row: Row) -> None:
-        self.is_left_out = "spike" in row and bool(row.get("skipped"))
-
-    def judge_loss(self, value: float) -> float:
-        return -1.0 if self.is_left_out else math.inf
-
-    def judge_norm(self, value: float | None) -> None:
-        return None
-
-
 def _mismatch(recorded: Row, row: Row) -> str:
     for name in _COLUMNS:
         if name in recorded and name in row and repr(recorded[name]) != repr(row[name]):  # NaN equals NaN
@@ -221,116 +209,197 @@ def _threads_of(run: Run) -> Iterator[None]:
 # ── the variants ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Gradients(NamedTuple):
-    """The gradients of a step, unclipped and at loss scale 1, and its mean loss."""
-
-    loss: float
-    tensors: Tensors
-
-
 def _compare(step: _Step) -> tuple[list[Row], float]:
     """Return the rows of all variants and the run's loss. The run's own pass is last, as it advances delayed scales."""
-    wide, emulated = step.gradients(PLACES), step.gradients(())
-    rows = [_row("emulated", emulated, wide)]
-    for name in PLACES:
-        if name in step.emulation.seen:
-            row = _row(name, step.gradients((name,)), wide)
-            left, whole = row["gradient"], rows[0]["gradient"]
-            # Roundings of different places add up in squares.
-            rows.append({**row, "removes": 1.0 - (left / whole) ** 2} if left is not None and whole else row)
+    exact = step.gradients(())
+    every = _row("all", step.gradients(PLACES), exact)
+    rows = [row for name in PLACES if (row := _row(name, step.gradients((name,)), exact))["gradient"] != 0.0]
+    for row in rows:
+        if row["gradient"] is not None and every["gradient"]:
+            row["share"] = (row["gradient"] / every["gradient"]) ** 2  # roundings of different places add up in squares
     run = step.gradients_of_run()
-    return [_row("run", run, wide), *rows], run.loss
+    return [_row("run", run, exact), every, *rows], run[0]
 
 
-def _row(name: str, gradients: _Gradients, wide: _Gradients) -> Row:
-    loss = abs(gradients.loss - wide.loss) / max(abs(wide.loss), 1e-30)
-    gradient = _difference(gradients.tensors, wide.tensors)
+def _row(name: str, result: Result, exact: Result) -> Row:
+    loss = abs(result[0] - exact[0]) / max(abs(exact[0]), 1e-30)
+    gradient = _difference(result[1], exact[1])
     is_finite = math.isfinite(loss) and math.isfinite(gradient)
-    return {
-        "name": name,
-        "loss": loss if is_finite else None,
-        "gradient": gradient if is_finite else None,
-        "removes": None,
-    }
+    differences = {"loss": loss, "gradient": gradient} if is_finite else dict.fromkeys(("loss", "gradient"))
+    return {"name": name, **differences, "share": None}
 
 
 def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the norm of the difference of two sets over the norm of the second, in float64; 0 for two zeros."""
     off = sum(float((tensors[name].double() - x.double()).square().sum()) for name, x in expected.items())
-    whole = sum(float(x.double().square().sum()) for x in expected.values())
-    return (off / whole) ** 0.5 if whole else float(off > 0)
+    total = sum(float(x.double().square().sum()) for x in expected.values())
+    return (off / total) ** 0.5 if total else float(off > 0)
 
 
 class _Step:
-    """Computes the gradients of the next step of a session."""
+    """Computes the gradients of the next step of a session, in the float32 model of ``plain``.
+
+    Attributes:
+        rounded: the places that round now.
+        dtype: the dtype of the recipe; ``None`` if it is float32.
+        is_autocast: the residual stream and norms stay in float32, as under autocast.
+        own_dtypes: the dtypes of the modules that are running, the innermost last.
+    """
 
     def __init__(self, session: Session, plain: Session) -> None:
         self.session, self.plain = session, plain
-        self.emulation = _Emulation(plain, session)
-        scaler, optimizer = session.optimizer.loss_scaler, session.optimizer
+        recipe, optimizer, scaler = session.config.recipe, session.optimizer, session.optimizer.loss_scaler
         self.scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
         self.named: Tensors = dict(session.model.named_parameters())
         trained = optimizer.parameter_names()
-        self.stored = {name: optimizer.stored(p) for name, p in self.named.items() if p in trained}
         self.visible = {name: p.detach().float().clone() for name, p in self.named.items()}
+        self.stored = self.visible | {name: optimizer.stored(p) for name, p in self.named.items() if p in trained}
+        self.rounded: frozenset[str] = frozenset()
+        self.dtype: torch.dtype | None = None if recipe.dtype == "float32" else getattr(torch, recipe.dtype)
+        self.is_autocast = recipe.storage.visible == "float32"
+        self.own_dtypes: list[torch.dtype] = []
 
-    def gradients_of_run(self) -> _Gradients:
+    def gradients_of_run(self) -> Result:
         """Compute the gradients as the run does."""
         loss = float(differentiate(self.session))
         tensors = {n: p.grad.detach().float() / self.scale for n, p in self.named.items() if p.grad is not None}
         self.session.optimizer.zero_grad(set_to_none=True)
-        return _Gradients(loss, tensors)
+        return loss, tensors
 
-    def gradients(self, wide: Collection[str]) -> _Gradients:
-        """Compute the gradients with the roundings at all places but ``wide`` emulated."""
-        session, emulation = self.session, self.emulation
-        emulation.wide = frozenset(wide)
-        self._set_weights("weights" in wide)
-        total: Tensors = {}
-        loss = 0.0
-        for _, share in losses(session, emulation.loss):
-            (share * self.scale).backward()
-            loss += float(share.detach())
-            for name, parameter in self.plain.model.named_parameters():
-                if parameter.grad is not None:
-                    gradient, parameter.grad = self._held(parameter.grad, name), None
-                    total[name] = self._sum(total[name], gradient, name) if name in total else gradient
-        return _Gradients(loss, {name: self._held(gradient, name) / self.scale for name, gradient in total.items()})
-
-    def _set_weights(self, is_stored: bool) -> None:
-        values = self.visible | (self.stored if is_stored else {})
+    def gradients(self, rounded: Collection[str]) -> Result:
+        """Compute the gradients with rounding at these places alone."""
+        self.rounded = frozenset(rounded)
+        values = self.visible if "weights" in rounded else self.stored
         with torch.no_grad():
             for name, parameter in self.plain.model.named_parameters():
                 parameter.copy_(values[name])
-        if any(bool((self.visible[name] != self.stored[name]).any()) for name in self.stored):
-            self.emulation.seen.add("weights")
+        total: Tensors = {}
+        loss = 0.0
+        with self._attached():
+            for _, share in losses(self.session, lambda tokens: loss_sum(self.plain.model, tokens, chunked=False)):
+                (share * self.scale).backward()
+                loss += float(share.detach())
+                for name, parameter in self.plain.model.named_parameters():
+                    if parameter.grad is not None:
+                        gradient, parameter.grad = self._stored_gradient(parameter.grad, name), None
+                        total[name] = self._sum(total[name], gradient, name) if name in total else gradient
+        return loss, {name: self._stored_gradient(gradient, name) / self.scale for name, gradient in total.items()}
 
-    def _held(self, gradient: Tensor, name: str) -> Tensor:
+    def _stored_gradient(self, gradient: Tensor, name: str) -> Tensor:
         """Round a gradient to the format in which the run's parameter holds it."""
-        dtype = self.named[name].dtype
-        if dtype is torch.float32:
-            return gradient
-        self.emulation.seen.add("weight-gradients")
-        return gradient if "weight-gradients" in self.emulation.wide else _rounded(gradient, dtype)
+        return gradient.to(self.named[name].dtype).float() if "weight-gradients" in self.rounded else gradient
 
     def _sum(self, total: Tensor, gradient: Tensor, name: str) -> Tensor:
         """Add two micro-batches' gradients as the run does."""
         is_narrow = self.session.config.accumulation_dtype == "bfloat16" and self.named[name].element_size() == 2
-        if is_narrow:
-            self.emulation.seen.add("accumulation")
-        is_rounded = is_narrow and "accumulation" not in self.emulation.wide
-        return _rounded(total + gradient, torch.bfloat16 if is_rounded else None)
+        total = total + gradient
+        return total.bfloat16().float() if is_narrow and "accumulation" in self.rounded else total
+
+    # ── the forward pass ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def dtype_at(self, place: str) -> torch.dtype:
+        """Return the dtype of a place: float32 unless it rounds now."""
+        is_wide = self.is_autocast and place in ("norms", "residual")
+        return self.dtype if place in self.rounded and not is_wide and self.dtype is not None else torch.float32
+
+    @contextmanager
+    def _attached(self) -> Iterator[None]:
+        """Cast values where they enter and leave a module, and compute linear layers and embeddings as the recipe does."""
+        undo: list[Callable[[], Any]] = []
+        kept_modules: list[str] = []
+        head = self.plain.model.get_output_embeddings()
+        for name, module in self.plain.model.named_modules():
+            if any(name.startswith(f"{outer}.") for outer in kept_modules):
+                continue
+            place = _place_of(module, head)
+            if name and self.session.config.recipe.keeps(name):
+                kept_modules.append(name)
+                place = ""
+            forward = {"linear-outputs": self._linear, "logits": self._linear, "embedding": self._embedding}.get(place)
+            if forward is not None and "forward" not in vars(module):
+                module.forward = partial(forward, name, module)
+                undo.append(partial(delattr, module, "forward"))
+            # Norms and matmuls compute in float32 and round their outputs.
+            own_dtype = self.dtype_at(place) if place in ("attention", "residual") else torch.float32
+            undo += [
+                module.register_forward_pre_hook(partial(self._enter, own_dtype), with_kwargs=True).remove,
+                module.register_forward_hook(partial(self._leave, self.dtype_at(place))).remove,
+            ]
+        try:
+            yield
+        finally:
+            self.own_dtypes.clear()
+            for remove in reversed(undo):
+                remove()
+
+    def _enter(self, own_dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.own_dtypes.append(own_dtype)
+        return _cast((args, kwargs), own_dtype)
+
+    def _leave(self, rounded: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+        self.own_dtypes.pop()
+        return _cast(_cast(output, rounded), self.own_dtypes[-1] if self.own_dtypes else torch.float32)
+
+    def _embedding(self, name: str, module: Any, ids: Tensor) -> Tensor:
+        """Look up rows. Their gradient is added up in the format of the weight, token by token."""
+        weight, dtype = module.weight, self._dtype_of(name)
+        rows = F.embedding(ids, weight, module.padding_idx)
+        if dtype is torch.float32 or "weight-gradients" not in self.rounded:
+            return rows
+        narrow = F.embedding(ids, weight.to(dtype), module.padding_idx).float()
+        return narrow + (rows - narrow).detach()
+
+    def _linear(self, name: str, module: Any, x: Tensor) -> Tensor:
+        """Compute a linear layer as the recipe does."""
+        layers = {} if self.session.linears is None else self.session.linears.layers
+        layer, weight, dtype = layers.get(name), module.weight, self._dtype_of(name)
+        if "weight-gradients" in self.rounded:
+            # Round the gradient as it arrives, before the gradients of the weight's other uses are added.
+            weight = weight.view_as(weight)
+            weight.register_hook(lambda gradient: gradient.to(dtype).float())
+        weight = weight.t() if is_transposed(module) else weight
+        if isinstance(layer, Linear) and not layer.compute.is_wide:
+            casts = _Casts(layer, self.rounded, x.shape[-2] if x.ndim > 2 else 1)
+            product: Any = _Product
+            y: Tensor = product.apply(x.reshape(-1, x.shape[-1]), weight, module.bias, casts)
+            return y.view(*x.shape[:-1], -1)
+        if self.is_autocast:
+            x, weight = (
+                _cast(_cast(t, self.dtype_at(p)), torch.float32) for t, p in ((x, "inputs"), (weight, "weights"))
+            )
+        return F.linear(x, weight, module.bias)
+
+    def _dtype_of(self, module: str) -> torch.dtype:
+        """Return the dtype of a module's weight in the run. A tied weight has its first name."""
+        layer: Any = self.session.model.get_submodule(module)
+        dtype: torch.dtype = layer.weight.dtype
+        return dtype
 
 
-# ── a narrow layer with some of its casts left out ──────────────────────────────────────────────────────────────────
+def _place_of(module: nn.Module, head: nn.Module) -> str:
+    """Return the place of a module's own operations, or of its output."""
+    kind = type(module).__name__.lower()
+    if is_linear(module):
+        return "logits" if module is head else "linear-outputs"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "norms" if "norm" in kind else "attention" if "attention" in kind or "rotary" in kind else "residual"
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Cast all floating tensors in nested values."""
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
+
+
+# ── a narrow layer with some of its casts ───────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, eq=False)
 class _Casts:
-    """The casts of one layer, except at the ``wide`` places. ``length`` is the tokens of a sequence."""
+    """The casts of one layer at the ``rounded`` places. ``length`` is the tokens of a sequence."""
 
     layer: Linear
-    wide: Collection[str]
+    rounded: Collection[str]
     length: int
 
     def product(self, matmul: str, left: Tensor, right: Tensor) -> Tensor:
@@ -350,7 +419,7 @@ class _Casts:
         """Return the operand that the layer casts; ``None`` where nothing is cast."""
         compute = self.layer.compute
         cast_slot = compute.cast_slots[slot]
-        if _CAST_AT[SLOTS[slot].tensor] in self.wide or compute.casts[cast_slot].is_wide:
+        if _CAST_AT[SLOTS[slot].tensor] not in self.rounded or compute.casts[cast_slot].is_wide:
             return None
         history = self.layer.amax_history
         if SLOTS[slot].tensor == "input" and self.layer.scale_owner:
@@ -395,206 +464,3 @@ class _Product(torch.autograd.Function):
         by_input = ctx.casts.product("grad_input", grad, weight)
         by_weight = ctx.casts.product("grad_weight", grad, x)
         return by_input, by_weight, grad.sum(0) if ctx.has_bias else None, None
-
-
-# ── the forward and backward pass ───────────────────────────────────────────────────────────────────────────────────
-
-_MOVES = frozenset((
-    "view", "reshape", "transpose", "permute", "contiguous", "clone", "cat", "stack", "expand", "repeat",
-    "repeat_interleave", "split", "chunk", "unbind", "squeeze", "unsqueeze", "flatten", "unflatten", "__getitem__",
-    "index_select", "detach", "to", "float", "type_as", "masked_fill", "where", "narrow", "t", "movedim", "swapaxes",
-    "__get__", "neg", "__neg__", "abs", "relu", "embedding", "roll", "flip", "dropout", "apply",
-))  # fmt: skip
-"""Functions that only move values: nothing is rounded."""
-_INSIDE_NORM = "inside a norm"
-_ATTENTION = "scaled_dot_product_attention"
-_AUTOCAST = frozenset((_ATTENTION, "matmul", "__matmul__", "bmm", "baddbmm"))
-"""Functions that autocast computes in 16 bits even if everything between them is float32."""
-_CASTS = frozenset(("to", "type", "half", "bfloat16"))
-_DTYPE_OF = {"half": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def _rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x.clone() if dtype is None else x.to(dtype).to(x.dtype)
-
-
-class _Rounded(torch.autograd.Function):
-    """Round a value to one format, and its gradient to another. ``None`` rounds nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to: torch.dtype | None, back: torch.dtype | None) -> Tensor:
-        ctx.back = back
-        return _rounded(x, to)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _rounded(grads[0], ctx.back), None, None
-
-
-class _LookedUp(torch.autograd.Function):
-    """Look up rows of a weight. Their gradients are added up in a format."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, dtype: torch.dtype | None) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.others = weight.shape[0], -1 if padding is None else padding, dtype
-        return weight[ids]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (ids,), (count, padding, dtype), grad = ctx.saved_tensors, ctx.others, grads[0]
-        narrow = grad if dtype is None else grad.to(dtype)
-        by_weight = torch.ops.aten.embedding_dense_backward(narrow, ids, count, padding, False)
-        return by_weight.to(grad.dtype), None, None, None
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
-    """Apply one of our functions, hidden from the mode."""
-    with torch._C.DisableTorchFunction():
-        return cast(Tensor, function.apply(*arguments))
-
-
-class _Emulation(TorchFunctionMode):
-    """Round the result of every operation of a float32 model where a session's recipe rounds.
-
-    Attributes:
-        wide: the places without rounding.
-        seen: the places with some rounding.
-    """
-
-    def __init__(self, plain: Session, session: Session) -> None:
-        super().__init__()
-        self.plain, self.session = plain, session
-        recipe = session.config.recipe
-        self.wide: frozenset[str] = frozenset()
-        self.seen: set[str] = set()
-        self.dtype = None if recipe.dtype == "float32" else cast(torch.dtype, getattr(torch, recipe.dtype))
-        self.stream = None if recipe.storage.visible == "float32" else self.dtype  # autocast leaves it in float32
-        self._places: list[str | None] = []
-        self._norm_input: Any = None
-        self._dtypes = {name: p.dtype for name, p in session.model.named_parameters(remove_duplicate=False)}
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Return the summed loss of a micro-batch, to be differentiated."""
-        self._places.clear()
-        with self._attached(), self:
-            return self.plain.loss(tokens)
-
-    def round(self, x: Tensor, place: str, dtype: torch.dtype | None) -> Tensor:
-        """Round a value and its gradient as the recipe does at a place."""
-        if dtype is None:
-            return x
-        self.seen |= {place, "activation-gradients"}
-        to = None if place in self.wide else dtype
-        return _apply(_Rounded, x, to, None if "activation-gradients" in self.wide else dtype)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        place = self._places[-1] if self._places else None
-        if name in _CASTS and args and _is_value(args[0]):
-            dtypes = [x for x in (_DTYPE_OF.get(name), kwargs.get("dtype"), *args[1:]) if isinstance(x, torch.dtype)]
-            if dtypes and dtypes[0].is_floating_point and dtypes[0].itemsize < 4:  # a cast in the model's own code
-                self.seen.add("own-casts")
-                return args[0] if "own-casts" in self.wide else _apply(_Rounded, args[0], dtypes[0], dtypes[0])
-        if name == _ATTENTION and self.dtype is not None and "attention" not in self.wide:
-            # The kernel itself, since it rounds inside: attention weights before they multiply the values, and in backward.
-            self.seen.add("attention")
-            args, kwargs = tree_map(lambda x: x.to(self.dtype) if _is_value(x) else x, (args, kwargs))
-            return func(*args, **kwargs).float()
-        result = func(*args, **kwargs)
-        if place == _INSIDE_NORM:
-            # Norms compute in float32, and convert back before their weight multiplies.
-            is_back = name == "to" and args[0] is not self._norm_input and _is_value(result) and self.stream is not None
-            return self.round(result, "norms", self.stream) if is_back else result
-        dtype = self.dtype if name in _AUTOCAST else self.stream
-        if place is None or dtype is None or name in _MOVES or (name.endswith("_") and not name.endswith("__")):
-            return result
-        return tree_map(lambda x: self.round(x, place, dtype) if _is_value(x) and x.requires_grad else x, result)
-
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        undo: list[Callable[[], Any]] = []
-        keeps = self.session.config.recipe.keeps
-        wide_modules: list[str] = []
-        for name, module in self.plain.model.named_modules():
-            if any(name.startswith(f"{outer}.") for outer in wide_modules):
-                continue
-            if is_wide := bool(name) and keeps(name):
-                wide_modules.append(name)
-            forward = self._linear if is_linear(module) else self._embedding if type(module) is nn.Embedding else None
-            if forward is not None and not is_wide and "forward" not in vars(module):
-                module.forward = partial(forward, name, module)
-                undo.append(partial(delattr, module, "forward"))
-            inside, after = (None, "residual") if is_wide else _places_of(module)
-            undo += [
-                module.register_forward_pre_hook(partial(self._enter, inside)).remove,
-                module.register_forward_hook(partial(self._leave, after)).remove,
-            ]
-        try:
-            yield
-        finally:
-            for remove in reversed(undo):
-                remove()
-
-    def _enter(self, inside: str | None, module: nn.Module, args: Any) -> None:
-        self._places.append(inside)
-        if inside == _INSIDE_NORM:
-            self._norm_input = args[0] if args else None
-
-    def _leave(self, after: str | None, module: nn.Module, args: Any, output: Any) -> Any:
-        self._places.pop()
-        if after is None or self.stream is None:
-            return output
-        return tree_map(lambda x: self.round(x, after, self.stream) if _is_value(x) else x, output)
-
-    def _gradient_dtype(self, name: str) -> torch.dtype | None:
-        """Return the format that stores the gradient of a module's weight; ``None`` without rounding."""
-        dtype = self._dtypes[f"{name}.weight"]
-        if dtype is torch.float32:
-            return None
-        self.seen.add("weight-gradients")
-        return None if "weight-gradients" in self.wide else dtype
-
-    def _embedding(self, name: str, module: Any, ids: Tensor) -> Tensor:
-        """Look up rows. Their gradient is added up in the format of the weight, token by token."""
-        y = _apply(_LookedUp, module.weight, ids, module.padding_idx, self._gradient_dtype(name))
-        return self.round(y, "residual", self.stream)
-
-    def _linear(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Compute a linear layer as the recipe does."""
-        layers = {} if self.session.linears is None else self.session.linears.layers
-        layer, dtype, weight = layers.get(name), self._gradient_dtype(name), module.weight
-        if dtype is not None:
-            # Round the gradient as it arrives, before the gradients of the weight's other uses are added.
-            weight = _apply(_Rounded, weight, None, dtype)
-        weight = weight.t() if is_transposed(module) else weight
-        if isinstance(layer, Linear) and not layer.compute.is_wide:
-            self.seen |= set(_CAST_AT.values())
-            rows = x.reshape(-1, x.shape[-1])
-            casts = _Casts(layer, self.wide, x.shape[-2] if x.ndim > 2 else 1)
-            y = _apply(_Product, rows, weight, module.bias, casts)
-            with torch._C.DisableTorchFunction():
-                y = y.view(*x.shape[:-1], -1)
-        else:
-            if self.stream is None:  # autocast
-                x, weight = self.round(x, "inputs", self.dtype), self.round(weight, "weights", self.dtype)
-            with torch._C.DisableTorchFunction():
-                y = F.linear(x, weight, module.bias)
-        is_head = module is self.plain.model.get_output_embeddings()
-        return self.round(y, "logits" if is_head else "linear-outputs", self.dtype)
-
-
-def _places_of(module: nn.Module) -> tuple[str | None, str | None]:
-    """Return the place of a module's own operations, and the place of its output; ``None`` without rounding."""
-    kind = type(module).__name__.lower()
-    if is_linear(module) or isinstance(module, nn.Embedding):
-        return None, None
-    if "norm" in kind:
-        return _INSIDE_NORM, "norms"
-    if "rotary" in kind:
-        return None, "attention"
-    return ("attention", None) if "attention" in kind else ("residual", None)
-
-
-def _is_value(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype is torch.float32

@@ -32,6 +32,7 @@ from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.gauges.recording.step_row import StepReader, WatchedOptimizer, batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
+from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.metrics import UPDATE_SUMS
@@ -236,12 +237,9 @@ class Session:
         return settings
 
 
-def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Path | None = None) -> Session:
-    """Build a session at step 0, with the settings filled in for the model.
-
-    ``initial_weights`` is the file of the initial weights, if already known.
-    """
-    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed, weights=initial_weights)
+def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
+    """Build a session at step 0, with the settings filled in for the model."""
+    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     config = config.filled(language_model.num_parameters(model))
     config.require_compiler()
     assert config.lr is not None
@@ -251,8 +249,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
-    if config.compile or model.config.vocab_size >= language_model.LARGE_VOCABULARY:
-        language_model.ends_in_head(model)  # before its layers become narrow or shards
+    is_large = model.config.vocab_size >= language_model.LARGE_VOCABULARY
+    is_split = (config.compile or is_large) and language_model.ends_in_head(model)
     here = all_ranks()
     config.require_ranks(here.size)
     mesh = make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas) if here.size > 1 else None
@@ -295,26 +293,25 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
         from narrowgauge.transforms.unit_scaling import fix_batch
 
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
-    loss, linears = _loss(model, config), linears_of(model)
+    is_split = is_split and has_plain_product(model.get_output_embeddings())
+    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
+    loss = _loss(model, config, is_split and is_large and not config.recipe.keep, is_split)
+    linears = linears_of(model)
     return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here)
 
 
-def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool, is_split: bool) -> Callable[[Tensor], Tensor]:
     """Return the summed loss of a batch in the recipe's compute, compiled or not."""
-    recipe = config.recipe
-    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
-    large = model.config.vocab_size >= language_model.LARGE_VOCABULARY and not recipe.keep
-    chunked = large and language_model.can_chunk(model)
     summed: Callable[[Tensor], Tensor]
     if config.compile:
-        summed = language_model.compiled_loss(model, chunked=chunked)
+        summed = language_model.compiled_loss(model, chunked=chunked, is_split=is_split)
     else:
         summed = partial(language_model.loss_sum, model, chunked=chunked)
     if fsdp_modules(model):
         summed = through_root(model, summed)
 
     def scoped(tokens: Tensor) -> Tensor:
-        with compute_scope(recipe, tokens.device):
+        with compute_scope(config.recipe, tokens.device):
             return summed(tokens)
 
     return scoped
@@ -355,18 +352,18 @@ def load(folder: str | Path) -> Session:
     return session
 
 
-def data_of_run(run: Run, config: TrainConfig, stage: Callable[[str], None] = lambda what: None) -> Dataset:
+def data_of_run(run: Run, config: TrainConfig) -> Dataset:
     """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
         data = open_recorded(recorded)
     except DataError:
-        data = prepare_tokens(config, stage)
+        data = prepare_tokens(config)
     data.require_same(fingerprint)
     return data
 
 
-def prepare_tokens(config: TrainConfig, stage: Callable[[str], None] = lambda what: None) -> Dataset:
+def prepare_tokens(config: TrainConfig) -> Dataset:
     """Prepare the tokens that the settings name."""
     return prepare_data(
         config.data,
@@ -374,5 +371,4 @@ def prepare_tokens(config: TrainConfig, stage: Callable[[str], None] = lambda wh
         tokenizer=config.tokenizer,
         held_out=config.held_out,
         seed=config.seed,
-        stage=stage,
     )

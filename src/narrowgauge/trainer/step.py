@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.sharding import fsdp_modules
+from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
@@ -42,18 +43,17 @@ class StepClock:
 
     def mark(self) -> None:
         """Note this moment."""
+        self._moments.append(torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter())
         if self._on_gpu:
-            self._moments.append(torch.cuda.Event(enable_timing=True))
             self._moments[-1].record()
-        else:
-            self._moments.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Return the time between each moment and the next."""
-        if self._on_gpu:
-            self._moments[-1].synchronize()
         pairs = itertools.pairwise(self._moments)
-        return [a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in pairs]
+        if not self._on_gpu:
+            return [after - before for before, after in pairs]
+        self._moments[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in pairs]
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
@@ -91,7 +91,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     gradient_seconds, _, update_seconds = clock.seconds()
     norm, embedding_norm = optimizer.grad_norm, optimizer.watched_grad_norm
     tokens_before, session.tokens = session.tokens, session.tokens + config.tokens_per_step
-    known: Row = {
+    columns: Row = {
         "loss": float(total),
         "lr": rate,
         "grad_norm": None if norm is None else float(norm),
@@ -103,9 +103,9 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "batch_crc": session.batch_crc,
         "embedding_grad_norm": None if embedding_norm is None else float(embedding_norm),
     }
-    if judgement is not None and (spike := judgement.judge_norm(known["grad_norm"])) is not None:
-        known["spike"] = asdict(spike)
-    row = session.reader.row(session.step, known, tokens_before)
+    if judgement is not None and (spike := judgement.judge_norm(columns["grad_norm"])) is not None:
+        columns["spike"] = asdict(spike)
+    row = session.reader.row(session.step, columns, tokens_before)
     if session.reader.audit_sums is not None:
         session.audit_total += session.reader.audit_sums
     return row
@@ -197,7 +197,7 @@ def verify(session: Session) -> None:
 
     A difference raises CorruptionError on all ranks.
     """
-    config, verifier, reduction, gauges = session.config, session.verifier, session.reduction, session.gauges
+    config, verifier, reduction = session.config, session.verifier, session.reduction
     verifier.verify_state(session.step)
     if reduction is None:
         return
@@ -209,9 +209,18 @@ def verify(session: Session) -> None:
             loss_of(session, part, session.tokens_of(part).to(session.device), session.loss).backward()
         reduction.discard()
 
-    is_sampled = gauges is not None and gauges.sampling
+    with unsampled(session.gauges):  # this micro-batch is counted when its turn comes
+        verifier.verify_gradients(session.step, session.model, differentiate_one)
+
+
+@contextmanager
+def unsampled(gauges: Gauges | None) -> Iterator[None]:
+    """Let gauges sample nothing within the block."""
+    was_sampling = gauges is not None and gauges.sampling
     if gauges is not None:
-        gauges.sampling = False  # this micro-batch is counted when its turn comes
-    verifier.verify_gradients(session.step, session.model, differentiate_one)
-    if gauges is not None:
-        gauges.sampling = is_sampled
+        gauges.sampling = False
+    try:
+        yield
+    finally:
+        if gauges is not None:
+            gauges.sampling = was_sampling

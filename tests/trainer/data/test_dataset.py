@@ -65,7 +65,7 @@ def test_every_document_is_on_one_side_and_decodes_to_itself(dataset: Dataset) -
     train, valid = documents(dataset, dataset.train), documents(dataset, dataset.valid)
     assert sorted(train + valid) == sorted(text_of(number) for number in range(60))
     assert 3 <= len(valid) <= 25 and dataset.vocab_size == 300
-    assert dataset.num_tokens + dataset.num_valid_tokens < sum(len(text) for text in train + valid) / 2
+    assert dataset.num_tokens + len(dataset.valid) < sum(len(text) for text in train + valid) / 2
 
 
 def test_adding_a_file_moves_no_other_document(corpus: Path, dataset: Dataset) -> None:
@@ -90,7 +90,7 @@ def test_a_failure_leaves_nothing(corpus: Path, cache: Path, monkeypatch: pytest
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(atomic_io, "sync_file", full)
+    monkeypatch.setattr(atomic_io, "sync", full)
     with pytest.raises(RecordError, match="the disk is full"):
         prepare_data(corpus, vocab_size=300)
     assert not [path for path in cache.iterdir() if path.is_dir()]
@@ -99,9 +99,9 @@ def test_a_failure_leaves_nothing(corpus: Path, cache: Path, monkeypatch: pytest
 def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(text_of(1, 2000))
     data = prepare_data(tmp_path / "one.txt", vocab_size=280, held_out=0.1)
-    assert data.num_valid_tokens == (data.num_tokens + data.num_valid_tokens) // 10
+    assert len(data.valid) == (data.num_tokens + len(data.valid)) // 10
     assert data.notes == (
-        f"The data has 1 document, too few to hold one out; the last {data.num_valid_tokens} tokens are held out.",
+        f"The data has 1 document, too few to hold one out; the last {len(data.valid)} tokens are held out.",
     )
     whole = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
     assert load_tokenizer(data.tokenizer_path)[0].decode(whole[:-1].tolist()) == text_of(1, 2000)
@@ -109,7 +109,7 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
 
 def test_nothing_held_out(corpus: Path) -> None:
     data = prepare_data(corpus, vocab_size=300, held_out=0)
-    assert data.num_valid_tokens == 0 and list(data.valid_batches(2, 8)) == []
+    assert len(data.valid) == 0 and list(data.valid_batches(2, 8)) == []
     assert data.batch(0, 2, 8, seed=0).shape == (2, 9)
 
 
@@ -243,7 +243,7 @@ def test_an_epoch_holds_every_window_of_the_text_once(dataset: Dataset) -> None:
 
 
 def test_validation_is_fixed_full_and_spread(dataset: Dataset) -> None:
-    every, num_windows = list(dataset.valid_batches(2, 16)), (dataset.num_valid_tokens - 1) // 16
+    every, num_windows = list(dataset.valid_batches(2, 16)), (len(dataset.valid) - 1) // 16
     assert len(every) == num_windows // 2 and {batch.shape for batch in every} == {(2, 17)}
     assert np.array_equal(np.concatenate(every), np.concatenate(list(dataset.valid_batches(2, 16))))
     some = np.concatenate(list(dataset.valid_batches(2, 16, limit=2)))
@@ -263,7 +263,7 @@ def test_a_sequence_longer_than_the_data_is_refused(dataset: Dataset) -> None:
     length = dataset.num_tokens
     with pytest.raises(DataError, match=f"needs {length + 1} tokens; the data has {length}"):
         dataset.batch(0, 1, length, seed=0)
-    length = dataset.num_valid_tokens
+    length = len(dataset.valid)
     with pytest.raises(DataError, match=f"needs {length + 1} tokens; the held-out part has {length}"):
         dataset.valid_batches(1, length)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,6 @@ class Dataset:
         return len(self.train)
 
     @property
-    def num_valid_tokens(self) -> int:
-        return len(self.valid)
-
-    @property
     def tokenizer_path(self) -> Path | None:
         """Return the tokenizer of the token map, if it is known."""
         file = None if self.folder is None else self.folder / "tokenizer.json"
@@ -93,14 +89,12 @@ class Dataset:
 
     def require(self, sequence_length: int) -> None:
         """Refuse a sequence length that leaves no sequence for training or validation."""
-        parts = [(len(self.train), "the data", "Give more text or a smaller --sequence-length.")]
-        if self.must_validate:
-            parts.append((len(self.valid), "the held-out part", "Give more text, or a smaller --sequence-length."))
-        for num_tokens, what, advice in parts:
-            if num_tokens <= sequence_length:
+        valid = {"the held-out part": self.valid} if self.must_validate else {}
+        for name, tokens in {"the data": self.train, **valid}.items():
+            if len(tokens) <= sequence_length:
                 raise DataError(
-                    f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {what} has {num_tokens}.",
-                    advice,
+                    f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {name} has {len(tokens)}.",
+                    "Give more text, or a smaller --sequence-length.",
                 )
 
     def batch(
@@ -129,7 +123,7 @@ class Dataset:
         one shape. The only exception is data smaller than one batch. Without validation data there are none.
         """
         self.require(sequence_length)
-        num_windows = max(0, (self.num_valid_tokens - 1) // sequence_length)
+        num_windows = max(0, (len(self.valid) - 1) // sequence_length)
         num_batches = num_windows // batch_size if limit is None else min(limit, num_windows // batch_size)
         num_chosen = num_batches * batch_size or (0 if limit == 0 else num_windows)
         chosen = (np.arange(num_chosen) * num_windows) // max(1, num_chosen)
@@ -153,7 +147,6 @@ def prepare_data(
     tokenizer: str | Path | None = None,
     held_out: float = 0.05,
     seed: int = 0,
-    stage: Callable[[str], None] = lambda what: None,
 ) -> Dataset:
     """Open a token map, or tokenize text into the cache, and split it for training and validation.
 
@@ -166,7 +159,6 @@ def prepare_data(
         tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE.
         held_out: fraction of the documents held out for validation, 0 to below 1.
         seed: of the split.
-        stage: called with what happens, for a progress display.
 
     Raises:
         DataError: the source or the tokenizer cannot be used.
@@ -174,7 +166,7 @@ def prepare_data(
     """
     if not 0 <= held_out < 1:
         raise DataError(f"held_out is {held_out} and must be at least 0 and below 1.", "0.05 holds out one in twenty.")
-    tokens = open_tokens(str(source), vocab_size, tokenizer, stage)
+    tokens = open_tokens(str(source), vocab_size, tokenizer)
     if not len(tokens.ids):
         raise DataError(f"The data {source} is empty.")
     return _split(tokens, held_out, seed)

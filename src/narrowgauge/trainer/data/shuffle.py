@@ -42,10 +42,10 @@ def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
 
 def _feistel(places: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = places >> half, places & mask
+    high, low = places >> half, places & mask
     for number in range(_ROUNDS):
-        left, right = right, left ^ (_mix(keys + _mix(right + np.uint64(number << 40))) & mask)
-    joined: np.ndarray = left << half | right
+        high, low = low, high ^ (_mix(keys + _mix(low + np.uint64(number << 40))) & mask)
+    joined: np.ndarray = high << half | low
     return joined
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -58,24 +58,18 @@ class TokenMap:
     fingerprint: str
 
 
-def open_tokens(
-    source: str,
-    vocab_size: int | None,
-    tokenizer: str | Path | None,
-    stage: Callable[[str], None] = lambda what: None,
-) -> TokenMap:
+def open_tokens(source: str, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
     """Open a token map, or tokenize text into the cache. Arguments and errors as for ``prepare_data``.
 
     Cost: text is read once for its checksum; the first time about 0.5 s per MB on two cores.
     """
-    stage("reading the text")
     path = Path(source)
     if path.name == "tokens.bin" or (path / "tokens.bin").is_file():
         if tokenizer is not None:
             raise DataError(f"A tokenizer was given, but {source} is tokens already.", "Leave the tokenizer out.")
         tokens = read_tokens(path)
     else:
-        tokens = _tokenized(open_texts(source), vocab_size, tokenizer, stage)
+        tokens = _tokenized(open_texts(source), vocab_size, tokenizer)
     if vocab_size is not None and tokens.vocab_size > vocab_size:
         raise DataError(
             f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
@@ -84,12 +78,7 @@ def open_tokens(
     return tokens
 
 
-def _tokenized(
-    texts: Texts,
-    vocab_size: int | None,
-    tokenizer: str | Path | None,
-    stage: Callable[[str], None],
-) -> TokenMap:
+def _tokenized(texts: Texts, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
     if tokenizer is None and vocab_size is None:
         raise DataError(
             f"Training a tokenizer on {texts.source} needs a vocab_size.",
@@ -115,11 +104,7 @@ def _tokenized(
         ) from error
     try:
         with whole_folder(place) as folder:
-            if loaded is None:
-                stage("training a tokenizer")
-            trained = loaded or train_tokenizer(texts, vocab_size or 0, num_bytes)
-            stage("turning the text into tokens")
-            write_tokens(folder, texts, *trained)
+            write_tokens(folder, texts, *(loaded or train_tokenizer(texts, vocab_size or 0, num_bytes)))
     except RecordError:
         if not (place / "tokens.json").is_file():  # else another process was faster
             raise
@@ -275,9 +260,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _sample(texts: Texts, share: float) -> Iterator[str]:
     for document in texts.read():
-        for number, piece in enumerate(_pieces(document.text)):
+        for number, part in enumerate(_pieces(document.text)):
             if share >= 1 or hash_name(f"{number} {document.name}") < share * 2**64:
-                yield piece
+                yield part
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -293,8 +278,8 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _encode(batch: list[Document], tokenizer: Tokenizer, end_of_text: int) -> Iterator[tuple[int, np.ndarray]]:
-    pieces = [(number, piece) for number, document in enumerate(batch) for piece in _pieces(document.text)]
-    encodings = tokenizer.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
+    pieces = [(number, part) for number, document in enumerate(batch) for part in _pieces(document.text)]
+    encodings = tokenizer.encode_batch_fast([part for _, part in pieces], add_special_tokens=False)
     parts: list[list[np.ndarray]] = [[] for _ in batch]
     for (number, _), encoding in zip(pieces, encodings, strict=True):
         parts[number].append(np.array(encoding.ids, dtype=np.uint32))
