@@ -357,17 +357,15 @@ def _state_readings(sample: Sample, definition: Definition, name: str, inputs: V
     if is_equal:
         return
     value, target, allowed = distance / length, 0.0, bound / length
+    kept_now, taken_now = math.nan, math.nan
     if numbers is not None:
-        rule_of_term = {"kept": kept, "taken": taken}
-        worst = max(
-            numbers, key=lambda term: abs(numbers[term] - rule_of_term[term]) / max(abs(rule_of_term[term]), 1e-3)
-        )
-        value, target = numbers[worst], rule_of_term[worst]
+        kept_now, taken_now = numbers["kept"], numbers["taken"]
+        pairs = (kept_now, kept), (taken_now, taken)
+        value, target = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-3))
         allowed *= max(abs(target), 1e-12) if rounding is None else 1.0
-    else:
-        numbers = {"kept": math.nan, "taken": math.nan}
     yield KINDS["state"].reading(
-        sample.name, value, target, allowed, state=name, rule_kept=kept, rule_taken=taken, more=_rounded_to(stored), **numbers
+        sample.name, value, target, allowed, state=name, kept=kept_now, taken=taken_now, rule_kept=kept, rule_taken=taken,
+        more=_rounded_to(stored),
     )  # fmt: skip
 
 

@@ -47,15 +47,6 @@ def attention_hook_for(module: nn.Module) -> Callable[[nn.Module], Undo] | None:
     return _hook_called if "scaled_dot_product_attention" in names else None
 
 
-def nothing_recorded(names: list[str], step: int) -> str:
-    """Return the warning for a model without any recorded attention."""
-    return (
-        f"gauges recorded no attention at step {step} in {len(names)} modules like '{names[0]}': they did not run, or not "
-        "through an attention kernel (need_weights=True, and compiled, transformers' 'eager' and dropout on a CPU use none). "
-        "Use attn_implementation='sdpa', need_weights=False, or do not compile."
-    )
-
-
 def _names(kind: type[nn.Module]) -> set[str]:
     """Return the names used in the code of a class's forward, and in functions that it calls in the same file."""
     names: set[str] = set()

@@ -7,8 +7,7 @@ not watched. The recorder follows passes, outputs and gradients of eager steps. 
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,10 +75,6 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model by name. Projections of low-precision experts are named like their weights."""
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:

@@ -32,7 +32,7 @@ from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
-from narrowgauge.gauges.recording.loop_fingerprints import LoopFingerprints
+from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
 from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, first_writer
 from narrowgauge.gauges.recording.step_row import (
@@ -236,8 +236,8 @@ class RunRecorder:
         if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
             message = f"the gradient of '{name}' is the first in backward that is not finite"
             self.event("nonfinite", message, tensor=name, detector="first-nonfinite", stage="gradient")
-        self.reporter.fingerprint(self._prints.prints)
-        self._prints.begin(self.num_steps + 1)
+        self.reporter.fingerprint(self._prints)
+        self._prints.expect(self.num_steps + 1)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step.
@@ -297,33 +297,36 @@ class RunRecorder:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finished=kind is None)
 
-    # ── the audit of steps ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── the checks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, step: int) -> None:
-        """Write an event for each new reading of the set-up. Missing parameters may have another optimizer."""
-        for reading in static_readings(set_up_of(self.model, self.optimizer)):
-            is_known = reading.what in ("missing-parameters", "no-gradient") or (reading.what, "") in self._reported
-            if reading.severity != "note" and not is_known:
-                self._reported.add((reading.what, ""))
-                self.reporter.event(event_of(reading, step))
+        """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
+        readings = {r.what: r for r in reversed([*static_readings(set_up_of(self.model, self.optimizer))])}
+        silent = {"missing-parameters", "no-gradient"}
+        self._report([r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True)
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
-        """Write an event for each new reading, and save the compared names for the step's row."""
-        if row:
-            self._recomputed = row
-        step = self.num_steps + 1 if row else self.num_steps  # writes between steps belong to the step before
+        """Report a compared step, and save the compared names for its row."""
+        self._recomputed = row or self._recomputed
+        self._report(
+            readings, self.num_steps + 1 if row else self.num_steps
+        )  # writes between belong to the step before
+
+    def _report(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
+        """Write an event for each new reading."""
         for reading in readings:
-            if (reading.what, reading.tensor) not in self._reported:
-                self._reported.add((reading.what, reading.tensor))
-                self.reporter.event(event_of(reading, step), shown=reading.severity != "note")
+            place = reading.what, "" if static else reading.tensor
+            if place not in self._reported:
+                self._reported.add(place)
+                self.reporter.event(event_of(reading, step), shown=not static and reading.severity != "note")
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
         self._prints.start(step)
-        self.reporter.fingerprint(self._prints.prints)
-        self._prints.begin(step + 1)
+        self.reporter.fingerprint(self._prints)
+        self._prints.expect(step + 1)
 
     def _computes_in(self, formats: Row) -> None:
         """Record the formats in which the model computes. After a resume, note changed formats."""
