@@ -253,10 +253,10 @@ def unseen(run: Run) -> dict[str, str]:
     rows = [row for row in _compared(run) if isinstance(row.get("unseen"), dict)]
     compared = [row["unseen"] for row in rows if row.get("compared")]
     reasons = {
-        f"{piece} of the compared steps": why
+        f"{part} of the compared steps": why
         for row in rows
-        for piece, why in row["unseen"].items()
-        if all(piece in others for others in compared)
+        for part, why in row["unseen"].items()
+        if all(part in reasons_of_row for reasons_of_row in compared)
     }
     return {area.name: getattr(area, loop) for area in AREAS if not _is_shown(run, area)} | reasons
 
@@ -325,13 +325,13 @@ def _is_alarm(event: Row) -> bool:
 
 def _of_event(event: Row) -> Reading:
     kind, detector = str(event.get("kind") or ""), str(event.get("detector") or "")
-    what = "lost-updates" if detector == "audit" else detector or kind
+    reading_name = "lost-updates" if detector == "audit" else detector or kind
     value, expected, bound = (number(event.get(name)) for name in ("value", "expected", "threshold"))
-    if what == "lost-updates":
+    if reading_name == "lost-updates":
         expected, bound = 1.0, 1.0 - MIN_EDQ
     advice = sentences(str(event.get("message") or ""), str(event.get("advice") or ""))
     tensor, step = str(event.get("tensor") or ""), step_of(event)
-    return Reading(step, _stage(event, kind, detector), tensor, what, value, expected, bound, advice)
+    return Reading(step, _stage(event, kind, detector), tensor, reading_name, value, expected, bound, advice)
 
 
 def _stage(event: Row, kind: str, detector: str) -> str:

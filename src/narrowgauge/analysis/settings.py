@@ -50,21 +50,24 @@ def recipe_of(run: Run) -> Recipe | None:
         return None
 
 
-def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
+def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
     """Yield the differences of two ``run.toml``, including the arithmetic. Skip entries that only one has."""
     same = {
-        name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
+        name
+        for table, names in _PLACES.items()
+        if first_run.get(table) and first_run[table] == second_run.get(table)
+        for name in names
     }
-    named = {name for run in (one, other) for name in (run.get("config") or {})}
+    named = {name for run in (first_run, second_run) for name in (run.get("config") or {})}
     for table in TABLES:
-        first, second = (run.get(table) for run in (one, other))
+        first, second = (run.get(table) for run in (first_run, second_run))
         if isinstance(first, dict) and isinstance(second, dict):
             for difference in _of_table(table, first, second):
                 repeats = table == "optimizer" and difference.name in named  # its groups repeat the settings
                 moved = table == "config" and difference.name in same and _are_places(difference)
                 if not repeats and not moved:
                     yield difference
-    parted = arithmetic.differences(one, other)
+    parted = arithmetic.differences(first_run, second_run)
     for parting in parted:
         yield SettingDifference(
             parting.probe.name,
@@ -83,15 +86,15 @@ def _are_places(difference: SettingDifference) -> bool:
 
 
 def _of_table(
-    table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+    table: str, first_table: Mapping[str, Any], second_table: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[SettingDifference]:
-    names = [name for name in one if name in other]
+    names = [name for name in first_table if name in second_table]
     if table == "machine":  # a single process records no rank count
-        names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
+        names = [*names, *({"ranks"} & (first_table.keys() ^ second_table.keys()))]
     for name in names:
         if table == "config" and name in NOT_COMPARED:
             continue
-        first, second = one.get(name, 1), other.get(name, 1)
+        first, second = first_table.get(name, 1), second_table.get(name, 1)
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
             yield from _of_table(table, first, second, f"{prefix}{name}.")
         elif first != second:
@@ -99,10 +102,10 @@ def _of_table(
             yield SettingDifference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
 
 
-def _reductions(one: Any, other: Any) -> SettingDifference | None:
+def _reductions(first_recipe: Any, second_recipe: Any) -> SettingDifference | None:
     """Return the difference of two recipes that differ only in gradient reduction, else ``None``."""
     try:
-        first, second = parse(one), parse(other)
+        first, second = parse(first_recipe), parse(second_recipe)
     except NarrowgaugeError:
         return None
     if replace(first, reduction=second.reduction) != second:

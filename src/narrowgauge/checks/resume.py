@@ -93,8 +93,8 @@ def check_resume(
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"])
     else:
         assert file is not None
-        known = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
-        before, after, saved = known["held"], known["after"], save()
+        recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
+        before, after, saved = recorded["held"], recorded["after"], save()
     _scramble()
     assert load is not None
     objects, fresh_step = load(saved)
@@ -123,9 +123,9 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
     for kind, groups in verdicts.items():
         if names := groups.get(NOT_RESTORED):
             name = f"{kind}|{names[0]}"
-            entry, other = before[name], now.get(name)
-            value, expected = (other or {}).get("number"), entry.get("number")
-            shown = f"{entry['shown']} was saved, {other['shown'] if other else 'nothing'} is there {when}"
+            entry, loaded = before[name], now.get(name)
+            value, expected = (loaded or {}).get("number"), entry.get("number")
+            shown = f"{entry['shown']} was saved, {loaded['shown'] if loaded else 'nothing'} is there {when}"
             count = f"{len(names)} of {sum(map(len, groups.values()))}: " if names[0] else ""
             message = f"{count}{names[0]}{': ' if names[0] else ''}{shown}."
             readings.append(KINDS["not-restored"].reading(kind, value, expected, message=message))
@@ -140,12 +140,12 @@ def _object_of(name: str) -> str:
     return name.partition("|")[0].partition(".")[0].removesuffix(" buffers")
 
 
-def _verdict(entry: Entry, other: Entry | None) -> str:
-    if other is None:
+def _verdict(entry: Entry, loaded: Entry | None) -> str:
+    if loaded is None:
         return NOT_RESTORED
-    if entry["bits"] == other["bits"]:
+    if entry["bits"] == loaded["bits"]:
         return BITS
-    return VALUE if entry["value"] == other["value"] else NOT_RESTORED
+    return VALUE if entry["value"] == loaded["value"] else NOT_RESTORED
 
 
 # ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,11 +205,11 @@ def _optimizer_states(
             name = names.get(id(p), f"group {index}, parameter {place}")
             if isinstance(optimizer, Optimizer):
                 yield f"{key}.step", name, optimizer.num_steps(p)
-            for what, state in stored_by(optimizer, p).items():
+            for state_name, state in stored_by(optimizer, p).items():
                 if isinstance(state, Tensor) and state.numel() == 1:
                     state = float(state)
                 if isinstance(state, (Tensor, int, float)):
-                    yield f"{key}.{what}", name, state
+                    yield f"{key}.{state_name}", name, state
     if isinstance(optimizer, Optimizer) and optimizer.loss_scaler is not None:
         yield f"{key}.loss scale", "", float(optimizer.loss_scaler.scale_tensor)
 

@@ -212,15 +212,10 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         return
     if definition.is_counted and sample.count and not after.equal(sample.weight):
         yield from _count_readings(sample)
-    places = decided(sample, inputs)
     coarse = next((rounding for rounding in sample.roundings.values() if rounding.unit > _COARSEST), None)
     if coarse is not None:
         unseen["the update"] = f"storage '{coarse.storage.name}' rounds every operation to few bits"
-    if coarse is not None or not bool(places.any()):
         return
-    if not bool(places.all()):
-        sample = sample.at(places)
-        inputs = inputs_of(sample)
     rules = definition.state_rules(sample)
     readings = [
         r for name in rules if name in sample.states_after for r in _state_readings(sample, definition, name, inputs)
@@ -231,8 +226,8 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     if definition.direction is None:
         unseen["the update of matrices"] = f"the rule '{sample.rule}' needs the whole matrix"
     else:
-        known = {**inputs, **{f"new_{name}": rule(inputs) for name, rule in rules.items()}}
-        yield from _weight_readings(sample, definition, known, unseen)
+        values = {**inputs, **{f"new_{name}": rule(inputs) for name, rule in rules.items()}}
+        yield from _weight_readings(sample, definition, values, unseen)
 
 
 def _count_readings(sample: Sample) -> Iterator[Reading]:
@@ -307,13 +302,12 @@ def _rounded_to(values: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """A tensor before and after a step, float64 and 1-D. Its rule writes ``fixed + Σ number × term``.
+    """A tensor after a step, float64 and 1-D. Its rule writes ``fixed + Σ number × term``.
 
     Args:
         terms: by name, the term and the rule's number.
     """
 
-    before: Tensor
     after: Tensor
     fixed: Tensor
     terms: dict[str, tuple[Tensor, float]]
@@ -338,18 +332,18 @@ class Written:
 
 
 def _state_readings(sample: Sample, definition: Definition, name: str, inputs: Values) -> Iterator[Reading]:
-    (kept, taken), rule = definition.factors(sample)[name], definition.state_rules(sample)[name]
+    (keep, take), rule = definition.factors(sample)[name], definition.state_rules(sample)[name]
     stored, old, term = sample.states_after[name], inputs[name], new_term(name, definition.gradient(sample, inputs))
-    written = Written(old, stored.double(), torch.zeros_like(old), {"kept": (old, kept), "taken": (term, taken)})
+    written = Written(stored.double(), torch.zeros_like(old), {"kept": (old, keep), "taken": (term, take)})
     length = max(float(written.expected.norm()), 1e-300)
     distance = float((written.after - written.expected).norm())
     numbers: dict[str, float] | None
     if (rounding := sample.roundings.get(name)) is not None:
-        moved = (taken * term).abs().maximum((written.after - old).abs())
-        slack = rounding.carried * (kept * old).abs() + 4 * rounding.unit * moved
+        moved = (take * term).abs().maximum((written.after - old).abs())
+        slack = rounding.carried * (keep * old).abs() + 4 * rounding.unit * moved
         values = StoredValues(written.after, old, written.expected, rounding, slack)
         is_equal, _, fit = agrees(values, written.assumptions())
-        numbers = None if fit is None else {"kept": kept, "taken": taken, fit.assumption.name: fit.number}
+        numbers = None if fit is None else {"kept": keep, "taken": take, fit.assumption.name: fit.number}
         bound = values.tolerance if fit is None else fit.error * length
     else:
         bound = rounding_of(rule, inputs, written.expected, _formats(sample), stored.dtype)
@@ -360,44 +354,48 @@ def _state_readings(sample: Sample, definition: Definition, name: str, inputs: V
     kept_now, taken_now = math.nan, math.nan
     if numbers is not None:
         kept_now, taken_now = numbers["kept"], numbers["taken"]
-        pairs = (kept_now, kept), (taken_now, taken)
+        pairs = (kept_now, keep), (taken_now, take)
         value, target = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-3))
         allowed *= max(abs(target), 1e-12) if rounding is None else 1.0
     yield KINDS["state"].reading(
-        sample.name, value, target, allowed, state=name, kept=kept_now, taken=taken_now, rule_kept=kept, rule_taken=taken,
+        sample.name, value, target, allowed, state=name, kept=kept_now, taken=taken_now, rule_kept=keep, rule_taken=take,
         more=_rounded_to(stored),
     )  # fmt: skip
 
 
 def _weight_readings(
-    sample: Sample, definition: Definition, known: Values, unseen: dict[str, str]
+    sample: Sample, definition: Definition, values: Values, unseen: dict[str, str]
 ) -> Iterator[Reading]:
-    direction, weight, stored = definition.direction, known["weight"], sample.weight_after
+    direction, stored, places = definition.direction, sample.weight_after, decided(sample, values)
     assert direction is not None and stored is not None
-    rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
+    if not bool(places.any()):
+        return
+    stored, values = stored[places], {name: value[places] for name, value in values.items()}
+    weight, rate, decay = values["weight"], float(sample.settings["lr"]), definition.weight_decay(sample)
 
     def rule(values: Values) -> Tensor:
         return values["weight"] * (1 - rate * decay) - rate * direction(sample, values)
 
-    change, terms = -rate * direction(sample, known), dict[str, tuple[Tensor, float]]()
+    change, terms = -rate * direction(sample, values), dict[str, tuple[Tensor, float]]()
     terms["step"] = (change, 1.0)
     if definition.decouples(sample):
         terms["decay"] = (-rate * weight, decay)
-    written = Written(weight, stored.double(), weight, terms)
+    written = Written(stored.double(), weight, terms)
     expected, moved = written.expected, written.after - weight
     length, distance = max(float((expected - weight).norm()), 1e-300), float((written.after - expected).norm())
     numbers: dict[str, float] | None
     if (rounding := sample.roundings.get("weight")) is not None:
-        slack = _slack_of_weight(sample, definition, known, rounding, change, rate * decay * weight, moved)
-        values = StoredValues(written.after, weight, expected, rounding, slack)
+        rounding = rounding.at(places)
+        slack = _slack_of_weight(sample, definition, values, rounding, change, rate * decay * weight, moved)
+        stored_values = StoredValues(written.after, weight, expected, rounding, slack)
         whole_step = Assumption("step", weight, expected - weight)
-        is_equal, shows_a_step, fit = agrees(values, [whole_step, *written.assumptions()])
+        is_equal, shows_a_step, fit = agrees(stored_values, [whole_step, *written.assumptions()])
         if is_equal and not shows_a_step:
             unseen["the update of some weights"] = f"storage '{rounding.storage.name}' keeps too little of a step"
         numbers = None if fit is None else {"step": 1.0, "decay": decay, fit.assumption.name: fit.number}
-        allowed, noise = (values.tolerance / length, 0.0) if fit is None else (fit.error, fit.error)
+        allowed, noise = (stored_values.tolerance / length, 0.0) if fit is None else (fit.error, fit.error)
     else:
-        bound = rounding_of(rule, known, expected, _formats(sample), stored.dtype)
+        bound = rounding_of(rule, values, expected, _formats(sample), stored.dtype)
         is_equal, allowed = distance <= bound, bound / length
         noise = bound / max(rate * float(weight.norm()), 1e-300)
         numbers = written.fitted(max(_UNEXPLAINED_BOUNDS * bound, _UNEXPLAINED_SHARE * length))
@@ -423,7 +421,7 @@ def _weight_readings(
 def _slack_of_weight(
     sample: Sample,
     definition: Definition,
-    known: Values,
+    values: Values,
     rounding: Rounding,
     change: Tensor,
     drop: Tensor,
@@ -431,12 +429,12 @@ def _slack_of_weight(
 ) -> Tensor:
     """Return the largest error of the arithmetic of a weight's step, for each element."""
     size = (change.abs() + drop.abs()).maximum(moved.abs())
-    slack = rounding.carried * known["weight"].abs() + _OPERATIONS * rounding.unit * size + rounding.read * drop.abs()
-    if "new_exp_avg_sq" in known:
+    slack = rounding.carried * values["weight"].abs() + _OPERATIONS * rounding.unit * size + rounding.read * drop.abs()
+    if "new_exp_avg_sq" in values:
         # Where the terms of the mean cancel, their rounding is large beside it.
-        kept, taken = definition.factors(sample)["exp_avg"]
-        terms = (kept * known["exp_avg"]).abs() + (taken * definition.gradient(sample, known)).abs()
-        slack = slack + 4 * rounding.unit * terms * (change / known["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
+        keep, take = definition.factors(sample)["exp_avg"]
+        terms = (keep * values["exp_avg"]).abs() + (take * definition.gradient(sample, values)).abs()
+        slack = slack + 4 * rounding.unit * terms * (change / values["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
     return slack
 
 

@@ -96,10 +96,10 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
         # Moving up needs 0.5 ulp. Moving down from a power of two needs 0.25 ulp.
         spacing = 2.0 ** (math.log2(typical) - members[0].storage.weight.mantissa_bits)
-        ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
-        needed = spacing / 4 if ones else spacing / 2
+        are_ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
+        needed = spacing / 4 if are_ones else spacing / 2
         is_flat = all(p.parameter.ndim < 2 for p in members)
-        things = counted(len(members), "norm weight" if ones else "vector" if is_flat else "tensor")
+        things = counted(len(members), "norm weight" if are_ones else "vector" if is_flat else "tensor")
         yield KINDS["stands-still"].reading(
             of_all(p.name for p in members), rate, None, needed, things=things, typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,

@@ -93,7 +93,7 @@ def _vector(parts: Mapping[str, Tensor]) -> Tensor:
 def _cut(vector: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Split a vector into tensors with the names and shapes of ``parts``."""
     pieces = vector.split([part.numel() for part in parts.values()])
-    return {name: piece.view(part.shape) for (name, part), piece in zip(parts.items(), pieces, strict=True)}
+    return {name: chunk.view(part.shape) for (name, part), chunk in zip(parts.items(), pieces, strict=True)}
 
 
 def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> None:
@@ -288,16 +288,16 @@ class Casts:
         if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
             return None
         cast = layer.compute.casts[_SLOTS[watched.kind]]
-        whole = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
-        return None if whole or cast.is_wide else cast
+        is_unscaled = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
+        return None if is_unscaled or cast.is_wide else cast
 
 
 def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     """``[samples, 6]``, as :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None or cast.smooth:
-        whole = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
-        sums = [metrics.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
+        scales = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
+        sums = [metrics.cast_sums(x, cast, amax=scale).sum(0) for x, scale in zip(samples, scales, strict=True)]
         return torch.stack(sums)
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
@@ -371,6 +371,6 @@ def _share(parameter: Any, coordinate: Sequence[int]) -> float:
     """Return the fraction of a parameter that the rank at a coordinate of the mesh reports."""
     is_whole = [p.is_replicate() for p in parameter.placements] if is_sharded(parameter) else [True] * len(coordinate)
     # Along a mesh axis that does not shard, all ranks are replicas. (``is_shard()`` is false for two sharding axes.)
-    if any(index and whole for index, whole in zip(coordinate, is_whole, strict=True)):
+    if any(index and is_replicated for index, is_replicated in zip(coordinate, is_whole, strict=True)):
         return 0.0
     return float(local_of(parameter).numel() / max(1, parameter.numel()))

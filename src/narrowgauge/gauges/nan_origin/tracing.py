@@ -180,12 +180,12 @@ class NanTracer(TorchDispatchMode):
             weak, source = self.sources.get(part.untyped_storage()._cdata, (None, None))
             if source is not None and weak is not None and not weak.expired():
                 return source
-        name, whole = self.labels.find(original) or (None, x)
+        name, tensor = self.labels.find(original) or (None, x)
         if name is not None and name in self.inputs:
             return self.inputs[name]
         is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or x.ndim == 0)
-        whole = whole if nonfinite_kinds(whole) else x
-        bad = bad_value("input", self._where()[1], reader, whole, [(name or "it", whole)])
+        tensor = tensor if nonfinite_kinds(tensor) else x
+        bad = bad_value("input", self._where()[1], reader, tensor, [(name or "it", tensor)])
         source = Source(self._count, replace(bad, parameter=name), deliberate=is_mask)
         if name is None:
             self._remember(x, source)
@@ -361,7 +361,7 @@ def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: li
         if first is None and len(places):
             first = start + int(places[0])
         num_bad, has_nan = num_bad + len(places), has_nan or bool(chunk.isnan().any())
-    described = [(name + inner, p) for name, whole in operands for inner, p in parts_of(whole)]
+    described = [(name + inner, p) for name, operand in operands for inner, p in parts_of(operand)]
     return BadValue(
         phase=phase,
         module=module,

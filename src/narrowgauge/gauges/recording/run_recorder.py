@@ -219,18 +219,18 @@ class RunRecorder:
                 f"{self.folder} holds steps already, and where the loop goes on from was not said.",
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
-        columns_given = {
+        entries: Row = {
+            "loss": _number(loss),
+            "peak_memory_bytes": peak_memory_bytes(),
             "lr": lr,
             "grad_norm": None if grad_norm is None else _number(grad_norm),
             "seconds": seconds,
             "tokens": None if tokens is None else self._record.tokens + tokens,
+            "batch_crc": None if batch is None else batch_checksum(batch.detach().cpu().numpy()),
+            "recomputed": self._recomputed or None,
         }
-        known: Row = {name: value for name, value in columns_given.items() if value is not None}
-        if batch is not None:
-            known["batch_crc"] = batch_checksum(batch.detach().cpu().numpy())
-        if self._recomputed:
-            known["recomputed"], self._recomputed = self._recomputed, {}
-        row = self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
+        self._recomputed = {}
+        row = self._record.step({name: value for name, value in entries.items() if value is not None} | columns)
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
         if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
@@ -486,7 +486,7 @@ class LoopRecord:
     def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> WatchedOptimizer:
         """Read an optimizer after each step from now on. Record its alarms. Attach gauges unless ``gauges_every`` is 0."""
         inner = unwrapped(optimizer)
-        watched = next((known for known in self.watched if known.optimizer is inner), None)
+        watched = next((entry for entry in self.watched if entry.optimizer is inner), None)
         if watched is None:
             watched = WatchedOptimizer(model, optimizer)
             self.watched.append(watched)
@@ -517,16 +517,18 @@ class LoopRecord:
             self.reporter.is_audited = True
             self.reporter.rebuild()
 
-    def step(self, known: Row) -> Row:
-        """Record an optimizer step, and return its row. The ``known`` columns replace columns read here."""
-        row = self.reader.row(self.num_steps + 1, known, tokens_before=self.tokens)
+    def step(self, columns: Row) -> Row:
+        """Record an optimizer step, and return its row. The ``columns`` replace columns read here."""
+        row = self.reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
         if (sums := self.reader.audit_sums) is not None:
             row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
         if row.get("tokens") is not None:
             self.tokens = row["tokens"]
         self.num_steps = int(row["step"])
         self.trained_seconds += row["seconds"] or 0.0
-        self.reporter.step(row, linears=next((one.linears for one in self.watched if one.linears is not None), None))
+        self.reporter.step(
+            row, linears=next((entry.linears for entry in self.watched if entry.linears is not None), None)
+        )
         self._judge(row)
         self.reader.begin()
         return row
@@ -543,10 +545,10 @@ class LoopRecord:
         if event := self._failed.divergence(row, _GO_BACK):
             self.reporter.event(event, shown=True)
 
-    def evaluate(self, known: Row) -> None:
+    def evaluate(self, columns: Row) -> None:
         """Record an evaluation; its time does not count as a step's."""
         tokens = {"tokens": self.tokens} if self.tokens else {}
-        self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **known})
+        self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **columns})
         self.reader.restart_clock()
 
     def go_back(self, step: int) -> None:
@@ -559,8 +561,8 @@ class LoopRecord:
             gauges.restart(step)
         self._restart_clock()
 
-    def summary(self, **known: Any) -> Row:
-        """Return ``summary.json`` with the ``known`` columns, from the folder's rows. So resuming does not change it."""
+    def summary(self, **columns: Any) -> Row:
+        """Return ``summary.json`` with these ``columns``, from the folder's rows. So resuming does not change it."""
         run = self.here.of_first(lambda: read_run(self.reporter.folder))
         total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
         for row in run.steps:
@@ -576,7 +578,7 @@ class LoopRecord:
             bytes_per_param=self.watched[0].bytes_per_param() if len(self.watched) == 1 else None,
             num_skipped=sum(bool(row.get("skipped")) for row in run.steps),
             wall_seconds=self._wall + time.perf_counter() - self._began,
-            **known,
+            **columns,
         )
 
     def close(self, summary: Callable[[], Row] | None, *, knows_step: bool = True) -> None:
