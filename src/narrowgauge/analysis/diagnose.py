@@ -308,7 +308,7 @@ def _first(readings: list[Reading]) -> Reading:
 
 def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
-    recorded = [event for event in run.events if _is_alarm(event)]
+    recorded = [e for e in run.events if e.get("detector") in CHANGES or e.get("kind") not in (*ROUTINE, None)]
     config = run.run.get("config")
     if "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None):
         return recorded
@@ -317,10 +317,6 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     raised += [event.row() for row in rows_of(run, "gauges") for event in alarms.on_gauges(row)]
     kinds = {event.get("kind") for event in recorded}
     return recorded + [event for event in raised if event["kind"] not in kinds]
-
-
-def _is_alarm(event: Row) -> bool:
-    return event.get("detector") in CHANGES or event.get("kind") not in (*ROUTINE, None)
 
 
 def _of_event(event: Row) -> Reading:
@@ -357,19 +353,14 @@ def skipped_steps(run: Run) -> list[int]:
     A finite loss after a non-finite gradient shows that the step between was skipped, in any log.
     """
     marked = {step_of(event) for event in run.events if event.get("kind") == "skip"}
-    marked |= set(_where(run, "skipped"))
+    flags = column(run, "steps", "skipped")
+    marked |= set(map(int, flags.x[np.nan_to_num(flags.y) != 0]))
     if column(run, "steps", "grad_norm").gaps:
         for row, later in pairwise((*run.steps, {"loss": 0.0})):
             is_skipped = finite_number(row.get("loss")) is not None and finite_number(later.get("loss")) is not None
             if is_skipped and row.get("grad_norm") is not None and finite_number(row["grad_norm"]) is None:
                 marked.add(step_of(row))
     return [step for row in run.steps if (step := step_of(row)) in marked] if marked else []
-
-
-def _where(run: Run, flag: str) -> list[int]:
-    """Return the steps with a flag set."""
-    line = column(run, "steps", flag)
-    return [int(step) for step in line.x[np.nan_to_num(line.y) != 0]]
 
 
 def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:

@@ -64,7 +64,9 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
         if isinstance(first, dict) and isinstance(second, dict):
             for difference in _of_table(table, first, second):
                 repeats = table == "optimizer" and difference.name in named  # its groups repeat the settings
-                moved = table == "config" and difference.name in same and _are_places(difference)
+                # The same content in another folder is not a difference.
+                are_paths = all("/" in value or "\\" in value for value in difference.values)
+                moved = table == "config" and difference.name in same and are_paths
                 if not repeats and not moved:
                     yield difference
     parted = arithmetic.differences(first_run, second_run)
@@ -78,11 +80,6 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
 
 _PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
 """Settings that may be folders, by table of ``run.toml``. The table describes their content."""
-
-
-def _are_places(difference: SettingDifference) -> bool:
-    """Return whether both values are paths. The same content in another folder is not a difference."""
-    return all("/" in value or "\\" in value for value in difference.values)
 
 
 def _of_table(
@@ -164,18 +161,9 @@ ACTS: tuple[Acts, ...] = (
 
 def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:
     """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``."""
-    return tuple(
-        difference
-        for difference in differences
-        if any(
-            stage in row.stages and (is_rounding or not row.only_rounds) and _is_named(difference, row) for row in ACTS
-        )
-    )
-
-
-def _is_named(difference: SettingDifference, row: Acts) -> bool:
-    names = {f"{difference.table}.{difference.name}", f"{difference.table}.*", difference.table}
-    return not names.isdisjoint(row.settings)
+    rows = [row for row in ACTS if stage in row.stages and (is_rounding or not row.only_rounds)]
+    settings = {setting for row in rows for setting in row.settings}
+    return tuple(d for d in differences if settings & {f"{d.table}.{d.name}", f"{d.table}.*", d.table})
 
 
 def counts_of(run: Run) -> dict[str, float]:

@@ -268,11 +268,8 @@ def _factor(at: Difference, runs: tuple[Run, Run], rows: Sequence[Mapping[int, R
     if abs(level) < MIN_FACTOR or spread > SPREAD * min(abs(level), 0.1):
         return None
     factor = math.exp(level)
-    equal = [name for run in runs for name, count in counts_of(run).items() if _equals(factor, count)]
+    counts = [pair for run in runs for pair in counts_of(run).items()]
+    equal = [name for name, count in counts if min(abs(factor / count - 1), abs(factor * count - 1)) < _EQUAL]
     suffix = f", which is {' or '.join(dict.fromkeys(equal))}" if equal else ""
     advice = f"All {of} of the second run are {factor:.6g} times those of the first ({len(logs)} compared){suffix}."
     return Reading(at.step, "gradient", "", "gradient-factor", factor, 1.0, MIN_FACTOR, advice)
-
-
-def _equals(factor: float, count: float) -> bool:
-    return min(abs(factor / count - 1), abs(factor * count - 1)) < _EQUAL

@@ -260,7 +260,7 @@ def _compared(
     ranks: Ranks,
     differing: Mapping[str, Sequence[Tensor]],
 ) -> tuple[list[Reading], list[str]]:
-    parts = tree_map(_widened, list(parts))
+    parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
     joined_batch = concatenated(parts)
     exact = gradients_of(reference, joined_batch, loss)
     bounds = dict.fromkeys(exact, LEAST)
@@ -305,10 +305,6 @@ def _compared(
     first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # first in backward
     rest_of_readings = [reading for reading in readings if reading.what != "nonfinite-gradient"]
     return first_bad + joined(rest_of_readings, len(exact)), [line]
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
 
 
 def _not_reduced(name: str, of_ranks: Sequence[Tensor], exact: Tensor) -> Reading:

@@ -95,7 +95,8 @@ def check_resume(
         assert file is not None
         recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
         before, after, saved = recorded["held"], recorded["after"], save()
-    _scramble()
+    # The random generators of a new process differ, so a load must set them.
+    torch.rand(7), np.random.rand(7), random.random()
     assert load is not None
     objects, fresh_step = load(saved)
     loaded = snapshot(objects)
@@ -104,7 +105,8 @@ def check_resume(
         loaded |= restored
     else:  # each rank has its own
         before = {name: entry for name, entry in before.items() if name not in restored}
-    before = {name: entry for name, entry in before.items() if _object_of(name) in {*objects, "generators"}}
+    kinds = {name: name.partition("|")[0].partition(".")[0].removesuffix(" buffers") for name in before}
+    before = {name: entry for name, entry in before.items() if kinds[name] in {*objects, "generators"}}
     readings, lines = _differences(before, loaded, "after the load")
     again = snapshot(fresh_step())
     if not readings:
@@ -134,10 +136,6 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
         for kind, groups in verdicts.items()
     ]
     return readings, [f"{when}: {'; '.join(words)}"]
-
-
-def _object_of(name: str) -> str:
-    return name.partition("|")[0].partition(".")[0].removesuffix(" buffers")
 
 
 def _verdict(entry: Entry, loaded: Entry | None) -> str:
@@ -235,8 +233,3 @@ def _generators() -> dict[str, Entry]:
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
     return {f"generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
-
-
-def _scramble() -> None:
-    """Draw from the random generators. Those of a new process differ too, so a load must set them."""
-    torch.rand(7), np.random.rand(7), random.random()

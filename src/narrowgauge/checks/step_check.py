@@ -447,51 +447,38 @@ def between_readings(
     """Compare the state after a step with the state before the next step, bit for bit at the sampled places."""
     readings = list[Reading]()
     for name, parameter in parameters.items():
-        sample = step.samples.get(name)
-        if sample is None:
+        if (sample := step.samples.get(name)) is None:
             continue
-        now, after = spread(weight_of(optimizer, parameter)), sample.weight_after
-        if after is not None and now.shape == after.shape and not _is_same(now, after):
-            readings.append(_written(step.step, sample, after, now))
-        states = states_of(optimizer, parameter)
+        readings += _written_weight(step.step, sample, spread(weight_of(optimizer, parameter)))
+        states, count = states_of(optimizer, parameter), count_of(optimizer, parameter)
         for state, before in sample.states_after.items():
-            present = states.get(state)
-            if (
-                present is not None
-                and present.shape == before.shape
-                and bool(((present == before) | before.isnan()).all())
-            ):
+            now = states.get(state)
+            if now is not None and now.shape == before.shape and bool(((now == before) | before.isnan()).all()):
                 continue
-            count, more = count_of(optimizer, parameter), ""
-            if present is None or not present.any():
+            more = ""
+            if now is None or not now.any():
                 more = ": it is lost"
             elif 0 < count != sample.count:
                 more = f": the states are those of step {count}, and the loop goes on from step {sample.count}"
-            value = 0.0 if present is None else float(present.double().norm())
-            expected = float(before.double().norm())
-            readings.append(
-                KINDS["states-written"].reading(name, value, expected, 0.0, step.step, state=state, more=more)
-            )
+            norms = 0.0 if now is None else float(now.double().norm()), float(before.double().norm())
+            readings.append(KINDS["states-written"].reading(name, *norms, 0.0, step.step, state=state, more=more))
     return joined(readings, len(step.samples))
 
 
-def _is_same(now: Tensor, after: Tensor) -> bool:
-    """Return whether values are the same. Allow the rounding error of swapping averages in and back out."""
-    if bool(((now == after) | after.isnan()).all()):
-        return True
-    return now.dtype in (torch.float32, torch.float64) and _distance(now, after) <= 4 * torch.finfo(now.dtype).eps
-
-
-def _distance(now: Tensor, after: Tensor) -> float:
-    return float((now.double() - after.double()).norm() / max(float(after.double().norm()), 1e-300))
-
-
-def _written(step: int, sample: Sample, after: Tensor, now: Tensor) -> Reading:
+def _written_weight(step: int, sample: Sample, now: Tensor) -> Iterator[Reading]:
+    after = sample.weight_after
+    if after is None or now.shape != after.shape or bool(((now == after) | after.isnan()).all()):
+        return
+    length = max(float(after.double().norm()), 1e-300)
+    distance = float((now.double() - after.double()).norm()) / length
+    # Averages that are swapped in and back out leave a rounding error.
+    slack = 4 * torch.finfo(now.dtype).eps
+    if now.dtype in (torch.float32, torch.float64) and distance <= slack:
+        return
     more, share = _rounded_to(now), float((now != after).double().mean())
     (factor,), rest = fitted(now.double(), [after.double()])
     if now.equal(sample.weight):
         more = ": they are those of before the step again"
-    elif not more and rest <= 4 * torch.finfo(now.dtype).eps * float(after.double().norm()):
+    elif not more and rest <= slack * length:
         more = f": they were multiplied by {factor:.6g}"
-    distance = _distance(now, after)
-    return KINDS["weights-written"].reading(sample.name, distance, 0.0, 0.0, step, share=share, more=more)
+    yield KINDS["weights-written"].reading(sample.name, distance, 0.0, 0.0, step, share=share, more=more)

@@ -132,7 +132,12 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
 
 
 def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
-    members = [p for p in set_up.trained if p.is_short and _is_swallowed(p)]
+    members = []
+    for p in set_up.trained:
+        kind, step = type(p.optimizer).__name__.lower(), p.rate * float(p.group.get("weight_decay") or 0.0)
+        is_decoupled = any(name in kind for name in DECOUPLED) or bool(p.group.get("decoupled_weight_decay"))
+        if p.is_short and is_decoupled and 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2):
+            members.append(p)
     if members:
         bits = members[0].storage.weight.mantissa_bits + 2
         step = members[0].rate * float(members[0].group["weight_decay"])
@@ -140,13 +145,6 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
             of_all(p.name for p in members), step, None, 2.0**-bits, format=members[0].storage.visible, bits=bits,
             fallback=members[0].storage.fallback,
         )  # fmt: skip
-
-
-def _is_swallowed(stepped: SteppedParameter) -> bool:
-    kind = type(stepped.optimizer).__name__.lower()
-    is_decoupled = any(name in kind for name in DECOUPLED) or bool(stepped.group.get("decoupled_weight_decay"))
-    step = stepped.rate * float(stepped.group.get("weight_decay") or 0.0)
-    return is_decoupled and 0 < step < 2.0 ** -(stepped.storage.weight.mantissa_bits + 2)
 
 
 # ── states and settings ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -198,13 +198,12 @@ class Gauges:
             # A fused torch optimizer under torch.amp.GradScaler, which finds its scale by letting gradients overflow.
             self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
-            if self.shards is not None and not self.shards.share[name]:
+            if not self.shards.share[name]:
                 continue
             self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
             if parameter.grad is not None:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
-        if self.shards is not None:
-            self.shards.join_amax(self.recorder)
+        self.shards.join_amax(self.recorder)
         # Do this before the layers advance to the next step: the delayed scale comes from the steps before this one.
         self.casts.note(self.recorder)
         self.updates.before_step()

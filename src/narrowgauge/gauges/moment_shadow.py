@@ -206,13 +206,12 @@ class UpdateMetrics:
         after = _joined([_spread(p) for p in self.parameters.values()])
         packed.add_mean("update to weight", metrics.update_to_weight(self.spread, after), self.parameters)
         moments = {name: list(self.states.leading(name).values()) for name in ("exp_avg", "exp_avg_sq")}
-        shares = None if packed.shards is None else packed.shards.share
         for name, parts in moments.items():
-            here = [part for p, part in zip(self.parameters, parts, strict=True) if shares is None or shares[p]]
+            here = [part for p, part in zip(self.parameters, parts, strict=True) if packed.shards.share[p]]
             packed.add_histogram(name, [part for part in here if part is not None], after.device)
         ulps = self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"])
         packed.add_mean("update to ulp", ulps, self.parameters)
-        if packed.shards is not None and isinstance(self.states.optimizer, Optimizer):
+        if packed.shards.mesh is not None and isinstance(self.states.optimizer, Optimizer):
             packed.add_sum("audit", self._audited(self.states.optimizer, packed.shards).to(after.device))
         self.forget()
 

@@ -131,7 +131,10 @@ class Comparison:
             *self._memory_columns(),
             *(self._late_column(key) for key in LATE),
             Column("seeds", "num_seeds", right=True),
-            Column("verdict", lambda row: self._word(row["recipe"])),
+            Column(
+                "verdict",
+                lambda row: rank.value if (rank := self.classes[row["recipe"]].usable_rank) else "not to be used",
+            ),
         )
         return Table(columns, list(self.rows))
 
@@ -143,16 +146,15 @@ class Comparison:
         }[key]
         return Column(title, lambda row: _shown(self.classes[row["recipe"]].late[key], form), right=True)
 
-    def _word(self, label: str) -> str:
-        rank = self.classes[label].usable_rank
-        return "not to be used" if rank is None else rank.value
-
     def _memory_columns(self) -> list[Column]:
         """Return counted memory if known, else the peak of the process. The peak depends little on a format."""
         counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
         if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
             counted = {"peak MiB": "peak_memory_bytes"}
-        return [_mebibytes(title, name) for title, name in counted.items()]
+        return [
+            Column(title, lambda row, name=name: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)  # type: ignore[misc]
+            for title, name in counted.items()
+        ]
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -166,10 +168,6 @@ class Comparison:
 
 def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _mebibytes(title: str, name: str) -> Column:
-    return Column(title, lambda row: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)
 
 
 def _shown(value: float | None, form: str, factor: float = 1.0) -> str:

@@ -115,30 +115,22 @@ def measure_fused_multiply_add(device: torch.device) -> str:
     # For addcdiv the quotient 1 / 3 is inexact; for lerp, weight * (end - start).
     third = torch.reciprocal(full(3.0))
     quotient = torch.addcdiv(-third, full(1.0), full(3.0))
+    rows = torch.zeros(16, 64, dtype=torch.float32, device=device)
+    columns = torch.zeros(64, 16, dtype=torch.float32, device=device)
+    rows[:, 0], columns[0] = -_ROUNDED_PRODUCT, 1.0
+    rows[:, 1], columns[1] = _FACTOR, _FACTOR
+    product, swapped = rows @ columns, rows.flip(1) @ columns.flip(0)
     results = {
-        "matmul": _product_sum(device),
+        "matmul": torch.where(product != 0, product, swapped),
         "addcmul": torch.addcmul(rounded, factor, factor),
         "addcdiv": quotient,
         "lerp": torch.lerp(rounded, rounded + factor, factor),
         "x * y + z": factor * factor + rounded,
     }
-    return ", ".join(f"{name} {_fused_word(result)}" for name, result in results.items())
-
-
-def _fused_word(result: Tensor) -> str:
-    """Return whether the low half of a product survived: in all elements, in none, or only inside vectors."""
-    share = float((result != 0).double().mean())
-    return "fused" if share == 1 else "rounded" if share == 0 else "fused in part"
-
-
-def _product_sum(device: torch.device) -> Tensor:
-    rows = torch.zeros(16, 64, dtype=torch.float32, device=device)
-    columns = torch.zeros(64, 16, dtype=torch.float32, device=device)
-    rows[:, 0], columns[0] = -_ROUNDED_PRODUCT, 1.0
-    rows[:, 1], columns[1] = _FACTOR, _FACTOR
-    swapped = rows.flip(1) @ columns.flip(0)
-    product = rows @ columns
-    return torch.where(product != 0, product, swapped)
+    # The low half of a product survives in all elements, in none, or only inside vectors.
+    shares = {name: float((result != 0).double().mean()) for name, result in results.items()}
+    words = {1.0: "fused", 0.0: "rounded"}
+    return ", ".join(f"{name} {words.get(share, 'fused in part')}" for name, share in shares.items())
 
 
 ROUNDINGS: dict[str, Callable[[torch.device], str]] = {

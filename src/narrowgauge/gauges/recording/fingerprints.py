@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -128,16 +127,15 @@ class Fingerprints:
         if tokens is not None:
             self._add("tokens:batch", tokens, first_sequence)
         undo = (
-            hooks.follow_outputs(self.model, partial(self._add_output, first_sequence)) if self.sees_outputs else None
+            hooks.follow_outputs(self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
+            if self.sees_outputs
+            else None
         )
         try:
             yield
         finally:
             if undo is not None:
                 undo()
-
-    def _add_output(self, first_sequence: int, name: str, x: Tensor) -> None:
-        self._add(f"output:{name}", x, first_sequence)
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])

@@ -27,7 +27,7 @@ from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
-from narrowgauge.checks.step_samples import named_parameters, spread, weight_of
+from narrowgauge.checks.step_samples import spread, weight_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
@@ -56,7 +56,6 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.torch_names import plain_name
 
 
 class RunRecorder:
@@ -138,9 +137,8 @@ class RunRecorder:
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
-        _require_one(self.optimizer)
         policy = recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
-        _require_storage(policy, self.optimizer)
+        _require_fit(policy, self.optimizer)
         content, here = self._description(policy, dict(settings or {})), all_ranks()
         writer, earlier = _opened(Path(folder), content, resume)
         self.folder = writer.path
@@ -339,9 +337,7 @@ class RunRecorder:
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the optimizer's unfrozen parameters, by name."""
-        names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
-        parameters = named_parameters(self.optimizer, names)
-        return {name: p for name, p in parameters.items() if p.requires_grad and not p.is_meta}
+        return {p.name: p.parameter for p in set_up_of(self.model, self.optimizer).trained}
 
     def _summary(self) -> Row:
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -401,17 +397,13 @@ def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | 
     return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
 
 
-def _require_one(optimizer: Any) -> None:
-    """Refuse anything but an optimizer, such as a list of several."""
+def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
+    """Refuse anything but one optimizer, and a recipe with another storage. The record would describe another run."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
             f"RunRecorder follows one optimizer, and got a {type(optimizer).__name__}.",
             "Pass the one that steps last; ng.check takes several.",
         )
-
-
-def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
-    """Refuse a recipe whose storage is not the optimizer's. The record would describe another run."""
     if recipe is None or not isinstance(optimizer, Optimizer):
         return
     names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
