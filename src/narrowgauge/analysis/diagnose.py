@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -33,6 +34,7 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.spec.toml import load_toml
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -205,30 +207,14 @@ class Area(NamedTuple):
     """
 
     name: str
-    reads: tuple[str, ...]
+    reads: list[str]
     trainer: str
     recorder: str
     log: str
 
 
-_GAUGES, _PRINTS = "ng.RunRecorder(…, gauges_every=20)", "ng.RunRecorder(…, fingerprints_every=100)"
-AREAS: tuple[Area, ...] = (
-    Area("losses", ("steps.loss",), "", "recorder.step(loss)", "a column loss"),
-    Area("gradient norms", ("steps.grad_norm",), "", "recorder.step(loss, grad_norm=norm)", "a column grad_norm"),
-    Area("evaluations", ("evals.val_loss",), "--eval-every 100", "recorder.evaluate(loss)", "a column val_loss"),
-    Area(
-        "lost updates", ("steps.edq", "gauges.updates"), "--audit-every 10", "an optimizer of Narrowgauge's",
-        "ng.RunRecorder and an optimizer of Narrowgauge's",
-    ),
-    Area("tensors of layers", ("gauges.tensors",), "--gauges-every 20", _GAUGES, _GAUGES),
-    Area("hashes of weights and ranks", ("fingerprints.tensors",), "--fingerprints-every 100", _PRINTS, _PRINTS),
-    Area(
-        "the optimizer's step", ("steps.recomputed",), "ng.check(model, optimizer, step=2)",
-        "ng.RunRecorder(…, audit_every=1000)", "ng.check(model, optimizer, step=2)",
-    ),
-    Area("the gradient itself", (), *("ng.check(model, optimizer, batch=…, loss=…)",) * 3),
-    Area("labels, masks and the order of the data", (), "", "", ""),
-)  # fmt: skip
+_TABLE = files("narrowgauge.analysis").joinpath("areas.toml").read_text(encoding="utf-8")
+AREAS: list[Area] = [Area(name, **row) for name, row in load_toml(_TABLE).items()]
 
 
 def loop_of(run: Run) -> str:

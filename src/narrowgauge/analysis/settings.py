@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import NarrowgaugeError
@@ -16,6 +17,7 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml import load_toml
 
 TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 """Compared tables of ``run.toml``."""
@@ -120,43 +122,13 @@ def _text(value: Any) -> str:
 class Acts(NamedTuple):
     """List settings (``table.name`` or ``table.*``), their first visible stages, and whether they only change rounding."""
 
-    settings: tuple[str, ...]
-    stages: tuple[str, ...]
+    settings: list[str]
+    stages: list[str]
     only_rounds: bool = False
 
 
-_PASSES = ("forward", "loss", "gradient")
-ACTS: tuple[Acts, ...] = (
-    Acts(("config.model", "model.*"), ("start", *_PASSES, "optimizer step", "evaluation")),
-    Acts(("config.seed",), ("start", "data", "forward", "loss", "optimizer step", "evaluation")),
-    Acts(
-        (
-            "config.data", "config.tokenizer", "config.held_out", "config.batch_size", "config.sequence_length",
-            "data.*", "machine.ranks",
-        ),
-        ("data", "forward", "loss", "evaluation"),
-    ),
-    Acts(("config.recipe", "config.accumulation_dtype"), ("start", *_PASSES, "clip", "optimizer step", "evaluation")),
-    Acts(("config.recipe.reduction",), ("loss", "gradient", "optimizer step", "evaluation")),
-    Acts(
-        (
-            "config.rule", "config.rule_options", "config.lr", "config.schedule", "config.warmup_steps",
-            "config.min_lr_ratio", "config.steps", "config.beta1", "config.beta2", "config.eps", "config.weight_decay",
-            "config.on_spike", "optimizer.*",
-        ),
-        ("optimizer step", "loss", "evaluation"),
-    ),
-    Acts(("config.max_grad_norm",), ("clip", "optimizer step", "loss", "evaluation")),
-    Acts(
-        (
-            "config.gradient_accumulation_steps", "config.shard", "config.replicas", "config.offload", "config.threads",
-            "config.compile", "config.activation_checkpointing", "config.narrow_gather", "machine.*", "versions.*",
-            "arithmetic.sums", "arithmetic.versions", "arithmetic.machine",
-        ),
-        ("start", *_PASSES, "clip", "optimizer step", "evaluation"),
-        only_rounds=True,
-    ),
-)  # fmt: skip
+_TABLE = files("narrowgauge.analysis").joinpath("acts.toml").read_text(encoding="utf-8")
+ACTS: list[Acts] = [Acts(**row) for row in load_toml(_TABLE)["acts"]]
 
 
 def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:

@@ -119,8 +119,11 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
     """Return a reading for each kind of state that is not restored, and a line with the counts."""
     verdicts: dict[str, dict[str, list[str]]] = {}
     for name, entry in before.items():
-        kind, _, rest = name.partition("|")
-        verdicts.setdefault(kind, {}).setdefault(_verdict(entry, now.get(name)), []).append(rest)
+        (kind, _, rest), loaded = name.partition("|"), now.get(name)
+        verdict = NOT_RESTORED
+        if loaded is not None and entry["value"] == loaded["value"]:
+            verdict = BITS if entry["bits"] == loaded["bits"] else VALUE
+        verdicts.setdefault(kind, {}).setdefault(verdict, []).append(rest)
     readings = []
     for kind, groups in verdicts.items():
         if names := groups.get(NOT_RESTORED):
@@ -136,14 +139,6 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
         for kind, groups in verdicts.items()
     ]
     return readings, [f"{when}: {'; '.join(words)}"]
-
-
-def _verdict(entry: Entry, loaded: Entry | None) -> str:
-    if loaded is None:
-        return NOT_RESTORED
-    if entry["bits"] == loaded["bits"]:
-        return BITS
-    return VALUE if entry["value"] == loaded["value"] else NOT_RESTORED
 
 
 # ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────

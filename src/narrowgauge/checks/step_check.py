@@ -398,9 +398,10 @@ def _weight_readings(
         bound = rounding_of(rule, values, expected, _formats(sample), stored.dtype)
         is_equal, allowed = distance <= bound, bound / length
         noise = bound / max(rate * float(weight.norm()), 1e-300)
-        numbers = written.fitted(max(_UNEXPLAINED_BOUNDS * bound, _UNEXPLAINED_SHARE * length))
-        if not moved.any():
-            numbers = {"step": 0.0, "decay": 0.0}
+        (factor,), rest = fitted(moved, [expected - weight])
+        numbers = {"step": factor, "decay": factor * decay}
+        if rest > _UNEXPLAINED_BOUNDS * bound:  # one factor does not explain it
+            numbers = written.fitted(max(_UNEXPLAINED_BOUNDS * bound, _UNEXPLAINED_SHARE * length))
     if is_equal:
         return
     if numbers is None:

@@ -35,7 +35,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import emit
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec import storages
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, first_of_input
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
@@ -151,7 +151,10 @@ class Gauges:
         for name, module in hooks.named_modules(self.model).items():
             if hooks.multiplies(module):
                 self._layers[name] = module
-                kinds = ("output_grad",) if hooks.shares_input(name, self._layers) else ("input", "output_grad")
+                # Layers with the same input are measured once.
+                first = first_of_input(name)
+                shares_input = first != name and first in self._layers
+                kinds = ("output_grad",) if shares_input else ("input", "output_grad")
                 self._place(name, module, *kinds)
                 self._undos.append(module.register_forward_hook(hooks.record_linear).remove)
             elif (hook := attention.attention_hook_for(module)) is not None:

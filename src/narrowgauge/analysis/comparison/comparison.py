@@ -16,7 +16,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.classification import LATE, Classification, Rank, acceptable, classify, run_faults
@@ -162,12 +161,11 @@ class Comparison:
 
     def json(self) -> bytes:
         """Return ``compare.json``: a list of rows, valid JSON for all values."""
-        plain = [{key: _finite(value) for key, value in row.items()} for row in self.rows]
+        plain = [
+            {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+            for row in self.rows
+        ]
         return json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(value: float | None, form: str, factor: float = 1.0) -> str:

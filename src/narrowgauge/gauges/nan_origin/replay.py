@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.gauges.nan_origin.bad_value import BadValue, Operand
+from narrowgauge.gauges.nan_origin.bad_value import BadValue
 from narrowgauge.gauges.nan_origin.tracing import NanTracer, nonfinite_kinds
 from narrowgauge.put_back import put_back
-
-__all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 
 
 def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | None:

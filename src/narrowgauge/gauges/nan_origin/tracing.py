@@ -305,18 +305,14 @@ def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     elif x.layout is not torch.strided:
         if x.layout is torch.sparse_coo:
             yield from parts_of(x._values())
-    elif is_float(x) and x.numel() and x.device.type != "meta" and _holds_values(x):
-        yield "", x
+    elif is_float(x) and x.numel() and x.device.type != "meta":
+        is_fake = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # in a compiler's trace
+        yield from () if is_fake else [("", x)]
 
 
 def is_float(x: Tensor) -> bool:
     """Return whether it may hold a NaN or an infinity."""
     return (x.dtype.is_floating_point or x.dtype.is_complex) and "float4" not in str(x.dtype)
-
-
-def _holds_values(x: Tensor) -> bool:
-    """False for fake tensors of a compiler's trace."""
-    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -144,7 +144,6 @@ class RunRecorder:
         self.folder = writer.path
         screen = Notices() if here.is_first else NullScreen()
         is_audited = isinstance(self.optimizer, Optimizer)
-        self._hooks = ExitStack()
         with ExitStack() as undo:
             if earlier is None and here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
@@ -152,12 +151,11 @@ class RunRecorder:
             self.reporter = Reporter(writer, screen, policy, on_row, is_audited)
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
-            undo.callback(self._hooks.close)
             passes = model if called is None else called
             self._prints = LoopFingerprints(
                 model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
             )
-            self._hooks.callback(self._prints.remove)
+            self._record.undo.callback(self._prints.remove)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
@@ -166,11 +164,11 @@ class RunRecorder:
                 self._audited = StepCheck(
                     model, self.optimizer, audit_every, self._audited_step, max_grad_norm=max_grad_norm, ignore=ignore
                 )
-                self._hooks.callback(self._audited.remove)
+                self._record.undo.callback(self._audited.remove)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open, self._run = True, content if earlier is None else earlier.run
             self._first_bad = FirstNonfinite(model)
-            self._hooks.callback(self._first_bad.remove)
+            self._record.undo.callback(self._first_bad.remove)
             if earlier is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
                 self._check(0)
@@ -286,7 +284,6 @@ class RunRecorder:
         """
         if self._is_open:
             self._is_open = False
-            self._hooks.close()
             self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
 
     def __enter__(self) -> RunRecorder:
@@ -456,6 +453,7 @@ class LoopRecord:
     Attributes:
         tokens: trained on so far.
         trained_seconds: of all steps so far.
+        undo: what leaves the models and optimizers as they were.
     """
 
     def __init__(self, reporter: Reporter, here: Ranks) -> None:
@@ -463,8 +461,8 @@ class LoopRecord:
         self.num_steps, self.tokens, self.trained_seconds = 0, 0, 0.0
         self.reader = StepReader()
         self._failed = FailedSteps()
+        self.undo = ExitStack()
         self._gauges: list[Gauges] = []
-        self._handlers: list[tuple[Optimizer, Callable[[list[Alarm]], None]]] = []
         self._restart_clock()
 
     @property
@@ -482,6 +480,7 @@ class LoopRecord:
         if watched is None:
             watched = WatchedOptimizer(model, optimizer)
             self.watched.append(watched)
+            self.undo.callback(watched.remove)
             if watched.ours is not None:
                 self._hear(watched.ours)
         if watched.ours is not None:
@@ -493,6 +492,7 @@ class LoopRecord:
                 model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False
             )
             self._gauges.append(watched.gauges)
+            self.undo.callback(watched.gauges.detach)
         return watched
 
     def _hear(self, optimizer: Optimizer) -> None:
@@ -504,7 +504,7 @@ class LoopRecord:
             self.reporter.lost_updates(alarms, self.num_steps + 1, shown=False)
 
         optimizer.on_alarm = alarmed
-        self._handlers.append((optimizer, before))
+        self.undo.callback(setattr, optimizer, "on_alarm", before)
         if not self.reporter.is_audited:
             self.reporter.is_audited = True
             self.reporter.rebuild()
@@ -585,13 +585,7 @@ class LoopRecord:
                 self.reporter.event(Event("stop", self.num_steps, "the loop ended before its last step"))
         finally:
             self.reporter.writer.close()
-            for watched in self.watched:
-                watched.remove()
-            for gauges in self._gauges:
-                gauges.detach()
-            for optimizer, handler in reversed(self._handlers):
-                optimizer.on_alarm = handler
-            self._handlers.clear()
+            self.undo.close()
             self.watched.clear()
 
 
