@@ -289,12 +289,15 @@ def fitted(target: Tensor, terms: Iterable[Tensor]) -> tuple[list[float], float]
     return (solution / scales).tolist(), float((target - columns / scales @ solution).norm())
 
 
-def _rounded_to(values: Tensor) -> str:
-    """Name the smaller format that holds all values; empty if there is none."""
+def _rounded_to(values: Tensor, expected: Tensor) -> str:
+    """Name the smaller format that holds all values, if rounding the expected ones gives them; empty otherwise."""
     if values.dtype not in (torch.float32, torch.float64) or values.numel() < 8 or not bool(values.any()):
         return ""
-    formats = [dtype for dtype in _FORMATS if bool((values.to(dtype).to(values.dtype) == values).all())]
-    return f"; it was rounded to {dtype_name(formats[0])}" if formats else ""
+    for dtype in _FORMATS:
+        is_rounded = float((expected.float().to(dtype).to(values.dtype) == values).double().mean()) >= 0.95
+        if is_rounded and bool((values.to(dtype).to(values.dtype) == values).all()):  # few lie near a tie
+            return f"; it was rounded to {dtype_name(dtype)}"
+    return ""
 
 
 # ── what a step writes ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -359,7 +362,7 @@ def _state_readings(sample: Sample, definition: Definition, name: str, inputs: V
         allowed *= max(abs(target), 1e-12) if rounding is None else 1.0
     yield KINDS["state"].reading(
         sample.name, value, target, allowed, state=name, kept=kept_now, taken=taken_now, rule_kept=keep, rule_taken=take,
-        more=_rounded_to(stored),
+        more=_rounded_to(stored, written.expected),
     )  # fmt: skip
 
 
@@ -407,7 +410,7 @@ def _weight_readings(
     if numbers is None:
         spacing = torch.finfo(stored.dtype).eps * expected.abs().clamp_min(1e-30)
         share = float(((written.after - expected).abs() > 4 * spacing).double().mean())
-        more = _rounded_to(stored)
+        more = _rounded_to(stored, expected)
         yield KINDS["weight"].reading(sample.name, distance / length, 0.0, allowed, share=share, more=more)
         return
     step, used = numbers["step"], numbers.get("decay", decay)
@@ -476,7 +479,7 @@ def _written_weight(step: int, sample: Sample, now: Tensor) -> Iterator[Reading]
     slack = 4 * torch.finfo(now.dtype).eps
     if now.dtype in (torch.float32, torch.float64) and distance <= slack:
         return
-    more, share = _rounded_to(now), float((now != after).double().mean())
+    more, share = _rounded_to(now, after), float((now != after).double().mean())
     (factor,), rest = fitted(now.double(), [after.double()])
     if now.equal(sample.weight):
         more = ": they are those of before the step again"

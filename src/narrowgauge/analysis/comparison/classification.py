@@ -187,34 +187,23 @@ def paired_difference(
 
 def run_faults(group: Sequence[RunStats]) -> list[Fault]:
     """Return the reasons not to use a recipe, from its own runs alone."""
-    return [fault for of_group in (_divergence, _lost_updates, _skipped_steps) for fault in of_group(group)]
-
-
-def _divergence(group: Sequence[RunStats]) -> list[Fault]:
-    diverged = [run for run in group if run.divergence]
-    if not diverged:
-        return []
-    name = f"diverged in {len(diverged)} of {counted(len(group), 'run')}"
-    return [Fault(name, f"{name} (seed {diverged[0].seed}, {diverged[0].divergence.strip().rstrip('.')})")]
-
-
-def _lost_updates(group: Sequence[RunStats]) -> list[Fault]:
+    faults = []
+    if diverged := [run for run in group if run.divergence]:
+        name = f"diverged in {len(diverged)} of {counted(len(group), 'run')}"
+        words = diverged[0].divergence.strip().rstrip(".")
+        faults.append(Fault(name, f"{name} (seed {diverged[0].seed}, {words})"))
     edq, lost = late_median(group, "edq"), late_median(group, "lost_fraction")
-    if edq is None or edq >= MIN_EDQ:
-        return []
-    more = "" if lost is None else f"; {lost:.0%} of the changes were lost"
-    name = "loses its updates"
-    return [Fault(name, f"{name} (a late EDQ of {edq:.2f}, where 1 loses nothing{more})")]
-
-
-def _skipped_steps(group: Sequence[RunStats]) -> list[Fault]:
+    if edq is not None and edq < MIN_EDQ:
+        more = "" if lost is None else f"; {lost:.0%} of the changes were lost"
+        name = "loses its updates"
+        faults.append(Fault(name, f"{name} (a late EDQ of {edq:.2f}, where 1 loses nothing{more})"))
     ended = [(run.run.summary, len(run.run.steps)) for run in group if run.counts and run.run.summary is not None]
     taken = sum(int(summary.get("steps") or length) for summary, length in ended)
     skipped = sum(int(summary.get("num_skipped") or 0) for summary, _ in ended)
-    if not taken or skipped <= MAX_SKIPPED * taken:
-        return []
-    name = f"skipped {skipped:,} of its {taken:,} steps"
-    return [Fault(name, name)]
+    if taken and skipped > MAX_SKIPPED * taken:
+        name = f"skipped {skipped:,} of its {taken:,} steps"
+        faults.append(Fault(name, name))
+    return faults
 
 
 # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────────

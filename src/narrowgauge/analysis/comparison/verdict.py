@@ -28,8 +28,10 @@ MAX_NOISE = 1.0
 
 def sentences(comparison: Comparison) -> list[str]:
     """Return the whole verdict."""
-    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _seen_by_the_audit, _times, _left_out, _differing)
-    return [sentence for part in parts if (sentence := part(comparison))]
+    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _seen_by_the_audit)
+    times = " ".join([*_fastest(comparison), *_at_equal_time(comparison)])
+    words = [*(part(comparison) for part in parts), times, _left_out(comparison), _differing(comparison)]
+    return [sentence for sentence in words if sentence]
 
 
 # ── losses ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,10 +116,6 @@ def _seen_by_the_audit(comparison: Comparison) -> str:
 
 
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _times(comparison: Comparison) -> str:
-    return " ".join([*_fastest(comparison), *_at_equal_time(comparison)])
 
 
 def _fastest(comparison: Comparison) -> Iterator[str]:
