@@ -294,8 +294,9 @@ def _rounded_to(values: Tensor, expected: Tensor) -> str:
     if values.dtype not in (torch.float32, torch.float64) or values.numel() < 8 or not bool(values.any()):
         return ""
     for dtype in _FORMATS:
+        # A few values lie near a tie.
         is_rounded = float((expected.float().to(dtype).to(values.dtype) == values).double().mean()) >= 0.95
-        if is_rounded and bool((values.to(dtype).to(values.dtype) == values).all()):  # few lie near a tie
+        if is_rounded and bool((values.to(dtype).to(values.dtype) == values).all()):
             return f"; it was rounded to {dtype_name(dtype)}"
     return ""
 
