@@ -7,6 +7,7 @@ silence.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -37,5 +38,6 @@ def test_the_confusion_matrix_is_the_committed_one(tmp_path: Path, update_golden
     print(f"faults: {dict(counts)} of {len(faults)}; healthy loops with a statement: {accused} of {len(healthy)}")
     matrix = {"counts": {**counts, "accused": accused}, "faults": faults, "healthy": healthy}
     if update_golden:
-        MATRIX.write_text(json.dumps(matrix, indent=1) + "\n", encoding="utf-8")
+        a_row_per_line = re.sub(r"\[[^]]*\]", lambda row: " ".join(row[0].split()), json.dumps(matrix, indent=1))
+        MATRIX.write_text(f"{a_row_per_line}\n", encoding="utf-8")
     assert matrix == json.loads(MATRIX.read_text(encoding="utf-8"))

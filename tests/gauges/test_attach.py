@@ -134,17 +134,10 @@ def test_second_moments_that_freeze_are_seen(storage: str, freezes: bool) -> Non
         assert frozen < 0.5 and bias == pytest.approx(1.0, abs=0.05)
 
 
-def test_patterns_choose_and_nothing_is_refused() -> None:
+def test_what_cannot_be_watched_is_refused() -> None:
     model, optimizer = made()
-    gauges = attach_gauges(model, optimizer, ["blocks.0.*"], every=1)
-    trained(model, optimizer, 1)
-    assert gauges.last is not None
-    names = {key.partition(":")[2] for key in gauges.last["tensors"]}
-    assert names and all(name.startswith("blocks.0.") for name in names)
-    with pytest.raises(
-        NarrowgaugeError, match=r"matches no module or parameter of Small. Its names look like 'blocks.0.up.weight'"
-    ):
-        attach_gauges(model, optimizer, "encoder.*")
+    with pytest.raises(NarrowgaugeError, match="steps no parameter of this Linear"):
+        attach_gauges(nn.Linear(2, 2), optimizer)
     with pytest.raises(NarrowgaugeError, match="every must be an integer"):
         attach_gauges(model, optimizer, every=-1)
 

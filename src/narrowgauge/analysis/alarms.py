@@ -233,8 +233,8 @@ class Alarms:
 
     def _is_known(self, detector: Detector, name: str | None) -> bool:
         """Return whether another detector is active for the same tensor and kind of event."""
-        others = (row.name for row in DETECTORS.values() if row.kind == detector.kind and row is not detector)
-        return any((other, name) in self._states and self._states[other, name].is_active for other in others)
+        rivals = (row.name for row in DETECTORS.values() if row.kind == detector.kind and row is not detector)
+        return any((rival, name) in self._states and self._states[rival, name].is_active for rival in rivals)
 
     def _events(self, step: int, trips: list[_Trip]) -> list[Event]:
         by_kind: dict[str, list[_Trip]] = {}
@@ -244,8 +244,8 @@ class Alarms:
 
     def _event(self, step: int, worst: _Trip, group: list[_Trip]) -> Event:
         detector, name = worst.detector, worst.tensor
-        others = len({trip.tensor for trip in group}) - 1
-        more = f"; the same holds for {others} more tensor{'s' if others > 1 else ''}" if others else ""
+        num_others = len({trip.tensor for trip in group}) - 1
+        more = f"; the same holds for {num_others} more tensor{'s' if num_others > 1 else ''}" if num_others else ""
         values: dict[str, object] = {"value": worst.value, "limit": worst.limit, "spike": worst.spike}
         values |= advice_values(name, self.facts.storage, self.facts.compute)
         message = f"{name or ''} {detector.message}{more}".strip().format(**values)

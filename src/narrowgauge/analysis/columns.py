@@ -58,10 +58,10 @@ def numbers(run: Run, table: str, name: str) -> Array:
 
 def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
     """Return a column, and a mask of the rows with an entry. Cache both on the run: many readers use them."""
-    held = vars(run).setdefault("columns", {})
-    if (table, name) not in held:
-        held[table, name] = _floats(getattr(run, table), name)
-    return held[table, name]  # type: ignore[no-any-return]
+    cache = vars(run).setdefault("columns", {})
+    if (table, name) not in cache:
+        cache[table, name] = _floats(getattr(run, table), name)
+    return cache[table, name]  # type: ignore[no-any-return]
 
 
 def _floats(rows: list[Row], name: str) -> tuple[Array, npt.NDArray[np.bool_]]:

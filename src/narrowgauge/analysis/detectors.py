@@ -192,14 +192,9 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read() -> dict[str, Detector]:
-    rows = load_toml(files("narrowgauge.analysis").joinpath("detectors.toml").read_text(encoding="utf-8"))
-    return {name: Detector(name, **row) for name, row in rows.items()}
-
-
-DETECTORS: dict[str, Detector] = _read()
-"""All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its
-z."""
+_TABLE = files("narrowgauge.analysis").joinpath("detectors.toml").read_text(encoding="utf-8")
+DETECTORS: dict[str, Detector] = {name: Detector(name, **row) for name, row in load_toml(_TABLE).items()}
+"""All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its z."""
 
 SERIOUS: dict[str, str] = {
     "lost_updates": "training slows or stops, and the loss curve does not show why",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -33,6 +34,7 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.spec.toml import load_toml
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -205,30 +207,14 @@ class Area(NamedTuple):
     """
 
     name: str
-    reads: tuple[str, ...]
+    reads: list[str]
     trainer: str
     recorder: str
     log: str
 
 
-_GAUGES, _PRINTS = "ng.RunRecorder(…, gauges_every=20)", "ng.RunRecorder(…, fingerprints_every=100)"
-AREAS: tuple[Area, ...] = (
-    Area("losses", ("steps.loss",), "", "recorder.step(loss)", "a column loss"),
-    Area("gradient norms", ("steps.grad_norm",), "", "recorder.step(loss, grad_norm=norm)", "a column grad_norm"),
-    Area("evaluations", ("evals.val_loss",), "--eval-every 100", "recorder.evaluate(loss)", "a column val_loss"),
-    Area(
-        "lost updates", ("steps.edq", "gauges.updates"), "--audit-every 10", "an optimizer of Narrowgauge's",
-        "ng.RunRecorder and an optimizer of Narrowgauge's",
-    ),
-    Area("tensors of layers", ("gauges.tensors",), "--gauges-every 20", _GAUGES, _GAUGES),
-    Area("hashes of weights and ranks", ("fingerprints.tensors",), "--fingerprints-every 100", _PRINTS, _PRINTS),
-    Area(
-        "the optimizer's step", ("steps.recomputed",), "ng.check(model, optimizer, step=2)",
-        "ng.RunRecorder(…, audit_every=1000)", "ng.check(model, optimizer, step=2)",
-    ),
-    Area("the gradient itself", (), *("ng.check(model, optimizer, batch=…, loss=…)",) * 3),
-    Area("labels, masks and the order of the data", (), "", "", ""),
-)  # fmt: skip
+_TABLE = files("narrowgauge.analysis").joinpath("areas.toml").read_text(encoding="utf-8")
+AREAS: list[Area] = [Area(name, **row) for name, row in load_toml(_TABLE).items()]
 
 
 def loop_of(run: Run) -> str:
@@ -253,10 +239,10 @@ def unseen(run: Run) -> dict[str, str]:
     rows = [row for row in _compared(run) if isinstance(row.get("unseen"), dict)]
     compared = [row["unseen"] for row in rows if row.get("compared")]
     reasons = {
-        f"{piece} of the compared steps": why
+        f"{part} of the compared steps": why
         for row in rows
-        for piece, why in row["unseen"].items()
-        if all(piece in others for others in compared)
+        for part, why in row["unseen"].items()
+        if all(part in reasons_of_row for reasons_of_row in compared)
     }
     return {area.name: getattr(area, loop) for area in AREAS if not _is_shown(run, area)} | reasons
 
@@ -308,7 +294,7 @@ def _first(readings: list[Reading]) -> Reading:
 
 def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
-    recorded = [event for event in run.events if _is_alarm(event)]
+    recorded = [e for e in run.events if e.get("detector") in CHANGES or e.get("kind") not in (*ROUTINE, None)]
     config = run.run.get("config")
     if "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None):
         return recorded
@@ -319,19 +305,15 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     return recorded + [event for event in raised if event["kind"] not in kinds]
 
 
-def _is_alarm(event: Row) -> bool:
-    return event.get("detector") in CHANGES or event.get("kind") not in (*ROUTINE, None)
-
-
 def _of_event(event: Row) -> Reading:
     kind, detector = str(event.get("kind") or ""), str(event.get("detector") or "")
-    what = "lost-updates" if detector == "audit" else detector or kind
+    reading_name = "lost-updates" if detector == "audit" else detector or kind
     value, expected, bound = (number(event.get(name)) for name in ("value", "expected", "threshold"))
-    if what == "lost-updates":
+    if reading_name == "lost-updates":
         expected, bound = 1.0, 1.0 - MIN_EDQ
     advice = sentences(str(event.get("message") or ""), str(event.get("advice") or ""))
     tensor, step = str(event.get("tensor") or ""), step_of(event)
-    return Reading(step, _stage(event, kind, detector), tensor, what, value, expected, bound, advice)
+    return Reading(step, _stage(event, kind, detector), tensor, reading_name, value, expected, bound, advice)
 
 
 def _stage(event: Row, kind: str, detector: str) -> str:
@@ -357,19 +339,14 @@ def skipped_steps(run: Run) -> list[int]:
     A finite loss after a non-finite gradient shows that the step between was skipped, in any log.
     """
     marked = {step_of(event) for event in run.events if event.get("kind") == "skip"}
-    marked |= set(_where(run, "skipped"))
+    flags = column(run, "steps", "skipped")
+    marked |= set(map(int, flags.x[np.nan_to_num(flags.y) != 0]))
     if column(run, "steps", "grad_norm").gaps:
         for row, later in pairwise((*run.steps, {"loss": 0.0})):
             is_skipped = finite_number(row.get("loss")) is not None and finite_number(later.get("loss")) is not None
             if is_skipped and row.get("grad_norm") is not None and finite_number(row["grad_norm"]) is None:
                 marked.add(step_of(row))
     return [step for row in run.steps if (step := step_of(row)) in marked] if marked else []
-
-
-def _where(run: Run, flag: str) -> list[int]:
-    """Return the steps with a flag set."""
-    line = column(run, "steps", flag)
-    return [int(step) for step in line.x[np.nan_to_num(line.y) != 0]]
 
 
 def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:

@@ -90,11 +90,11 @@ class Difference:
 
     def reading(self, bound: float) -> Reading:
         """Return a reading: the second run's value, the first's, and the distance within ``bound``."""
-        one, other = self.values
-        if math.isnan(one) and math.isnan(other):
+        first, second = self.values
+        if math.isnan(first) and math.isnan(second):
             return Reading(self.step, self.stage, self.tensor, self.what)
-        allowed = 0.0 if self.kind in EXACT else bound * max(abs(one), abs(other))
-        return Reading(self.step, self.stage, self.tensor, self.what, other, one, allowed)
+        allowed = 0.0 if self.kind in EXACT else bound * max(abs(first), abs(second))
+        return Reading(self.step, self.stage, self.tensor, self.what, second, first, allowed)
 
 
 class Parting(NamedTuple):
@@ -115,22 +115,22 @@ class Parting(NamedTuple):
     is_hashed: bool
 
 
-def relative_difference(one: float, other: float) -> float:
+def relative_difference(first: float, second: float) -> float:
     """Return the difference of two values over the larger magnitude; NaN if either is NaN.
 
     Example:
         >>> relative_difference(2.0, 2.5), relative_difference(0.0, 0.0)
         (0.2, 0.0)
     """
-    largest = max(abs(one), abs(other))
-    return abs(one - other) / largest if largest else 0.0
+    largest = max(abs(first), abs(second))
+    return abs(first - second) / largest if largest else 0.0
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(first: Any, second: Any) -> bool:
     """Return whether two values are equal. NaN equals NaN. Checksums of two lengths, from two versions, count as equal."""
-    if isinstance(one, str) and isinstance(other, str) and len(one) != len(other):
+    if isinstance(first, str) and isinstance(second, str) and len(first) != len(second):
         return True
-    return bool(one == other) or (one != one and other != other)
+    return bool(first == second) or (first != first and second != second)
 
 
 def roundoff(*runs: Run) -> float:
@@ -164,13 +164,13 @@ def rounding_of(numel: int, u: float) -> float:
 # ── the search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_parting(one: Run, other: Run) -> Parting:
+def find_parting(first_run: Run, second_run: Run) -> Parting:
     """Find the first difference of two runs, and the first difference beyond rounding."""
-    rows = _by_step(one.steps), _by_step(other.steps)
-    prints = _by_step(rows_of(one, "fingerprints")), _by_step(rows_of(other, "fingerprints"))
+    rows = _by_step(first_run.steps), _by_step(second_run.steps)
+    prints = _by_step(rows_of(first_run, "fingerprints")), _by_step(rows_of(second_run, "fingerprints"))
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
-    extra = [*_stopped(one, other), *_evaluations(one, other, rows)]
-    u, first, first_bound = roundoff(one, other), None, 0.0
+    extra = [*_stopped(first_run, second_run), *_evaluations(first_run, second_run, rows)]
+    u, first, first_bound = roundoff(first_run, second_run), None, 0.0
     levels: dict[bool, tuple[int, float]] = {}
     for step in sorted({*common, *hashed, *(difference.step for difference in extra)}):
         differences = [difference for difference in extra if difference.step == step]
@@ -196,7 +196,7 @@ def find_parting(one: Run, other: Run) -> Parting:
         for source, is_read in ((True, step in hashed), (False, step in common)):
             if is_read:
                 levels[source] = step, max((d.relative for d in differences if bool(d.tensor) is source), default=0.0)
-    ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
+    ends = [(run.summary or {}).get("weights_fingerprint") for run in (first_run, second_run)]
     if first is None and None not in ends and ends[0] != ends[1]:
         first = Difference(max(common, default=0), "weight", "weights_fingerprint")
         return Parting(first, first, 0.0, len(common), False)
@@ -227,9 +227,9 @@ def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapp
     first, second = rows[0][step], rows[1][step]
     differences = []
     for column in COLUMNS:
-        one, other = first.get(column), second.get(column)
-        if one is not None and other is not None and not same_value(one, other):
-            values = (math.nan, math.nan) if isinstance(one, str) else (float(one), float(other))
+        first_value, second_value = first.get(column), second.get(column)
+        if first_value is not None and second_value is not None and not same_value(first_value, second_value):
+            values = (math.nan, math.nan) if isinstance(first_value, str) else (float(first_value), float(second_value))
             differences.append(Difference(step, column, column, values=values, numel=_tokens_of(step, rows, prints)))
     return differences
 
@@ -242,9 +242,9 @@ def _tokens_of(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Ma
     return sum(int(entry[2]) for key, entry in tensors.items() if key.startswith("tokens:"))
 
 
-def _tensors(step: int, one: Row, other: Row) -> list[Difference]:
-    first, second = one["tensors"], other["tensors"]
-    differences = [*_lacking(step, first, second), *_ranks(step, one, other)]
+def _tensors(step: int, first_row: Row, second_row: Row) -> list[Difference]:
+    first, second = first_row["tensors"], second_row["tensors"]
+    differences = [*_lacking(step, first, second), *_ranks(step, first_row, second_row)]
     for key, entry in first.items():
         if key in second and entry[0] != second[key][0]:
             kind = key.partition(":")[0]
@@ -262,13 +262,13 @@ def _lacking(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> 
         shared = set(names[0]) & set(names[1])
         lacking = [key for key in dict.fromkeys([*names[0], *names[1]]) if key not in shared]
         if lacking and (kind == "held" or len(shared) >= _SHARED * (len(shared) + len(lacking))):
-            what = "changed" if kind == "held" else "only-in-one-run"
-            yield Difference(step, kind, what, lacking[0], only_in=0 if lacking[0] in first else 1)
+            label = "changed" if kind == "held" else "only-in-one-run"
+            yield Difference(step, kind, label, lacking[0], only_in=0 if lacking[0] in first else 1)
 
 
-def _ranks(step: int, one: Row, other: Row) -> Iterator[Difference]:
+def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
     """Compare the hashes of each rank, and the disagreements among the ranks of one run."""
-    first, second = one.get("ranks") or {}, other.get("ranks") or {}
+    first, second = first_row.get("ranks") or {}, second_row.get("ranks") or {}
     for kind in STAGE_OF:
         mine, its = first.get(kind), second.get(kind)
         if mine is None or its is None or len(mine) != len(its):
@@ -280,7 +280,7 @@ def _ranks(step: int, one: Row, other: Row) -> Iterator[Difference]:
                 values = (float(mine[odd[0]]), float(its[odd[0]])) if kind == "clip" else (math.nan, math.nan)
                 yield Difference(step, kind, "factor" if kind == "clip" else "bits", values=values, ranks=odd)
             break
-    parted = [parted_in(row) for row in (one, other)]
+    parted = [parted_in(row) for row in (first_row, second_row)]
     if bool(parted[0][0]) != bool(parted[1][0]):
         key, odd, words = parted[0] if parted[0][0] else parted[1]
         yield Difference(step, key.partition(":")[0], "ranks-differ", key, ranks=odd, note=words)
@@ -290,24 +290,26 @@ def _with_ranks(differences: list[Difference]) -> list[Difference]:
     """Add ranks and notes to tensors of the same stage. Drop rank-only differences if a tensor is named."""
     joined = []
     for difference in differences:
-        alike = [one for one in differences if one.stage == difference.stage]
-        if difference.ranks and not difference.tensor and any(one.tensor for one in alike):
+        alike = [peer for peer in differences if peer.stage == difference.stage]
+        if difference.ranks and not difference.tensor and any(peer.tensor for peer in alike):
             continue
-        ranks = next((one.ranks for one in alike if one.ranks), ())
-        note = next((one.note for one in alike if one.note), "")
+        ranks = next((peer.ranks for peer in alike if peer.ranks), ())
+        note = next((peer.note for peer in alike if peer.note), "")
         values = difference.values
         if difference.note and math.isnan(values[0]):
             values = next(
-                (one.values for one in alike if one.kind == difference.kind and not math.isnan(one.values[0])), values
+                (peer.values for peer in alike if peer.kind == difference.kind and not math.isnan(peer.values[0])),
+                values,
             )
         joined.append(replace(difference, ranks=ranks, note=note, values=values) if difference.tensor else difference)
     return joined
 
 
-def _stopped(one: Run, other: Run) -> Iterator[Difference]:
+def _stopped(first_run: Run, second_run: Run) -> Iterator[Difference]:
     """Yield a difference if only one run stopped because of damage between its ranks that the rows do not show yet."""
     differences = [
-        next((event for event in run.events if event.get("kind") == "corruption"), None) for run in (one, other)
+        next((event for event in run.events if event.get("kind") == "corruption"), None)
+        for run in (first_run, second_run)
     ]
     event = differences[0] or differences[1]
     if event is None or (differences[0] is None) == (differences[1] is None):
@@ -319,9 +321,9 @@ def _stopped(one: Run, other: Run) -> Iterator[Difference]:
     yield Difference(step_of(event) + later, kind, "damaged", tensor, ranks=ranks, note=str(event.get("message") or ""))
 
 
-def _evaluations(one: Run, other: Run, rows: Sequence[Mapping[int, Row]]) -> Iterator[Difference]:
+def _evaluations(first_run: Run, second_run: Run, rows: Sequence[Mapping[int, Row]]) -> Iterator[Difference]:
     """Yield the first differing evaluation: of other weights if the next step differs too, else of another evaluation."""
-    losses = [{step_of(row): number(row.get("val_loss")) for row in run.evals} for run in (one, other)]
+    losses = [{step_of(row): number(row.get("val_loss")) for row in run.evals} for run in (first_run, second_run)]
     for step in sorted(losses[0].keys() & losses[1].keys()):
         mine, its = losses[0][step], losses[1][step]
         if mine is None or its is None or same_value(mine, its):

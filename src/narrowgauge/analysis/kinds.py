@@ -57,12 +57,8 @@ class Kind:
         return Reading(step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity)
 
 
-def _read() -> dict[str, Kind]:
-    rows = load_toml(files("narrowgauge.analysis").joinpath("kinds.toml").read_text(encoding="utf-8"))
-    return {name: Kind(name, **row) for name, row in rows.items()}
-
-
-KINDS: dict[str, Kind] = _read()
+_TABLE = files("narrowgauge.analysis").joinpath("kinds.toml").read_text(encoding="utf-8")
+KINDS: dict[str, Kind] = {name: Kind(name, **row) for name, row in load_toml(_TABLE).items()}
 
 
 def kind_rows() -> list[Row]:

@@ -134,7 +134,7 @@ def advice_lines(readings: Sequence[Reading], most: int = 3) -> list[str]:
     """
     lines = {reading.what: f"{reading.what}: {reading.advice}" for reading in reversed(readings) if reading.advice}
     order = dict.fromkeys(reading.what for reading in readings)
-    return [lines[what] for what in order if what in lines][:most]
+    return [lines[kind] for kind in order if kind in lines][:most]
 
 
 MAX_ROWS = 10

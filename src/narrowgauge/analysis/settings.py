@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import NarrowgaugeError
@@ -16,6 +17,7 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.toml import load_toml
 
 TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 """Compared tables of ``run.toml``."""
@@ -50,21 +52,26 @@ def recipe_of(run: Run) -> Recipe | None:
         return None
 
 
-def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
+def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
     """Yield the differences of two ``run.toml``, including the arithmetic. Skip entries that only one has."""
     same = {
-        name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
+        name
+        for table, names in _PLACES.items()
+        if first_run.get(table) and first_run[table] == second_run.get(table)
+        for name in names
     }
-    named = {name for run in (one, other) for name in (run.get("config") or {})}
+    named = {name for run in (first_run, second_run) for name in (run.get("config") or {})}
     for table in TABLES:
-        first, second = (run.get(table) for run in (one, other))
+        first, second = (run.get(table) for run in (first_run, second_run))
         if isinstance(first, dict) and isinstance(second, dict):
             for difference in _of_table(table, first, second):
                 repeats = table == "optimizer" and difference.name in named  # its groups repeat the settings
-                moved = table == "config" and difference.name in same and _are_places(difference)
+                # The same content in another folder is not a difference.
+                are_paths = all("/" in value or "\\" in value for value in difference.values)
+                moved = table == "config" and difference.name in same and are_paths
                 if not repeats and not moved:
                     yield difference
-    parted = arithmetic.differences(one, other)
+    parted = arithmetic.differences(first_run, second_run)
     for parting in parted:
         yield SettingDifference(
             parting.probe.name,
@@ -77,21 +84,16 @@ _PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
 """Settings that may be folders, by table of ``run.toml``. The table describes their content."""
 
 
-def _are_places(difference: SettingDifference) -> bool:
-    """Return whether both values are paths. The same content in another folder is not a difference."""
-    return all("/" in value or "\\" in value for value in difference.values)
-
-
 def _of_table(
-    table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+    table: str, first_table: Mapping[str, Any], second_table: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[SettingDifference]:
-    names = [name for name in one if name in other]
+    names = [name for name in first_table if name in second_table]
     if table == "machine":  # a single process records no rank count
-        names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
+        names = [*names, *({"ranks"} & (first_table.keys() ^ second_table.keys()))]
     for name in names:
         if table == "config" and name in NOT_COMPARED:
             continue
-        first, second = one.get(name, 1), other.get(name, 1)
+        first, second = first_table.get(name, 1), second_table.get(name, 1)
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
             yield from _of_table(table, first, second, f"{prefix}{name}.")
         elif first != second:
@@ -99,10 +101,10 @@ def _of_table(
             yield SettingDifference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
 
 
-def _reductions(one: Any, other: Any) -> SettingDifference | None:
+def _reductions(first_recipe: Any, second_recipe: Any) -> SettingDifference | None:
     """Return the difference of two recipes that differ only in gradient reduction, else ``None``."""
     try:
-        first, second = parse(one), parse(other)
+        first, second = parse(first_recipe), parse(second_recipe)
     except NarrowgaugeError:
         return None
     if replace(first, reduction=second.reduction) != second:
@@ -120,59 +122,20 @@ def _text(value: Any) -> str:
 class Acts(NamedTuple):
     """List settings (``table.name`` or ``table.*``), their first visible stages, and whether they only change rounding."""
 
-    settings: tuple[str, ...]
-    stages: tuple[str, ...]
+    settings: list[str]
+    stages: list[str]
     only_rounds: bool = False
 
 
-_PASSES = ("forward", "loss", "gradient")
-ACTS: tuple[Acts, ...] = (
-    Acts(("config.model", "model.*"), ("start", *_PASSES, "optimizer step", "evaluation")),
-    Acts(("config.seed",), ("start", "data", "forward", "loss", "optimizer step", "evaluation")),
-    Acts(
-        (
-            "config.data", "config.tokenizer", "config.held_out", "config.batch_size", "config.sequence_length",
-            "data.*", "machine.ranks",
-        ),
-        ("data", "forward", "loss", "evaluation"),
-    ),
-    Acts(("config.recipe", "config.accumulation_dtype"), ("start", *_PASSES, "clip", "optimizer step", "evaluation")),
-    Acts(("config.recipe.reduction",), ("loss", "gradient", "optimizer step", "evaluation")),
-    Acts(
-        (
-            "config.rule", "config.rule_options", "config.lr", "config.schedule", "config.warmup_steps",
-            "config.min_lr_ratio", "config.steps", "config.beta1", "config.beta2", "config.eps", "config.weight_decay",
-            "config.on_spike", "optimizer.*",
-        ),
-        ("optimizer step", "loss", "evaluation"),
-    ),
-    Acts(("config.max_grad_norm",), ("clip", "optimizer step", "loss", "evaluation")),
-    Acts(
-        (
-            "config.gradient_accumulation_steps", "config.shard", "config.replicas", "config.offload", "config.threads",
-            "config.compile", "config.activation_checkpointing", "config.narrow_gather", "machine.*", "versions.*",
-            "arithmetic.sums", "arithmetic.versions", "arithmetic.machine",
-        ),
-        ("start", *_PASSES, "clip", "optimizer step", "evaluation"),
-        only_rounds=True,
-    ),
-)  # fmt: skip
+_TABLE = files("narrowgauge.analysis").joinpath("acts.toml").read_text(encoding="utf-8")
+ACTS: list[Acts] = [Acts(**row) for row in load_toml(_TABLE)["acts"]]
 
 
 def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:
     """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``."""
-    return tuple(
-        difference
-        for difference in differences
-        if any(
-            stage in row.stages and (is_rounding or not row.only_rounds) and _is_named(difference, row) for row in ACTS
-        )
-    )
-
-
-def _is_named(difference: SettingDifference, row: Acts) -> bool:
-    names = {f"{difference.table}.{difference.name}", f"{difference.table}.*", difference.table}
-    return not names.isdisjoint(row.settings)
+    rows = [row for row in ACTS if stage in row.stages and (is_rounding or not row.only_rounds)]
+    settings = {setting for row in rows for setting in row.settings}
+    return tuple(d for d in differences if settings & {f"{d.table}.{d.name}", f"{d.table}.*", d.table})
 
 
 def counts_of(run: Run) -> dict[str, float]:

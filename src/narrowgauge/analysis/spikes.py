@@ -146,18 +146,18 @@ class SpikeJudge:
         if grad_norm is not None and math.isfinite(grad_norm) and grad_norm > 0:
             self._norms.append(math.log(grad_norm))
 
-    def _scale(self, what: Literal["loss", "gradient"]) -> tuple[float, float]:
+    def _scale(self, metric: Literal["loss", "gradient"]) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation."""
-        if what not in self._scales:
-            values = list(self._losses if what == "loss" else self._norms)
+        if metric not in self._scales:
+            values = list(self._losses if metric == "loss" else self._norms)
             if len(values) < FEWEST:
                 highest = max(values)
                 return highest, max(1.0, 0.2 * abs(highest)) / Z
             middle = median(values[-RECENT:])
             deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
-            floor = LOSS_FLOOR * max(1.0, abs(middle)) if what == "loss" else math.log(NORM_FACTOR) / Z
-            self._scales[what] = middle, max(deviation, floor)
-        return self._scales[what]
+            floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
+            self._scales[metric] = middle, max(deviation, floor)
+        return self._scales[metric]
 
 
 class StepJudgement:

@@ -115,7 +115,7 @@ class TwoRuns:
 
 def _sentences(pair: TwoRuns) -> Iterator[str]:
     at, first = pair.difference, pair.parting.first
-    others = [setting for setting in pair.settings if setting not in pair.acting]
+    inactive = [setting for setting in pair.settings if setting not in pair.acting]
     if at is None:
         if pair.settings:
             yield f"Recorded settings that differ: {_listed(pair.settings)}."
@@ -134,8 +134,8 @@ def _sentences(pair: TwoRuns) -> Iterator[str]:
         yield f"Recorded settings that differ and can act there: {_listed(pair.acting)}."
     else:
         yield f"No recorded setting that differs can act there: {_VARIES if pair.is_rounding else _DAMAGE}"
-    if others:
-        yield f"They differ too, and cannot act there: {_listed(others)}."
+    if inactive:
+        yield f"They differ too, and cannot act there: {_listed(inactive)}."
 
 
 def _listed(settings: Sequence[SettingDifference]) -> str:
@@ -143,56 +143,70 @@ def _listed(settings: Sequence[SettingDifference]) -> str:
     return ", ".join(map(str, settings[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
-def compare_two(one: Run, other: Run) -> TwoRuns:
+def compare_two(first_run: Run, second_run: Run) -> TwoRuns:
     """Find the first difference of two runs from their records, finished or not."""
-    parting = find_parting(one, other)
-    at, settings = parting.beyond or parting.first, tuple(settings_diff(one.run, other.run))
-    ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
-    names = (one.path.name, other.path.name) if one.path.name != other.path.name else (str(one.path), str(other.path))
+    parting = find_parting(first_run, second_run)
+    at, settings = parting.beyond or parting.first, tuple(settings_diff(first_run.run, second_run.run))
+    ends = [(run.summary or {}).get("weights_fingerprint") for run in (first_run, second_run)]
+    names = (
+        (first_run.path.name, second_run.path.name)
+        if first_run.path.name != second_run.path.name
+        else (str(first_run.path), str(second_run.path))
+    )
     if at is None:
         return TwoRuns(
-            names, (), parting, settings, (), None not in ends and ends[0] == ends[1], tuple(_notes(one, other))
+            names,
+            (),
+            parting,
+            settings,
+            (),
+            None not in ends and ends[0] == ends[1],
+            tuple(_notes(first_run, second_run)),
         )
-    rows = [{step_of(row): row for row in run.steps} for run in (one, other)]
-    extra = (_effective(one, other, names), _drift(rows, at.step), _factor(at, (one, other), rows))
+    rows = [{step_of(row): row for row in run.steps} for run in (first_run, second_run)]
+    extra = (
+        _effective(first_run, second_run, names),
+        _drift(rows, at.step),
+        _factor(at, (first_run, second_run), rows),
+    )
     more = [reading for reading in extra if reading is not None]
     is_rounding = parting.beyond is None and not more
     readings = (at.reading(parting.bound), *more)
     acting = acting_at(settings, at.stage, is_rounding)
-    notes = (*_notes(one, other), *_to_record(one, other, parting))
+    notes = (*_notes(first_run, second_run), *_to_record(first_run, second_run, parting))
     return TwoRuns(names, readings, parting, settings, acting, False, notes)
 
 
-def _notes(one: Run, other: Run) -> Iterator[str]:
-    lengths = [len(run.steps) for run in (one, other)]
-    common = {step_of(row) for row in one.steps} & {step_of(row) for row in other.steps}
+def _notes(first_run: Run, second_run: Run) -> Iterator[str]:
+    lengths = [len(run.steps) for run in (first_run, second_run)]
+    common = {step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps}
     if common and lengths[0] != lengths[1]:
         yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {len(common)} are common"
-    if not all(run.run.get("config") or run.run.get("versions") for run in (one, other)):
+    if not all(run.run.get("config") or run.run.get("versions") for run in (first_run, second_run)):
         yield "neither settings nor versions are recorded of both"
 
 
-def _to_record(one: Run, other: Run, parting: Parting) -> Iterator[str]:
+def _to_record(first_run: Run, second_run: Run, parting: Parting) -> Iterator[str]:
     """Name the one flag whose record would identify the tensor."""
     at = parting.beyond or parting.first
     if at is None or at.tensor or parting.is_hashed or at.stage in ("start", "data", "evaluation"):
         return
-    loops = {loop_of(run) for run in (one, other)}
+    loops = {loop_of(run) for run in (first_run, second_run)}
     flag = "--fingerprints-every 1" if loops == {"trainer"} else "ng.RunRecorder(…, fingerprints_every=1)"
     yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"
 
 
-def _effective(one: Run, other: Run, names: tuple[str, str]) -> Reading | None:
+def _effective(first_run: Run, second_run: Run, names: tuple[str, str]) -> Reading | None:
     """Measure the effective learning rate under one storage, if the other run's storage keeps its updates."""
-    rates = [effective_rate(run) for run in (one, other)]
+    rates = [effective_rate(run) for run in (first_run, second_run)]
     for low, high in ((0, 1), (1, 0)):
-        lost, kept, run = rates[low], rates[high], (one, other)[low]
+        lost, kept_rate, run = rates[low], rates[high], (first_run, second_run)[low]
         groups = run.run.get("optimizer") if isinstance(run.run.get("optimizer"), dict) else {}
         config = run.run.get("config") if isinstance(run.run.get("config"), dict) else {}
         rate = finite_number((config or {}).get("lr")) or finite_number((groups or {}).get("lr"))
-        if lost is None or rate is None or lost[0] >= MIN_EDQ or (kept is not None and kept[0] < MIN_EDQ):
+        if lost is None or rate is None or lost[0] >= MIN_EDQ or (kept_rate is not None and kept_rate[0] < MIN_EDQ):
             continue
-        if kept is None and _storage(one) == _storage(other):
+        if kept_rate is None and _storage(first_run) == _storage(second_run):
             continue
         return KINDS["effective-rate"].reading(
             "", lost[0], 1.0, name=names[low], other=names[high], interval=lost[1], rate=rate * lost[0]
@@ -215,7 +229,7 @@ def _drift(rows: Sequence[Mapping[int, Row]], since: int) -> Reading | None:
     """
     common = [step for step in sorted(rows[0].keys() & rows[1].keys()) if step >= since]
     pairs = [(finite_number(rows[0][step].get("loss")), finite_number(rows[1][step].get("loss"))) for step in common]
-    losses = [(one, other) for one, other in pairs if one is not None and other is not None]
+    losses = [(first, second) for first, second in pairs if first is not None and second is not None]
     if len(losses) < 2 * FEWEST or len(losses) < len(pairs):
         return None
     half = len(losses) // 2
@@ -223,8 +237,8 @@ def _drift(rows: Sequence[Mapping[int, Row]], since: int) -> Reading | None:
     for run in (0, 1):
         if median(row[run] for row in late) > median(row[run] for row in early) + stdev(row[run] for row in late):
             return None
-    apart = [(other - one) / max(abs(one), abs(other), 1e-12) for one, other in late]
-    mean, bound = fmean(apart), max(MIN_DRIFT, SIGMAS * stdev(apart) / math.sqrt(len(apart)))
+    drifts = [(second - first) / max(abs(first), abs(second), 1e-12) for first, second in late]
+    mean, bound = fmean(drifts), max(MIN_DRIFT, SIGMAS * stdev(drifts) / math.sqrt(len(drifts)))
     if abs(mean) <= bound:
         return None
     way = "lower" if mean < 0 else "higher"
@@ -242,7 +256,11 @@ def _factor(at: Difference, runs: tuple[Run, Run], rows: Sequence[Mapping[int, R
         common = sorted(rows[0].keys() & rows[1].keys())
         norms = [[finite_number(run[step].get("grad_norm")) for step in common] for run in rows]
         pairs, fewest, of = list(zip(*norms, strict=True)), FEWEST, "gradient norms"
-    logs = [math.log(other / one) for one, other in pairs if one and other and one > 0 and other > 0]
+    logs = [
+        math.log(second_norm / first_norm)
+        for first_norm, second_norm in pairs
+        if first_norm and second_norm and first_norm > 0 and second_norm > 0
+    ]
     if len(logs) < fewest or len(logs) < 0.9 * len(pairs):
         return None
     level = median(logs)
@@ -250,11 +268,8 @@ def _factor(at: Difference, runs: tuple[Run, Run], rows: Sequence[Mapping[int, R
     if abs(level) < MIN_FACTOR or spread > SPREAD * min(abs(level), 0.1):
         return None
     factor = math.exp(level)
-    equal = [name for run in runs for name, count in counts_of(run).items() if _equals(factor, count)]
-    known = f", which is {' or '.join(dict.fromkeys(equal))}" if equal else ""
-    advice = f"All {of} of the second run are {factor:.6g} times those of the first ({len(logs)} compared){known}."
+    counts = [pair for run in runs for pair in counts_of(run).items()]
+    equal = [name for name, count in counts if min(abs(factor / count - 1), abs(factor * count - 1)) < _EQUAL]
+    suffix = f", which is {' or '.join(dict.fromkeys(equal))}" if equal else ""
+    advice = f"All {of} of the second run are {factor:.6g} times those of the first ({len(logs)} compared){suffix}."
     return Reading(at.step, "gradient", "", "gradient-factor", factor, 1.0, MIN_FACTOR, advice)
-
-
-def _equals(factor: float, count: float) -> bool:
-    return min(abs(factor / count - 1), abs(factor * count - 1)) < _EQUAL

@@ -71,13 +71,13 @@ def gradient_readings(
         for module in model.modules():
             module.training = False  # not train(False), which some modules override
         gradients, dtypes = _configured(model, batch, parts, loss, backward)
-    apart = _apart(gradients, ranks)
+    differing = _apart(gradients, ranks)
     reference, all_parts = float32_copy(model), [part for of_rank in ranks.gather(parts) for part in of_rank]
     unit = _unit_roundoff(model, dtypes)
 
     def compare() -> tuple[list[Reading], list[str], str]:
         try:
-            return *_compared(reference, gradients, all_parts, loss, unit, ranks, apart), ""
+            return *_compared(reference, gradients, all_parts, loss, unit, ranks, differing), ""
         except RuntimeError as error:  # a kernel that takes 16 bits alone
             return [], [], f"the float32 copy cannot compute: {type(error).__name__}: {error}"[:200]
 
@@ -124,8 +124,8 @@ def _configured(
 
 def _whole(tensor: Any) -> Tensor:
     """Return a tensor with the parts of all ranks."""
-    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return whole
+    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return full
 
 
 def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
@@ -258,14 +258,14 @@ def _compared(
     loss: Loss,
     unit: float,
     ranks: Ranks,
-    apart: Mapping[str, Sequence[Tensor]],
+    differing: Mapping[str, Sequence[Tensor]],
 ) -> tuple[list[Reading], list[str]]:
-    parts = tree_map(_widened, list(parts))
-    whole = concatenated(parts)
-    exact = gradients_of(reference, whole, loss)
+    parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
+    joined_batch = concatenated(parts)
+    exact = gradients_of(reference, joined_batch, loss)
     bounds = dict.fromkeys(exact, LEAST)
     for seed in (0, 1):
-        moved = gradients_of(reference, whole, loss, unit, seed)
+        moved = gradients_of(reference, joined_batch, loss, unit, seed)
         for name, gradient in moved.items():
             length = float(exact[name].norm())
             bounds[name] = max(
@@ -276,8 +276,8 @@ def _compared(
     for name in reversed(exact):  # in the order of backward
         r, bound = exact[name], bounds[name]
         length = float(r.norm())
-        if name in apart:
-            readings.append(_not_reduced(name, apart[name], r))
+        if name in differing:
+            readings.append(_not_reduced(name, differing[name], r))
             continue
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
         if bad := int((~g.isfinite()).sum()):
@@ -303,12 +303,8 @@ def _compared(
     line = f"gradients: {num_equal} of {counted(len(exact), 'tensor')} equal to float32's in one process"
     line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})"
     first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # first in backward
-    others = [reading for reading in readings if reading.what != "nonfinite-gradient"]
-    return first_bad + joined(others, len(exact)), [line]
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
+    rest_of_readings = [reading for reading in readings if reading.what != "nonfinite-gradient"]
+    return first_bad + joined(rest_of_readings, len(exact)), [line]
 
 
 def _not_reduced(name: str, of_ranks: Sequence[Tensor], exact: Tensor) -> Reading:
@@ -325,8 +321,8 @@ def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_r
         return ""
     columns = [term.flatten().cpu() for term in terms]
     shares, _ = fitted(r.flatten().cpu(), columns)
-    factors, left = fitted(g.flatten().cpu(), columns)
-    if left > 2 * bound * float(g.norm()) or any(abs(share) < 1e-6 for share in shares):
+    factors, residual = fitted(g.flatten().cpu(), columns)
+    if residual > 2 * bound * float(g.norm()) or any(abs(share) < 1e-6 for share in shares):
         return ""
     times = [round(number / share, 4) + 0.0 for number, share in zip(factors, shares, strict=True)]
     per_rank = len(terms) // num_ranks

@@ -28,15 +28,17 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
 def _missing(set_up: SetUp) -> Iterator[Reading]:
     """Yield trainable parameters without an optimizer. If the optimizer has others of that shape, they were replaced."""
     stepped, in_model = set_up.stepped, {id(p) for p in set_up.model.parameters()}
-    known = {id(p.parameter) for p in stepped}
-    if not in_model & known and all(p.parameter.ndim == 1 for p in stepped):
+    stepped_ids = {id(p.parameter) for p in stepped}
+    if not in_model & stepped_ids and all(p.parameter.ndim == 1 for p in stepped):
         return  # flat partitions of the weights, as of DeepSpeed and Megatron
-    lost = {name: p for name, p in set_up.parameters.items() if p.requires_grad and id(p) not in known}
+    lost = {name: p for name, p in set_up.parameters.items() if p.requires_grad and id(p) not in stepped_ids}
     strangers = [p.parameter for p in stepped if id(p.parameter) not in in_model]
-    replaced = {name: p for name, p in lost.items() if any(other.shape == p.shape for other in strangers)}
+    replaced = {name: p for name, p in lost.items() if any(stranger.shape == p.shape for stranger in strangers)}
     if replaced:
         then = {
-            dtype_name(other.dtype) for other in strangers if any(other.shape == p.shape for p in replaced.values())
+            dtype_name(stranger.dtype)
+            for stranger in strangers
+            if any(stranger.shape == p.shape for p in replaced.values())
         }
         now = {dtype_name(p.dtype) for p in replaced.values()}
         yield KINDS["replaced-parameters"].reading(
@@ -74,7 +76,7 @@ def without_gradient(set_up: SetUp) -> Iterator[Reading]:
     lost = [
         name
         for name, p in trained.items()
-        if p.grad is None and all(getattr(p, other, None) is None for other in ("main_grad", "decoupled_grad"))
+        if p.grad is None and all(getattr(p, attribute, None) is None for attribute in ("main_grad", "decoupled_grad"))
     ]
     if lost and len(lost) < len(trained):
         yield KINDS["no-gradient"].reading(of_all(lost), len(lost), 0, count=len(trained))

@@ -93,9 +93,10 @@ def check_resume(
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"])
     else:
         assert file is not None
-        known = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
-        before, after, saved = known["held"], known["after"], save()
-    _scramble()
+        recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
+        before, after, saved = recorded["held"], recorded["after"], save()
+    # The random generators of a new process differ, so a load must set them.
+    torch.rand(7), np.random.rand(7), random.random()
     assert load is not None
     objects, fresh_step = load(saved)
     loaded = snapshot(objects)
@@ -104,7 +105,8 @@ def check_resume(
         loaded |= restored
     else:  # each rank has its own
         before = {name: entry for name, entry in before.items() if name not in restored}
-    before = {name: entry for name, entry in before.items() if _object_of(name) in {*objects, "generators"}}
+    kinds = {name: name.partition("|")[0].partition(".")[0].removesuffix(" buffers") for name in before}
+    before = {name: entry for name, entry in before.items() if kinds[name] in {*objects, "generators"}}
     readings, lines = _differences(before, loaded, "after the load")
     again = snapshot(fresh_step())
     if not readings:
@@ -117,15 +119,18 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
     """Return a reading for each kind of state that is not restored, and a line with the counts."""
     verdicts: dict[str, dict[str, list[str]]] = {}
     for name, entry in before.items():
-        kind, _, rest = name.partition("|")
-        verdicts.setdefault(kind, {}).setdefault(_verdict(entry, now.get(name)), []).append(rest)
+        (kind, _, rest), loaded = name.partition("|"), now.get(name)
+        verdict = NOT_RESTORED
+        if loaded is not None and entry["value"] == loaded["value"]:
+            verdict = BITS if entry["bits"] == loaded["bits"] else VALUE
+        verdicts.setdefault(kind, {}).setdefault(verdict, []).append(rest)
     readings = []
     for kind, groups in verdicts.items():
         if names := groups.get(NOT_RESTORED):
             name = f"{kind}|{names[0]}"
-            entry, other = before[name], now.get(name)
-            value, expected = (other or {}).get("number"), entry.get("number")
-            shown = f"{entry['shown']} was saved, {other['shown'] if other else 'nothing'} is there {when}"
+            entry, loaded = before[name], now.get(name)
+            value, expected = (loaded or {}).get("number"), entry.get("number")
+            shown = f"{entry['shown']} was saved, {loaded['shown'] if loaded else 'nothing'} is there {when}"
             count = f"{len(names)} of {sum(map(len, groups.values()))}: " if names[0] else ""
             message = f"{count}{names[0]}{': ' if names[0] else ''}{shown}."
             readings.append(KINDS["not-restored"].reading(kind, value, expected, message=message))
@@ -134,18 +139,6 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
         for kind, groups in verdicts.items()
     ]
     return readings, [f"{when}: {'; '.join(words)}"]
-
-
-def _object_of(name: str) -> str:
-    return name.partition("|")[0].partition(".")[0].removesuffix(" buffers")
-
-
-def _verdict(entry: Entry, other: Entry | None) -> str:
-    if other is None:
-        return NOT_RESTORED
-    if entry["bits"] == other["bits"]:
-        return BITS
-    return VALUE if entry["value"] == other["value"] else NOT_RESTORED
 
 
 # ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,11 +198,11 @@ def _optimizer_states(
             name = names.get(id(p), f"group {index}, parameter {place}")
             if isinstance(optimizer, Optimizer):
                 yield f"{key}.step", name, optimizer.num_steps(p)
-            for what, state in stored_by(optimizer, p).items():
+            for state_name, state in stored_by(optimizer, p).items():
                 if isinstance(state, Tensor) and state.numel() == 1:
                     state = float(state)
                 if isinstance(state, (Tensor, int, float)):
-                    yield f"{key}.{what}", name, state
+                    yield f"{key}.{state_name}", name, state
     if isinstance(optimizer, Optimizer) and optimizer.loss_scaler is not None:
         yield f"{key}.loss scale", "", float(optimizer.loss_scaler.scale_tensor)
 
@@ -235,8 +228,3 @@ def _generators() -> dict[str, Entry]:
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
     return {f"generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
-
-
-def _scramble() -> None:
-    """Draw from the random generators. Those of a new process differ too, so a load must set them."""
-    torch.rand(7), np.random.rand(7), random.random()

@@ -1,27 +1,24 @@
 """Compare a step with the optimizer's rule: states, weights, counts, clip, and writes between two steps.
 
-Each parameter is compared alone. A state is fitted as ``kept · old + taken · term``, the weight as ``weight − step · rule −
-decay · weight``. So a difference is a number beside the rule's number. The expected weight uses the states of the rule.
-If the actual states differ, it uses the actual states. So a fault of a moment is not also a fault of the weight.
+Each parameter is compared alone. A step writes sums: a state is ``kept · old + taken · term``, the weight is ``weight +
+step · change − decay · rate · weight``. So a difference is fitted by these numbers, and printed beside the rule's.
 
 The bound is measured against the rule in float64. The rule is computed in the formats of the tensors, and with every input
-moved by half the epsilon of its format. Stored values are compared by their likelihood (:mod:`narrowgauge.checks.stored`).
-
-Linear fits replace a list of named faults. The prototype located 16 of 16 faults in the right tensor.
+moved by half the epsilon of its format. Rounded values are compared by their likelihood (:mod:`narrowgauge.checks.stored`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS, STEP
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.step_rules import DEFINITIONS, Definition, Rule, Values, decay_of, decided, inputs_of, new_term
+from narrowgauge.checks.step_rules import DEFINITIONS, Definition, Rule, Values, decided, inputs_of, new_term
 from narrowgauge.checks.step_samples import (
     Sample,
     SampledStep,
@@ -37,20 +34,21 @@ from narrowgauge.checks.step_samples import (
 from narrowgauge.checks.stored import Assumption, Rounding, StoredValues, agrees
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name, unwrapped_model
 
 _MARGIN = 3.0
 """The bound over the largest measured distance due to rounding."""
-_LEFT = 1.5
-"""Bounds that a fit may leave unexplained. The measured rounding and the run's rounding are different draws."""
-_EXPLAINED = 1e-2
-"""Fraction of a step that an explanation may leave unexplained."""
+_UNEXPLAINED_BOUNDS, _UNEXPLAINED_SHARE = 1.5, 1e-2
+"""What a fit may leave: this many bounds, since roundings of the run are other draws; or this fraction of a step."""
+_SAME_DECAY = 0.05
+"""Relative difference of two decays that counts as none."""
 _OPERATIONS = 12
 """Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in its own units."""
 _COARSEST = 2.0**-8
 """The unit of the coarsest supported arithmetic: bfloat16."""
-NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 Report = Callable[[int, list[Reading], Row], object]
 NAMES = tuple(kind.name for kind in KINDS.values() if kind.by == STEP)
 
@@ -162,8 +160,8 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
     """Compare the norm of the gradients after clipping with the declared limit."""
     if limit is None or step.why_not:
         return
-    left = math.nan if step.grad_norm is None else step.grad_norm * step.clip
-    if not math.isfinite(left):
+    norm = math.nan if step.grad_norm is None else step.grad_norm * step.clip
+    if not math.isfinite(norm):
         unseen["the clip"] = (
             "gradients are sharded over ranks" if step.grad_norm is None else "a gradient is not finite"
         )
@@ -171,8 +169,8 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
     dtypes = {sample.dtype for sample in step.samples.values() if sample.gradient is not None}
     kind = KINDS["clip-norm"]
     bound = (kind.bound + 2 * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)) * limit
-    if left > limit + bound:
-        yield kind.reading("", left, limit, bound, step.step)
+    if norm > limit + bound:
+        yield kind.reading("", norm, limit, bound, step.step)
 
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
@@ -212,50 +210,34 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     if sample.listed > 1:
         yield KINDS["parameters-twice"].reading(sample.name, sample.listed, 1)
         return
-    yield from _counts(sample, definition)
-    places = decided(sample, inputs)
-    if not bool(places.any()):
+    if definition.is_counted and sample.count and not after.equal(sample.weight):
+        yield from _count_readings(sample)
+    coarse = next((rounding for rounding in sample.roundings.values() if rounding.unit > _COARSEST), None)
+    if coarse is not None:
+        unseen["the update"] = f"storage '{coarse.storage.name}' rounds every operation to few bits"
         return
-    if not bool(places.all()):
-        sample = sample.at(places)
-        inputs = inputs_of(sample)
-    states: Values = {}
-    is_off = False
-    for name, rule in definition.state_rules(sample).items():
-        now = sample.states_after.get(name)
-        readings = [] if now is None else list(_of_state(sample, definition, name, rule, inputs, now, unseen))
-        states[name] = now.double() if readings and now is not None else rule(inputs)
-        is_off |= bool(readings)
-        yield from readings
-    if is_off:
+    rules = definition.state_rules(sample)
+    readings = [
+        r for name in rules if name in sample.states_after for r in _state_readings(sample, definition, name, inputs)
+    ]
+    yield from readings
+    if readings:
         return  # the weight's step belongs to other states
-    known = {**inputs, **{f"new_{name}": value for name, value in states.items()}}
     if definition.direction is None:
         unseen["the update of matrices"] = f"the rule '{sample.rule}' needs the whole matrix"
-    elif (rounding := sample.roundings.get("weight")) is not None:
-        yield from _of_rounded_weight(sample, definition, known, rounding, unseen)
     else:
-        yield from _of_weight(sample, definition, known)
+        values = {**inputs, **{f"new_{name}": rule(inputs) for name, rule in rules.items()}}
+        yield from _weight_readings(sample, definition, values, unseen)
 
 
-def _counts(sample: Sample, definition: Definition) -> Iterator[Reading]:
+def _count_readings(sample: Sample) -> Iterator[Reading]:
     """Compare the optimizer's counts of steps with one step, and with moments that hold older gradients."""
-    if (
-        not definition.is_counted
-        or not sample.count
-        or sample.weight_after is None
-        or sample.weight_after.equal(sample.weight)
-    ):
-        return
+    kind = KINDS["step-count"]
     if sample.count != sample.count_before + 1:
-        yield KINDS["step-count"].reading(sample.name, sample.count, sample.count_before + 1, more=" and one more step")
+        yield kind.reading(sample.name, sample.count, sample.count_before + 1, more=" and one more step")
     elif sample.count == 1 and any(bool(state.any()) for state in sample.states.values()):
-        yield KINDS["step-count"].reading(
-            sample.name,
-            1,
-            2,
-            more=" at least: its moments hold older gradients, and are corrected as if they had just begun",
-        )
+        more = " at least: its moments hold older gradients, and are corrected as if they had just begun"
+        yield kind.reading(sample.name, 1, 2, more=more)
 
 
 # ── rounding ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -307,175 +289,158 @@ def fitted(target: Tensor, terms: Iterable[Tensor]) -> tuple[list[float], float]
     return (solution / scales).tolist(), float((target - columns / scales @ solution).norm())
 
 
-def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """Return the smaller format to which values of a dtype were rounded, or ``None``; both float64."""
-    if torch.finfo(dtype).bits < 32 or actual.numel() < 8 or not actual.any():
-        return None
-    slack = 4 * torch.finfo(dtype).eps * actual.abs()
-    for narrow in reversed(NARROWER):
-        is_in = bool(((actual.float().to(narrow).double() - actual).abs() <= slack).all())
-        rounded = (expected.float().to(narrow).double() - actual).abs() <= slack
-        if is_in and float(rounded.double().mean()) >= 0.95:  # few lie near a tie
-            return str(narrow).removeprefix("torch.")
-    return None
+def _rounded_to(values: Tensor, expected: Tensor) -> str:
+    """Name the smaller format that holds all values, if rounding the expected ones gives them; empty otherwise."""
+    if values.dtype not in (torch.float32, torch.float64) or values.numel() < 8 or not bool(values.any()):
+        return ""
+    for dtype in _FORMATS:
+        # A few values lie near a tie.
+        is_rounded = float((expected.float().to(dtype).to(values.dtype) == values).double().mean()) >= 0.95
+        if is_rounded and bool((values.to(dtype).to(values.dtype) == values).all()):
+            return f"; it was rounded to {dtype_name(dtype)}"
+    return ""
 
 
-# ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what a step writes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _of_state(
-    sample: Sample, definition: Definition, name: str, rule: Rule, inputs: Values, now: Tensor, unseen: dict[str, str]
-) -> Iterator[Reading]:
-    kept, taken = definition.factors(sample)[name]
-    old, term = inputs[name], new_term(name, definition.gradient(sample, inputs))
-    expected, actual = rule(inputs), now.double()
-    length = max(float(expected.norm()), 1e-300)
+@dataclass(frozen=True)
+class Written:
+    """A tensor after a step, float64 and 1-D. Its rule writes ``fixed + Σ number × term``.
 
-    def reading(value: float, target: float, bound: float, numbers: tuple[float, float], more: str = "") -> Reading:
-        return KINDS["state"].reading(
-            sample.name, value, target, bound, state=name, kept=numbers[0], taken=numbers[1], rule_kept=kept, rule_taken=taken,
-            more=more,
-        )  # fmt: skip
+    Args:
+        terms: by name, the term and the rule's number.
+    """
 
+    after: Tensor
+    fixed: Tensor
+    terms: dict[str, tuple[Tensor, float]]
+
+    @property
+    def expected(self) -> Tensor:
+        return self.fixed + torch.stack([number * term for term, number in self.terms.values()]).sum(0)
+
+    def fitted(self, bound: float) -> dict[str, float] | None:
+        """Return the numbers that explain the tensor up to a length; ``None`` without any. A zero term keeps its number."""
+        names = [name for name, (term, _) in self.terms.items() if bool(term.any())]
+        if not names:
+            return None
+        numbers, rest = fitted(self.after - self.fixed, [self.terms[name][0] for name in names])
+        rule = {name: number for name, (_, number) in self.terms.items()}
+        return rule | dict(zip(names, numbers, strict=True)) if rest <= bound else None
+
+    def assumptions(self) -> list[Assumption]:
+        """Return an assumption for each number: the others are the rule's."""
+        expected = self.expected
+        return [Assumption(name, expected - number * term, term, number) for name, (term, number) in self.terms.items()]
+
+
+def _state_readings(sample: Sample, definition: Definition, name: str, inputs: Values) -> Iterator[Reading]:
+    (keep, take), rule = definition.factors(sample)[name], definition.state_rules(sample)[name]
+    stored, old, term = sample.states_after[name], inputs[name], new_term(name, definition.gradient(sample, inputs))
+    written = Written(stored.double(), torch.zeros_like(old), {"kept": (old, keep), "taken": (term, take)})
+    length = max(float(written.expected.norm()), 1e-300)
+    distance = float((written.after - written.expected).norm())
+    numbers: dict[str, float] | None
     if (rounding := sample.roundings.get(name)) is not None:
-        if rounding.unit > _COARSEST:
-            unseen["the update"] = f"storage '{rounding.storage.name}' rounds every operation to few bits"
-            return
-        moved = (taken * term).abs().maximum((actual - old).abs())
-        slack = rounding.carried * (kept * old).abs() + 4 * rounding.unit * moved
-        stored = StoredValues(actual, old, expected, rounding, slack)
-        others = [Assumption("kept", taken * term, old, kept), Assumption("taken", kept * old, term, taken)]
-        is_equal, _, fit = agrees(stored, others)
-        if is_equal:
-            return
-        if fit is None:
-            distance = float((actual - expected).norm()) / length
-            yield reading(distance, 0.0, stored.envelope / length, (math.nan, math.nan))
-        else:
-            numbers = (fit.number, taken) if fit.assumption.what == "kept" else (kept, fit.number)
-            yield reading(fit.number, fit.assumption.expected, fit.error, numbers)
+        moved = (take * term).abs().maximum((written.after - old).abs())
+        slack = rounding.carried * (keep * old).abs() + 4 * rounding.unit * moved
+        values = StoredValues(written.after, old, written.expected, rounding, slack)
+        is_equal, _, fit = agrees(values, written.assumptions())
+        numbers = None if fit is None else {"kept": keep, "taken": take, fit.assumption.name: fit.number}
+        bound = values.tolerance if fit is None else fit.error * length
+    else:
+        bound = rounding_of(rule, inputs, written.expected, _formats(sample), stored.dtype)
+        is_equal, numbers = distance <= bound, written.fitted(2 * bound)
+    if is_equal:
         return
-    bound = rounding_of(rule, inputs, expected, _formats(sample), now.dtype)
-    distance = float((actual - expected).norm())
-    if distance <= bound:
-        return
-    if (narrow := narrower_format(actual, expected, now.dtype)) is not None:
-        yield reading(distance / length, 0.0, bound / length, (kept, taken), f"; it was rounded to {narrow}")
-        return
-    has_old = bool(old.any())  # without old values the kept factor is unknown
-    (*old_factor, taken_now), left = fitted(actual, [old, term] if has_old else [term])
-    kept_now = old_factor[0] if has_old else kept
-    if left <= 2 * bound:
-        value, target = max(
-            ((kept_now, kept), (taken_now, taken)), key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-3)
-        )
-        yield reading(value, target, bound / length * max(abs(target), 1e-12), (kept_now, taken_now))
-        return
-    if taken and name != "exp_avg_sq":
-        (kept_now, taken_now, decay), left = fitted(actual, [old, term, sample.weight.double()])
-        if left <= 2 * bound:
-            in_gradient = 0.0 if definition.decouples(sample) else decay_of(sample)
-            more = f"; it took {decay / taken + in_gradient:.4g} of the weight, where decay in the gradient is {in_gradient:g}"
-            yield reading(distance / length, 0.0, bound / length, (kept_now, taken_now), more)
-            return
-    yield reading(distance / length, 0.0, bound / length, (math.nan, math.nan))
+    value, target, allowed = distance / length, 0.0, bound / length
+    kept_now, taken_now = math.nan, math.nan
+    if numbers is not None:
+        kept_now, taken_now = numbers["kept"], numbers["taken"]
+        pairs = (kept_now, keep), (taken_now, take)
+        value, target = max(pairs, key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-3))
+        allowed *= max(abs(target), 1e-12) if rounding is None else 1.0
+    yield KINDS["state"].reading(
+        sample.name, value, target, allowed, state=name, kept=kept_now, taken=taken_now, rule_kept=keep, rule_taken=take,
+        more=_rounded_to(stored, written.expected),
+    )  # fmt: skip
 
 
-# ── the weight ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _of_weight(sample: Sample, definition: Definition, known: Values) -> Iterator[Reading]:
-    after, weight, direction = sample.weight_after, known["weight"], definition.direction
-    assert after is not None and direction is not None
-    rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
+def _weight_readings(
+    sample: Sample, definition: Definition, values: Values, unseen: dict[str, str]
+) -> Iterator[Reading]:
+    direction, stored, places = definition.direction, sample.weight_after, decided(sample, values)
+    assert direction is not None and stored is not None
+    if not bool(places.any()):
+        return
+    stored, values = stored[places], {name: value[places] for name, value in values.items()}
+    weight, rate, decay = values["weight"], float(sample.settings["lr"]), definition.weight_decay(sample)
 
     def rule(values: Values) -> Tensor:
         return values["weight"] * (1 - rate * decay) - rate * direction(sample, values)
 
-    expected, moved = rule(known), after.double() - weight
-    bound = rounding_of(rule, known, expected, _formats(sample), after.dtype)
-    distance = float((after.double() - expected).norm())
-    if distance <= bound:
-        return
-    length = max(float((expected - weight).norm()), 1e-300)
-    if not moved.any():
-        yield _factor(sample, 0.0, bound / length)
-        return
-    if (narrow := narrower_format(after.double(), expected, after.dtype)) is not None:
-        more = f" The weights were rounded to {narrow}."
-        yield _unexplained(sample, distance / length, bound / length, after, expected, more)
-        return
-    step = -rate * direction(sample, known)
-    (factor,), rest = fitted(moved, [step - rate * decay * weight])
-    if rest <= _LEFT * bound:  # one number explains it
-        yield _factor(sample, factor, bound / length)
-        return
-    (factor, used), rest = fitted(moved, [step, -rate * weight])
-    if rest > max(_LEFT * bound, _EXPLAINED * length):
-        yield _unexplained(sample, distance / length, bound / length, after, expected)
-        return
-    if abs(factor - 1) > bound / length:
-        yield _factor(sample, factor, bound / length)
-    # A wrong rate multiplies the decay too. Do not report it twice.
-    is_scaled = abs(used - factor * decay) <= 0.05 * abs(factor * decay)
-    if not is_scaled and abs(used - decay) > max(0.05 * decay, bound / max(rate * float(weight.norm()), 1e-300)):
-        yield _decay(sample, used, decay, bound / length)
-
-
-def _factor(sample: Sample, factor: float, bound: float, more: str = "") -> Reading:
-    rate = float(sample.settings["lr"])
-    return KINDS["step-factor"].reading(sample.name, factor, 1.0, bound, rate=rate, more=more)
-
-
-def _decay(sample: Sample, used: float, decay: float, bound: float) -> Reading:
-    return KINDS["weight-decay"].reading(sample.name, used, decay, bound * max(decay, 1e-12))
-
-
-def _unexplained(
-    sample: Sample, value: float, bound: float, after: Tensor, expected: Tensor, more: str = ""
-) -> Reading:
-    spacing = torch.finfo(after.dtype).eps * expected.abs().clamp_min(1e-30)
-    share = float(((after.double() - expected).abs() > 4 * spacing).double().mean())
-    reading = KINDS["weight"].reading(sample.name, value, 0.0, bound, share=share)
-    return replace(reading, advice=reading.advice + more)
-
-
-def _of_rounded_weight(
-    sample: Sample, definition: Definition, known: Values, rounding: Rounding, unseen: dict[str, str]
-) -> Iterator[Reading]:
-    after, weight = sample.weight_after, known["weight"]
-    assert after is not None
-    if rounding.unit > _COARSEST:
-        unseen["the update"] = f"storage '{rounding.storage.name}' rounds every operation to few bits"
-        return
-    rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
-    assert definition.direction is not None
-    change, drop = -rate * definition.direction(sample, known), -rate * decay * weight
-    expected = weight + change + drop
-    moved = (change.abs() + drop.abs()).maximum((after.double() - weight).abs())
-    slack = rounding.carried * weight.abs() + _OPERATIONS * rounding.unit * moved + rounding.read * drop.abs()
-    if "new_exp_avg_sq" in known:
-        # Where the terms of the mean cancel, their rounding is large beside it.
-        kept, taken = definition.factors(sample)["exp_avg"]
-        terms = (kept * known["exp_avg"]).abs() + (taken * definition.gradient(sample, known)).abs()
-        slack = slack + 4 * rounding.unit * terms * (change / known["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
-    others = [Assumption("step", weight, change + drop), Assumption("step", weight + drop, change)]
+    change, terms = -rate * direction(sample, values), dict[str, tuple[Tensor, float]]()
+    terms["step"] = (change, 1.0)
     if definition.decouples(sample):
-        others.append(Assumption("decay", weight + change, -rate * weight, decay))
-    stored = StoredValues(after.double(), weight, expected, rounding, slack)
-    is_equal, is_telling, fit = agrees(stored, others)
-    length = max(float((expected - weight).norm()), 1e-300)
-    if is_equal:
-        if not is_telling:
+        terms["decay"] = (-rate * weight, decay)
+    written = Written(stored.double(), weight, terms)
+    expected, moved = written.expected, written.after - weight
+    length, distance = max(float((expected - weight).norm()), 1e-300), float((written.after - expected).norm())
+    numbers: dict[str, float] | None
+    if (rounding := sample.roundings.get("weight")) is not None:
+        rounding = rounding.at(places)
+        slack = _slack_of_weight(sample, definition, values, rounding, change, rate * decay * weight, moved)
+        stored_values = StoredValues(written.after, weight, expected, rounding, slack)
+        whole_step = Assumption("step", weight, expected - weight)
+        is_equal, shows_a_step, fit = agrees(stored_values, [whole_step, *written.assumptions()])
+        if is_equal and not shows_a_step:
             unseen["the update of some weights"] = f"storage '{rounding.storage.name}' keeps too little of a step"
-    elif fit is None:
-        yield _unexplained(
-            sample, float((after.double() - expected).norm()) / length, stored.envelope / length, after, expected
-        )
-    elif fit.assumption.what == "decay":
-        yield KINDS["weight-decay"].reading(sample.name, fit.number, decay, fit.error)
+        numbers = None if fit is None else {"step": 1.0, "decay": decay, fit.assumption.name: fit.number}
+        allowed, noise = (stored_values.tolerance / length, 0.0) if fit is None else (fit.error, fit.error)
     else:
-        yield _factor(sample, fit.number, fit.error)
+        bound = rounding_of(rule, values, expected, _formats(sample), stored.dtype)
+        is_equal, allowed = distance <= bound, bound / length
+        noise = bound / max(rate * float(weight.norm()), 1e-300)
+        (factor,), rest = fitted(moved, [expected - weight])
+        numbers = {"step": factor, "decay": factor * decay}
+        if rest > _UNEXPLAINED_BOUNDS * bound:  # one factor does not explain it
+            numbers = written.fitted(max(_UNEXPLAINED_BOUNDS * bound, _UNEXPLAINED_SHARE * length))
+    if is_equal:
+        return
+    if numbers is None:
+        spacing = torch.finfo(stored.dtype).eps * expected.abs().clamp_min(1e-30)
+        share = float(((written.after - expected).abs() > 4 * spacing).double().mean())
+        more = _rounded_to(stored, expected)
+        yield KINDS["weight"].reading(sample.name, distance / length, 0.0, allowed, share=share, more=more)
+        return
+    step, used = numbers["step"], numbers.get("decay", decay)
+    if abs(step - 1) > allowed:
+        yield KINDS["step-factor"].reading(sample.name, step, 1.0, allowed, rate=rate)
+    # A wrong rate multiplies the decay too. Do not report it twice.
+    is_scaled = abs(used - step * decay) <= max(_SAME_DECAY * abs(step * decay), noise)
+    if not is_scaled and abs(used - decay) > max(_SAME_DECAY * decay, noise):
+        yield KINDS["weight-decay"].reading(sample.name, used, decay, allowed * max(decay, 1e-12))
+
+
+def _slack_of_weight(
+    sample: Sample,
+    definition: Definition,
+    values: Values,
+    rounding: Rounding,
+    change: Tensor,
+    drop: Tensor,
+    moved: Tensor,
+) -> Tensor:
+    """Return the largest error of the arithmetic of a weight's step, for each element."""
+    size = (change.abs() + drop.abs()).maximum(moved.abs())
+    slack = rounding.carried * values["weight"].abs() + _OPERATIONS * rounding.unit * size + rounding.read * drop.abs()
+    if "new_exp_avg_sq" in values:
+        # Where the terms of the mean cancel, their rounding is large beside it.
+        keep, take = definition.factors(sample)["exp_avg"]
+        terms = (keep * values["exp_avg"]).abs() + (take * definition.gradient(sample, values)).abs()
+        slack = slack + 4 * rounding.unit * terms * (change / values["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
+    return slack
 
 
 # ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -485,50 +450,40 @@ def between_readings(
     step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> list[Reading]:
     """Compare the state after a step with the state before the next step, bit for bit at the sampled places."""
-    readings = []
+    readings = list[Reading]()
     for name, parameter in parameters.items():
-        sample = step.samples.get(name)
-        if sample is None:
+        if (sample := step.samples.get(name)) is None:
             continue
-        now, after = spread(weight_of(optimizer, parameter)), sample.weight_after
-        if after is not None and now.shape == after.shape and not _is_same(now, after):
-            readings.append(_written(step.step, sample, after, now))
-        states = states_of(optimizer, parameter)
-        for state, left in sample.states_after.items():
-            present = states.get(state)
-            if present is not None and present.shape == left.shape and bool(((present == left) | left.isnan()).all()):
+        readings += _written_weight(step.step, sample, spread(weight_of(optimizer, parameter)))
+        states, count = states_of(optimizer, parameter), count_of(optimizer, parameter)
+        for state, before in sample.states_after.items():
+            now = states.get(state)
+            if now is not None and now.shape == before.shape and bool(((now == before) | before.isnan()).all()):
                 continue
-            count, more = count_of(optimizer, parameter), ""
-            if present is None or not present.any():
+            more = ""
+            if now is None or not now.any():
                 more = ": it is lost"
             elif 0 < count != sample.count:
                 more = f": the states are those of step {count}, and the loop goes on from step {sample.count}"
-            value = 0.0 if present is None else float(present.double().norm())
-            expected = float(left.double().norm())
-            readings.append(
-                KINDS["states-written"].reading(name, value, expected, 0.0, step.step, state=state, more=more)
-            )
+            norms = 0.0 if now is None else float(now.double().norm()), float(before.double().norm())
+            readings.append(KINDS["states-written"].reading(name, *norms, 0.0, step.step, state=state, more=more))
     return joined(readings, len(step.samples))
 
 
-def _is_same(now: Tensor, after: Tensor) -> bool:
-    """Return whether values are the same. Allow the rounding error of swapping averages in and back out."""
-    if bool(((now == after) | after.isnan()).all()):
-        return True
-    return now.dtype in (torch.float32, torch.float64) and _apart(now, after) <= 4 * torch.finfo(now.dtype).eps
-
-
-def _apart(now: Tensor, after: Tensor) -> float:
-    return float((now.double() - after.double()).norm() / max(float(after.double().norm()), 1e-300))
-
-
-def _written(step: int, sample: Sample, after: Tensor, now: Tensor) -> Reading:
-    more, share = "", float((now != after).double().mean())
+def _written_weight(step: int, sample: Sample, now: Tensor) -> Iterator[Reading]:
+    after = sample.weight_after
+    if after is None or now.shape != after.shape or bool(((now == after) | after.isnan()).all()):
+        return
+    length = max(float(after.double().norm()), 1e-300)
+    distance = float((now.double() - after.double()).norm()) / length
+    # Averages that are swapped in and back out leave a rounding error.
+    slack = 4 * torch.finfo(now.dtype).eps
+    if now.dtype in (torch.float32, torch.float64) and distance <= slack:
+        return
+    more, share = _rounded_to(now, after), float((now != after).double().mean())
     (factor,), rest = fitted(now.double(), [after.double()])
     if now.equal(sample.weight):
         more = ": they are those of before the step again"
-    elif (narrow := narrower_format(now.double(), after.double(), now.dtype)) is not None:
-        more = f": they were rounded to {narrow}"
-    elif rest <= 4 * torch.finfo(now.dtype).eps * float(after.double().norm()):
+    elif not more and rest <= slack * length:
         more = f": they were multiplied by {factor:.6g}"
-    return KINDS["weights-written"].reading(sample.name, _apart(now, after), 0.0, 0.0, step, share=share, more=more)
+    yield KINDS["weights-written"].reading(sample.name, distance, 0.0, 0.0, step, share=share, more=more)

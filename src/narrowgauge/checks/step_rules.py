@@ -56,8 +56,8 @@ class Definition:
     def state_rules(self, sample: Sample) -> dict[str, Rule]:
         """Return a rule for the new value of each state."""
 
-        def make(name: str, kept: float, taken: float) -> Rule:
-            return lambda inputs: kept * inputs[name] + taken * new_term(name, self.gradient(sample, inputs))
+        def make(name: str, keep: float, take: float) -> Rule:
+            return lambda inputs: keep * inputs[name] + take * new_term(name, self.gradient(sample, inputs))
 
         return {name: make(name, *factors) for name, factors in self.factors(sample).items()}
 

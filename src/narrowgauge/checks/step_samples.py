@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,14 +77,6 @@ class Sample:
     requires_grad: bool = True
     listed: int = 1
     roundings: dict[str, Rounding] = field(default_factory=dict)
-
-    def at(self, places: Tensor) -> Sample:
-        """Return the same sample with some of its elements, by bool ``[elements]``."""
-        tensors = ("weight", "gradient", "weight_after")
-        fewer: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t[places] for name in tensors}
-        states, after = ({name: t[places] for name, t in of.items()} for of in (self.states, self.states_after))
-        roundings = {name: rounding.at(places) for name, rounding in self.roundings.items()}
-        return replace(self, **fewer, states=states, states_after=after, roundings=roundings)
 
 
 @dataclass

@@ -90,11 +90,11 @@ class Assumption:
     """Possible computed values: ``values + number × slope``, with a free number.
 
     Args:
-        what: the number's name.
+        name: of the number.
         expected: the number under the rule itself.
     """
 
-    what: str
+    name: str
     values: Tensor
     slope: Tensor
     expected: float = 1.0
@@ -136,16 +136,16 @@ class StoredValues:
         self.slack = slack[self.places] + 2.0**-23 * self.expected.abs() + 4 * rounding.least
 
     @property
-    def envelope(self) -> float:
+    def tolerance(self) -> float:
         """Return the length of the largest difference that rounding alone makes."""
         return float((self.reach * self.above + self.slack).norm())
 
     def likelihood(self, values: Tensor) -> tuple[float, float]:
         """Return the log-likelihood of the stored values, given computed values, and the fraction that is excluded."""
         spacing = torch.where(values.abs() < self.stored.abs(), self.below, self.above)
-        apart = ((self.stored - values).abs() - self.slack).clamp_min(0.0) / spacing
-        chance = 1.0 - apart if self.is_stochastic else (apart <= self.reach).double()
-        return float(chance.clamp_min(_FLOOR).log().sum()), float((apart > self.reach).double().mean())
+        excess = ((self.stored - values).abs() - self.slack).clamp_min(0.0) / spacing
+        chance = 1.0 - excess if self.is_stochastic else (excess <= self.reach).double()
+        return float(chance.clamp_min(_FLOOR).log().sum()), float((excess > self.reach).double().mean())
 
     def excludes(self, outside: float) -> bool:
         return outside > _MOST_OUTSIDE and outside * len(self.stored) > 2
@@ -180,7 +180,7 @@ class StoredValues:
         return (low + high) / 2, max((high - low) / 2, 1e-12)
 
 
-def agrees(stored: StoredValues, others: Sequence[Assumption]) -> tuple[bool, bool, Fit | None]:
+def agrees(stored: StoredValues, assumptions: Sequence[Assumption]) -> tuple[bool, bool, Fit | None]:
     """Compare the rule with other assumptions on the computed values.
 
     Returns:
@@ -192,7 +192,7 @@ def agrees(stored: StoredValues, others: Sequence[Assumption]) -> tuple[bool, bo
     # No probability exceeds 1. If the rule's likelihood is near 1, no assumption can be much likelier.
     if not stored.excludes(outside) and -likelihood <= _DECIDES:
         return True, likelihood - stored.likelihood(stored.before)[0] > _DECIDES, None
-    fits = [fit for assumption in others if (fit := stored.fit(assumption)) is not None]
+    fits = [fit for assumption in assumptions if (fit := stored.fit(assumption)) is not None]
     best = max((fit.likelihood for fit in fits), default=likelihood)
     if not stored.excludes(outside) and best - likelihood <= _DECIDES:
         return True, likelihood - stored.likelihood(stored.before)[0] > _DECIDES, None

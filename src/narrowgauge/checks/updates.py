@@ -96,10 +96,10 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
         # Moving up needs 0.5 ulp. Moving down from a power of two needs 0.25 ulp.
         spacing = 2.0 ** (math.log2(typical) - members[0].storage.weight.mantissa_bits)
-        ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
-        needed = spacing / 4 if ones else spacing / 2
+        are_ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
+        needed = spacing / 4 if are_ones else spacing / 2
         is_flat = all(p.parameter.ndim < 2 for p in members)
-        things = counted(len(members), "norm weight" if ones else "vector" if is_flat else "tensor")
+        things = counted(len(members), "norm weight" if are_ones else "vector" if is_flat else "tensor")
         yield KINDS["stands-still"].reading(
             of_all(p.name for p in members), rate, None, needed, things=things, typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,
@@ -132,7 +132,12 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
 
 
 def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
-    members = [p for p in set_up.trained if p.is_short and _is_swallowed(p)]
+    members = []
+    for p in set_up.trained:
+        kind, step = type(p.optimizer).__name__.lower(), p.rate * float(p.group.get("weight_decay") or 0.0)
+        is_decoupled = any(name in kind for name in DECOUPLED) or bool(p.group.get("decoupled_weight_decay"))
+        if p.is_short and is_decoupled and 0 < step < 2.0 ** -(p.storage.weight.mantissa_bits + 2):
+            members.append(p)
     if members:
         bits = members[0].storage.weight.mantissa_bits + 2
         step = members[0].rate * float(members[0].group["weight_decay"])
@@ -140,13 +145,6 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
             of_all(p.name for p in members), step, None, 2.0**-bits, format=members[0].storage.visible, bits=bits,
             fallback=members[0].storage.fallback,
         )  # fmt: skip
-
-
-def _is_swallowed(stepped: SteppedParameter) -> bool:
-    kind = type(stepped.optimizer).__name__.lower()
-    is_decoupled = any(name in kind for name in DECOUPLED) or bool(stepped.group.get("decoupled_weight_decay"))
-    step = stepped.rate * float(stepped.group.get("weight_decay") or 0.0)
-    return is_decoupled and 0 < step < 2.0 ** -(stepped.storage.weight.mantissa_bits + 2)
 
 
 # ── states and settings ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import emit
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec import storages
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, first_of_input
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
@@ -49,7 +49,7 @@ class Gauges:
     """Gauges attached to a model; created by :func:`attach_gauges`.
 
     Args:
-        model, optimizer, patterns, every, on_row, alarms: see :func:`attach_gauges`.
+        model, optimizer, every, on_row, alarms: see :func:`attach_gauges`.
 
     Attributes:
         every: number of steps between samples.
@@ -60,7 +60,6 @@ class Gauges:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        patterns: Sequence[str],
         every: int,
         on_row: Callable[[Row], Any] | None,
         alarms: bool,
@@ -75,19 +74,18 @@ class Gauges:
         self._warned = False
         named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        self.parameters = {n: p for n, p in named.items() if hooks.matches(n, patterns) and p in stepped}
+        self.parameters = {n: p for n, p in named.items() if p in stepped}
+        if not self.parameters:
+            raise NarrowgaugeError(
+                f"Cannot attach gauges because the optimizer steps no parameter of this {type(model).__name__}.",
+                "Pass the model with its optimizer.",
+            )
         self.recorder = Recorder(next(model.parameters()).device)
         try:
-            self._attach(patterns)
+            self._attach()
         except BaseException:
             self.detach()
             raise
-        if not self.recorder.watched and not self.parameters:
-            raise NarrowgaugeError(
-                f"gauges were requested for {', '.join(map(repr, patterns))}, which matches no module or parameter of "
-                f"{type(model).__name__}.",
-                f"Its names look like '{next(iter(named))}'." if named else "",
-            )
         for kind in ("weight", "grad"):
             for name in self.parameters:
                 self.recorder.watch(kind, name)
@@ -147,15 +145,16 @@ class Gauges:
 
     # ── watched tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _attach(self, patterns: Sequence[str]) -> None:
-        """Hook the layers and attention modules whose names match."""
+    def _attach(self) -> None:
+        """Hook the layers and attention modules."""
         inductor.heed_hooks()
         for name, module in hooks.named_modules(self.model).items():
-            if not hooks.matches(name, patterns):
-                continue
             if hooks.multiplies(module):
                 self._layers[name] = module
-                kinds = ("output_grad",) if hooks.shares_input(name, self._layers) else ("input", "output_grad")
+                # Layers with the same input are measured once.
+                first = first_of_input(name)
+                shares_input = first != name and first in self._layers
+                kinds = ("output_grad",) if shares_input else ("input", "output_grad")
                 self._place(name, module, *kinds)
                 self._undos.append(module.register_forward_hook(hooks.record_linear).remove)
             elif (hook := attention.attention_hook_for(module)) is not None:
@@ -175,21 +174,21 @@ class Gauges:
 
     def _attach_to_body(self) -> None:
         """Record the output of the body as the input of a causal model's head. A chunked loss does not call the head."""
-        head, body = self._head, getattr(self.model, "base_model", None)
+        body = getattr(self.model, "base_model", None)
         is_causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        if head is None or not is_causal or not isinstance(body, nn.Module) or body is self.model:
+        if self._head is None or not is_causal or not isinstance(body, nn.Module) or body is self.model:
             return
-        entry, *others = head.gauge_entries
-        head.gauge_entries = (None, *others)
-        body.gauge_entries = (entry, None, None)  # type: ignore[assignment]
+        head: Any = self._head[1]
+        body.gauge_entries = (head.gauge_entries[0], None, None)  # type: ignore[assignment]
+        head.gauge_entries = (None, *head.gauge_entries[1:])
         self._undos.append(lambda: body.__dict__.pop("gauge_entries", None))
         self._undos.append(body.register_forward_hook(hooks.record_hidden_states).remove)
 
     @property
-    def _head(self) -> Any:
-        """Return the model's output embedding if it is watched."""
+    def _head(self) -> tuple[str, Any] | None:
+        """Return the name of the model's output embedding and the module, if it is watched."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        return head if any(module is head for module in self._layers.values()) else None
+        return next((pair for pair in self._layers.items() if pair[1] is head), None)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,13 +201,12 @@ class Gauges:
             # A fused torch optimizer under torch.amp.GradScaler, which finds its scale by letting gradients overflow.
             self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
-            if self.shards is not None and not self.shards.share[name]:
+            if not self.shards.share[name]:
                 continue
             self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
             if parameter.grad is not None:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
-        if self.shards is not None:
-            self.shards.join_amax(self.recorder)
+        self.shards.join_amax(self.recorder)
         # Do this before the layers advance to the next step: the delayed scale comes from the steps before this one.
         self.casts.note(self.recorder)
         self.updates.before_step()
@@ -228,9 +226,8 @@ class Gauges:
         measure(self.recorder, self.casts.of, packed)
         self.updates.measure(packed)
         self.shadow.measure(packed)
-        head = self._head_logits()
-        if head is not None:
-            packed.add("logits", head)
+        if (logits := self._head_logits()) is not None:
+            packed.add("logits", logits)
         fetched = packed.fetch()
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
         readings = audit(self.optimizer) if isinstance(self.optimizer, Optimizer) else {}
@@ -252,36 +249,38 @@ class Gauges:
 
     def _head_logits(self) -> Tensor | None:
         """Return the largest logit and mean log Z of sampled positions, from the input of the head."""
-        head = self._head
-        name = next((n for n, m in self._layers.items() if m is head), None)
-        sample = None if name is None else self.recorder.samples.get(self.recorder.index("input", name))
+        name, head = self._head or ("", None)
+        sample = self.recorder.samples.get(self.recorder.index("input", name))
         if head is None or sample is None or is_sharded(head.weight) or type(head).__name__ == "Conv1D":
             return None
-        weight, bias = head.weight.detach(), getattr(head, "bias", None)
-        if sample.shape[1] != weight.shape[1]:
+        if sample.shape[1] != head.weight.shape[1]:
             return None
-        logits = matmul(sample[:8].to(weight.dtype), weight.t()).float()
-        logits = logits if bias is None else logits + bias.detach().float()
+        logits = matmul(sample[:8].to(head.weight.dtype), head.weight.detach().t()).float()
+        if getattr(head, "bias", None) is not None:
+            logits = logits + head.bias.detach().float()
         return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean()])
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
         """Warn once if nothing was recorded, e.g. because the code was compiled before attaching the gauges."""
-        seen = any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ()))
-        if not self._warned and self._layers and not seen:
-            self._warned = True
-            why = "the model was compiled before they were attached, or did not run"
-            advice = "Attach them first, or call torch.compiler.reset()"
-            if not self.model.training:
-                why, advice = "the model is in eval mode, and only training is watched", "Call model.train()"
-            warnings.warn(
-                f"gauges on {len(self._layers)} linear layers recorded nothing at step {row['step']}: {why}. {advice}.",
-                GaugeNotice,
-                stacklevel=2,
-            )
         attentions = [watched.name for watched in self.recorder.watched if watched.kind == "attention"]
-        if not self._warned and attentions and "attention" not in row:
-            self._warned = True
-            warnings.warn(attention.nothing_recorded(attentions, row["step"]), GaugeNotice, stacklevel=2)
+        if self._warned:
+            return
+        if self._layers and not any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ())):
+            why, advice = "model was compiled before they were attached, or did not run", "call torch.compiler.reset()"
+            if not self.model.training:
+                why, advice = "model is in eval mode, and only training is watched", "call model.train()"
+            message = f"gauges on {len(self._layers)} linear layers recorded nothing at step {row['step']}: the {why}; {advice}."
+        elif attentions and "attention" not in row:
+            message = (
+                f"gauges recorded no attention at step {row['step']} in {len(attentions)} modules like '{attentions[0]}': "
+                "they did not run, or not through an attention kernel (need_weights=True, and compiled, transformers' "
+                "'eager' and dropout on a CPU use none). Use attn_implementation='sdpa', need_weights=False, or do not "
+                "compile."
+            )
+        else:
+            return
+        self._warned = True
+        warnings.warn(message, GaugeNotice, stacklevel=2)
 
 
 # The numbers of the recorders whose step is sampled.
@@ -308,7 +307,6 @@ def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe 
 def attach_gauges(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    patterns: Sequence[str] | str = "*",
     *,
     every: int = 20,
     on_row: Callable[[Row], Any] | None = None,
@@ -331,18 +329,17 @@ def attach_gauges(
     ``scaled_dot_product_attention``, that name refers to a recording wrapper until the gauges are detached.
 
     Args:
-        model: any module, prepared or not, compiled after this call or not at all. Its linear layers, low-precision experts
-            and attention modules are watched.
+        model: any module or part of one, prepared or not, compiled after this call or not at all. Its linear layers,
+            low-precision experts and attention modules are watched.
         optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one. Its steps are
             counted. A Narrowgauge optimizer created without parameter names takes the model's names.
-        patterns: names of modules and parameters to watch, with shell wildcards.
         every: number of steps between samples; 0 disables sampling.
         on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`). ``RunWriter.gauge`` writes it to a run folder.
         alarms: run the detectors on each record; ``ng.on_event`` receives their events.
     Returns:
         The gauges; ``last`` is their newest record, ``detach()`` removes them.
     Raises:
-        NarrowgaugeError: no name matches, or a module already has gauges.
+        NarrowgaugeError: nothing can be watched, or a module already has gauges.
 
     Cost: 32 KiB of memory per watched tensor on sampled steps; for the time see RESULTS.md and ``benchmarks/gauges.py``.
 
@@ -356,10 +353,9 @@ def attach_gauges(
         >>> gauges.last["tensors"]["input:"][0]  # amax of the input of the layer
         1.0
     """
-    all_patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if type(every) is not int or every < 0:
         raise NarrowgaugeError(f"gauges every {every!r} steps were requested; every must be an integer of at least 0.")
     inner = unwrapped(optimizer)
     if isinstance(inner, Optimizer):
         inner.name_parameters(model)
-    return Gauges(model, inner, all_patterns, every, on_row, alarms)
+    return Gauges(model, inner, every, on_row, alarms)

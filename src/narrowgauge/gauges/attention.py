@@ -47,15 +47,6 @@ def attention_hook_for(module: nn.Module) -> Callable[[nn.Module], Undo] | None:
     return _hook_called if "scaled_dot_product_attention" in names else None
 
 
-def nothing_recorded(names: list[str], step: int) -> str:
-    """Return the warning for a model without any recorded attention."""
-    return (
-        f"gauges recorded no attention at step {step} in {len(names)} modules like '{names[0]}': they did not run, or not "
-        "through an attention kernel (need_weights=True, and compiled, transformers' 'eager' and dropout on a CPU use none). "
-        "Use attn_implementation='sdpa', need_weights=False, or do not compile."
-    )
-
-
 def _names(kind: type[nn.Module]) -> set[str]:
     """Return the names used in the code of a class's forward, and in functions that it calls in the same file."""
     names: set[str] = set()
@@ -155,15 +146,12 @@ _running: list[Tensor] = []
 """The entries of the modules whose forward is running, innermost last."""
 
 
-@torch.library.custom_op("narrowgauge::enter_attention", mutates_args=())
-def enter(entry: Tensor) -> None:
-    """Push the entry of a module whose forward starts."""
-    _running.append(entry)
-
-
-@torch.library.custom_op("narrowgauge::leave_attention", mutates_args=())
-def leave(entry: Tensor) -> None:
-    """Pop the entry of a module whose forward ends, and the entries of modules inside it."""
+@torch.library.custom_op("narrowgauge::run_attention", mutates_args=())
+def run(entry: Tensor, is_start: bool) -> None:
+    """Push the entry of a module whose forward starts. At its end pop it, and the entries of modules inside it."""
+    if is_start:
+        _running.append(entry)
+        return
     places = [k for k, running in enumerate(_running) if running.data_ptr() == entry.data_ptr()]
     del _running[places[0] if places else len(_running) :]
 
@@ -175,9 +163,8 @@ def record_running(query: Tensor, key: Tensor, scale: float, is_causal: bool) ->
         record_attention(query, key, scale, _running[-1], is_causal)
 
 
-@enter.register_fake
-@leave.register_fake
-def _(entry: Tensor) -> None:
+@run.register_fake
+def _(entry: Tensor, is_start: bool) -> None:
     return None
 
 
@@ -186,20 +173,22 @@ def _(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
     return None
 
 
-for _operator in (enter, leave, record_running):
+for _operator in (run, record_running):
     torch_names.keep_effect(_operator)
 
 
-def _enter(module: nn.Module, args: Any) -> None:
+def _run(module: nn.Module, is_start: bool) -> None:
     entry = entry_of(module, ATTENTION)
     if entry is not None and is_sampled(module):
-        enter(entry)
+        run(entry, is_start)
+
+
+def _enter(module: nn.Module, args: Any) -> None:
+    _run(module, True)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    entry = entry_of(module, ATTENTION)
-    if entry is not None and is_sampled(module):
-        leave(entry)
+    _run(module, False)
 
 
 def _hook_called(module: nn.Module) -> Undo:

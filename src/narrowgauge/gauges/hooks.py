@@ -7,8 +7,7 @@ not watched. The recorder follows passes, outputs and gradients of eager steps. 
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor, recorder_of
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
-from narrowgauge.spec.computes import first_of_input
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
 
@@ -76,16 +74,6 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of a model by name. Projections of low-precision experts are named like their weights."""
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
-    """Return whether an earlier layer with the same input measures it."""
-    first = first_of_input(name)
-    return first != name and first in layers
 
 
 # ── passes of the recorder ──────────────────────────────────────────────────────────────────────────────────────────

@@ -41,22 +41,22 @@ class StateReader:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
-        self._read: dict[str, dict[Tensor, Tensor | None]] = {}
+        self._leading: dict[str, dict[Tensor, Tensor | None]] = {}
 
-    def leading(self, parameter: Tensor, name: str) -> Tensor | None:
-        """Return at most ``NUM_VALUES`` float32 values of a state, or ``None`` before the state exists."""
-        if name not in self._read:
+    def leading(self, name: str) -> dict[Tensor, Tensor | None]:
+        """Return at most ``NUM_VALUES`` float32 values of a state by parameter; ``None`` before the state exists."""
+        if name not in self._leading:
             if isinstance(self.optimizer, Optimizer):
                 values = self.optimizer.leading(self.parameters, NUM_VALUES, name)
             else:
                 states = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
                 values = [leading_of(x) if isinstance(x, Tensor) else None for x in states]
             floats = [None if x is None else x.float() for x in values]
-            self._read[name] = dict(zip(self.parameters, floats, strict=True))
-        return self._read[name][parameter]
+            self._leading[name] = dict(zip(self.parameters, floats, strict=True))
+        return self._leading[name]
 
     def forget(self) -> None:
-        self._read.clear()
+        self._leading.clear()
 
     def groups(self) -> dict[Tensor, dict[str, Any]]:
         """Return the current param group of each parameter; loading a state replaces them."""
@@ -71,7 +71,7 @@ class StateReader:
 
 
 class MomentShadow:
-    """Exact second moments of the first values of some parameters.
+    """Exact second moments of the first values of some parameters, float32 ``[parameters, NUM_VALUES]``.
 
     The parameters are chosen after the first step, among those with ``exp_avg_sq`` in their state. Without any,
     later steps do nothing.
@@ -79,31 +79,36 @@ class MomentShadow:
 
     def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
         self.states, self.optimizer, self.candidates = states, states.optimizer, dict(parameters)
-        self.parameters: dict[str, Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Restart from the stored moments after the next step."""
+        self.parameters: dict[str, Tensor] | None = None
         self.exact: Tensor | None = None
-        self.before: tuple[Tensor, Tensor] | None = None
-        self._has_begun = False
-        self._sizes: list[int] = []
+        self._last: tuple[Tensor, Tensor] | None = None
         self._weight: Tensor | None = None
         self._decay: Tensor | None = None
         self._weights_before: Tensor | None = None
 
     def before_step(self) -> None:
         """Save the weights that a decay in the gradient reads, because the step changes them."""
-        if self._decay is not None:
-            self._weights_before = torch.cat([leading_of(p.detach()) for p in self.parameters.values()]).float()
+        if self._decay is not None and self.parameters is not None:
+            self._weights_before = _joined([leading_of(p.detach()) for p in self.parameters.values()])
 
     def step(self) -> None:
         """Apply the optimizer's last step, from the gradients, which still exist."""
-        if not self._has_begun:
+        if self.parameters is None:
             self._begin()
             return
-        if self.exact is None or self._weight is None:
+        weight = self._weight
+        if self.exact is None or weight is None:
             return
-        weight, gradients = self._weight, [p.grad for p in self.parameters.values()]
-        if any(grad is None or grad.layout is not torch.strided for grad in gradients):
-            weight, gradients = self._without_absent(weight, gradients)
-        gradient = torch.cat([leading_of(grad) for grad in gradients if grad is not None]).float()
+        gradients = [
+            p.grad if p.grad is not None and p.grad.layout is torch.strided else None for p in self.parameters.values()
+        ]
+        if None in gradients:  # a parameter without a gradient takes no step
+            weight = weight * torch.tensor([[float(g is not None)] for g in gradients], device=weight.device)
+        gradient = _joined([weight.new_zeros(0) if g is None else leading_of(g) for g in gradients])
         scale, skip = self._control()
         if scale is not None:
             gradient.mul_(scale)
@@ -117,46 +122,25 @@ class MomentShadow:
 
     def _begin(self) -> None:
         """Choose the parameters and start from the stored moments."""
-        self._has_begun = True
         self.states.forget()
-        groups = self.states.groups()
+        groups, moments = self.states.groups(), self.states.leading("exp_avg_sq")
         shadowed = {
             name: p
             for name, p in self.candidates.items()
-            if "betas" in groups.get(p, {}) and self._has_moment_of_each_value(p)
+            # Some optimizers have one second moment for the whole tensor.
+            if "betas" in groups.get(p, {}) and (m := moments[p]) is not None and len(m) == len(leading_of(p.detach()))
         }
         self.parameters = dict(list(shadowed.items())[:: max(1, -(-len(shadowed) // MAX_SHADOWED))])
-        self._sizes = [min(NUM_VALUES, local_of(p).numel()) for p in self.parameters.values()]
         self.exact = self.stored()
         if self.exact is not None:
             used = [groups[p] for p in self.parameters.values()]
-            self._weight = self._per_value([1 - float(group["betas"][1]) for group in used])
+            device = self.exact.device
+            self._weight = _column([1 - float(group["betas"][1]) for group in used], device).float()
             # Adam's decay goes through its moments.
-            is_coupled = type(self.optimizer).__name__ == "Adam"
-            decays = [
-                0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay") or 0.0)
-                for group in used
-            ]
-            self._decay = self._per_value(decays) if is_coupled and any(decays) else None
+            decays = [0.0 if g.get("decoupled_weight_decay") else float(g.get("weight_decay") or 0.0) for g in used]
+            if type(self.optimizer).__name__ == "Adam" and any(decays):
+                self._decay = _column(decays, device).float()
         self.states.forget()
-
-    def _per_value(self, numbers: Sequence[float]) -> Tensor:
-        assert self.exact is not None
-        parts = [torch.full((n,), x, dtype=torch.float32) for n, x in zip(self._sizes, numbers, strict=True)]
-        return torch.cat(parts).to(self.exact.device)
-
-    def _has_moment_of_each_value(self, parameter: Tensor) -> bool:
-        """Return whether each value has a second moment. Some optimizers have one for the whole tensor."""
-        moments = self.states.leading(parameter, "exp_avg_sq")
-        return moments is not None and len(moments) == min(NUM_VALUES, local_of(parameter).numel())
-
-    def _without_absent(self, weight: Tensor, gradients: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-        """Return interpolation weights and gradients. Parameters without a gradient take no step."""
-        zeros = [torch.zeros_like(part) for part in weight.split(self._sizes)]
-        is_there = [grad is not None and grad.layout is torch.strided for grad in gradients]
-        parts = zip(weight.split(self._sizes), zeros, is_there, strict=True)
-        kept = [grad if there else zero for grad, zero, there in zip(gradients, zeros, is_there, strict=True)]
-        return torch.cat([part if there else zero for part, zero, there in parts]), list(kept)
 
     def _control(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor the optimizer applied to the gradients, and whether it skipped the step."""
@@ -166,52 +150,38 @@ class MomentShadow:
         # torch.amp.GradScaler sets this on a fused torch optimizer, which writes the gradients back unscaled.
         return None, getattr(self.optimizer, "found_inf", None)
 
-    def forget(self) -> None:
-        """Restart from the stored moments after the next step."""
-        self.exact = self.before = self._weight = self._decay = self._weights_before = None
-        self._has_begun = False
-
     def stored(self) -> Tensor | None:
-        """Return the stored second moments, concatenated; ``None`` without a shadow."""
-        parts = [self.states.leading(p, "exp_avg_sq") for p in self.parameters.values()]
-        present = [part for part in parts if part is not None]
-        return torch.cat(present) if present and len(present) == len(parts) else None
+        """Return the stored second moments; ``None`` without a shadow."""
+        moments = self.states.leading("exp_avg_sq")
+        parts = [m for p in (self.parameters or {}).values() if (m := moments[p]) is not None]
+        return _joined(parts) if parts and len(parts) == len(self.parameters or {}) else None
 
     def measure(self, packed: Packed) -> None:
-        """Add each parameter's bias and frozen fraction to the metrics to fetch."""
+        """Add bias and frozen fraction of each candidate to the metrics to fetch, NaN without a shadow."""
+        if not self.candidates:
+            return
+        device = next(iter(self.candidates.values())).device
+        none = torch.full((2,), math.nan, dtype=torch.float64, device=device)
         table = self._compared()
-        if packed.shards is not None and self.candidates:  # the same number on every rank, with any reference
-            none = torch.full((2,), math.nan, dtype=torch.float64, device=next(iter(self.candidates.values())).device)
-            rows = {} if table is None else dict(zip(self.parameters, table, strict=True))
-            packed.add_mean("moments", torch.stack([rows.get(n, none) for n in self.candidates]), self.candidates)
-        elif table is not None:
-            packed.add("moments", table)
+        rows = {} if table is None else dict(zip(self.parameters or {}, table, strict=True))
+        packed.add_mean("moments", torch.stack([rows.get(name, none) for name in self.candidates]), self.candidates)
 
     def _compared(self) -> Tensor | None:
-        """Bias and frozen fraction of each parameter with a shadow, float64 ``[parameters, 2]``."""
-        stored = self.stored()
-        if stored is None or self.exact is None or stored.shape != self.exact.shape:
+        """Return bias and frozen fraction of each parameter with a shadow, float64 ``[parameters, 2]``."""
+        stored, exact = self.stored(), self.exact
+        if stored is None or exact is None:
             return None
-        old_stored, old_exact = self.before or (stored, self.exact)
-        first = self.before is None
-        self.before = stored, self.exact
+        (last_stored, last_exact), self._last = self._last or (stored, exact), (stored, exact)
         # A change of one ulp of bfloat16, which bfloat16 could represent.
-        moved = (self.exact - old_exact).abs() > old_exact * 2.0**-7
-        frozen = moved & (stored == old_stored)
-        pairs = zip(stored.split(self._sizes), self.exact.split(self._sizes), strict=True)
-        biases = torch.stack([metrics.moment_bias(s, e) for s, e in pairs])
-        shares = zip(frozen.split(self._sizes), moved.split(self._sizes), strict=True)
-        frozen_fractions = torch.stack([f.sum() / m.sum() for f, m in shares]) * (math.nan if first else 1.0)
-        return torch.stack([biases, frozen_fractions.double()], 1)
+        moved = (exact - last_exact).abs() > last_exact * 2.0**-7
+        frozen = (moved & (stored == last_stored)).sum(1) / moved.sum(1)  # NaN in the first sample
+        return torch.stack([metrics.moment_bias(stored, exact), frozen.double()], 1)
 
     def rows(self, fetched: Mapping[str, Tensor]) -> Row:
         """Return the table ``moments`` of a record."""
-        if "moments" not in fetched:
-            return {}
-        table = fetched["moments"].tolist()
-        names = self.parameters if len(table) == len(self.parameters) else self.candidates
-        rows = {name: [rounded(v) for v in pair] for name, pair in zip(names, table, strict=True)}
-        return {name: row for name, row in rows.items() if name in self.parameters or row != [None, None]}
+        pairs = fetched["moments"].tolist() if "moments" in fetched else []
+        rows = {name: [rounded(v) for v in pair] for name, pair in zip(self.candidates, pairs, strict=False)}
+        return {name: row for name, row in rows.items() if row != [None, None]}
 
 
 class UpdateMetrics:
@@ -235,18 +205,13 @@ class UpdateMetrics:
             return
         after = _joined([_spread(p) for p in self.parameters.values()])
         packed.add_mean("update to weight", metrics.update_to_weight(self.spread, after), self.parameters)
-        moments = {
-            name: [self.states.leading(p, name) for p in self.parameters.values()] for name in ("exp_avg", "exp_avg_sq")
-        }
+        moments = {name: list(self.states.leading(name).values()) for name in ("exp_avg", "exp_avg_sq")}
         for name, parts in moments.items():
-            pairs = zip(self.parameters, parts, strict=True)
-            present = [
-                part for p, part in pairs if part is not None and (packed.shards is None or packed.shards.share[p])
-            ]
-            packed.add_histogram(name, present, after.device)
+            here = [part for p, part in zip(self.parameters, parts, strict=True) if packed.shards.share[p]]
+            packed.add_histogram(name, [part for part in here if part is not None], after.device)
         ulps = self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"])
         packed.add_mean("update to ulp", ulps, self.parameters)
-        if packed.shards is not None and isinstance(self.states.optimizer, Optimizer):
+        if packed.shards.mesh is not None and isinstance(self.states.optimizer, Optimizer):
             packed.add_sum("audit", self._audited(self.states.optimizer, packed.shards).to(after.device))
         self.forget()
 
@@ -291,18 +256,18 @@ class UpdateMetrics:
         if "audit" in fetched:
             sums = zip(self.parameters, fetched["audit"], strict=True)
             readings = {name: audit.read([row[:-1]]) for name, row in sums if row[-1]}
-        changes, sizes = fetched["update to weight"].tolist(), fetched["update to ulp"].tolist()
+        sizes = zip(fetched["update to weight"].tolist(), fetched["update to ulp"].tolist(), strict=True)
         table = {}
         # With gradient release, parameters are stepped during backward and were not saved before.
         released = getattr(self.states.optimizer, "released", ())
-        for (name, parameter), change, size in zip(self.parameters.items(), changes, sizes, strict=True):
+        for (name, parameter), sizes_of_step in zip(self.parameters.items(), sizes, strict=True):
             reading = readings.get(name)
-            audited = (
-                (reading.edq, reading.noise, reading.lost_fraction, reading.unseen_fraction) if reading else (None,) * 4
-            )
-            sizes_of_step = (None, None) if parameter in released else (change, size)
-            shares = (reading.imprecision_share, reading.lost_decay) if reading else (None, None)
-            table[name] = [rounded(value) for value in (*audited, *sizes_of_step, *shares)]
+            audited, shares = (None,) * 4, (None,) * 2
+            if reading is not None:
+                audited = reading.edq, reading.noise, reading.lost_fraction, reading.unseen_fraction
+                shares = reading.imprecision_share, reading.lost_decay
+            sizes_or_none = (None, None) if parameter in released else sizes_of_step
+            table[name] = [rounded(value) for value in (*audited, *sizes_or_none, *shares)]
             if reading is not None:
                 table[name][0] = rounded(reading.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
         return table

@@ -41,7 +41,7 @@ class Packed:
     ``sums`` are not yet summed over the ranks. Entries named in ``means`` hold a numerator and a denominator.
     """
 
-    shards: Shards | None = None
+    shards: Shards
     parts: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     means: set[str] = field(default_factory=set)
@@ -51,15 +51,13 @@ class Packed:
 
     def add_sum(self, name: str, values: Tensor) -> None:
         """Add a tensor that is summed over all ranks."""
-        (self.parts if self.shards is None else self.sums)[name] = values.detach().double()
+        self.sums[name] = values.detach().double()
 
     def add_mean(self, name: str, values: Tensor, parameters: Iterable[str]) -> None:
         """Add the mean over all shards of metrics ``[parameters, ...]``, weighted by the shards' sizes, ignoring NaN.
 
         The parameters are the same on every rank.
         """
-        if self.shards is None:
-            return self.add(name, values)
         shares = torch.tensor([self.shards.share[p] for p in parameters], dtype=torch.float64, device=values.device)
         shares = shares.view(-1, *[1] * (values.ndim - 1)).expand(values.shape)
         counts = (shares > 0) & ~values.isnan()
@@ -68,22 +66,15 @@ class Packed:
 
     def add_histogram(self, kind: str, vectors: Sequence[Tensor], device: torch.device) -> None:
         """Add the histogram of these vectors. Histograms of weights, gradients and states cover all ranks."""
-        if self.shards is not None and kind not in ("input", "output_grad"):
-            none = torch.zeros(0, dtype=torch.float32, device=device)
-            self.add_sum(f"histogram {kind}", exponents(torch.cat([*vectors, none])))
-        elif vectors:
-            self.add(f"histogram {kind}", exponents(torch.cat(list(vectors))))
+        counts = exponents(torch.cat([*vectors, torch.zeros(0, dtype=torch.float32, device=device)]))
+        (self.add if kind in ("input", "output_grad") else self.add_sum)(f"histogram {kind}", counts)
 
     def fetch(self) -> dict[str, Tensor]:
         """Copy all tensors to the host: the only transfer, and the only synchronization."""
-        parts = self.parts | self._reduced()
+        totals = _cut(self.shards.total(_vector(self.sums)), self.sums) if self.sums else {}
+        reduced = {name: total[0] / total[1] if name in self.means else total for name, total in totals.items()}
+        parts = self.parts | reduced
         return _cut(_vector(parts).cpu(), parts) if parts else {}
-
-    def _reduced(self) -> dict[str, Tensor]:
-        if self.shards is None or not self.sums:
-            return {}
-        totals = _cut(self.shards.total(_vector(self.sums)), self.sums)
-        return {name: total[0] / total[1] if name in self.means else total for name, total in totals.items()}
 
 
 def _vector(parts: Mapping[str, Tensor]) -> Tensor:
@@ -93,7 +84,7 @@ def _vector(parts: Mapping[str, Tensor]) -> Tensor:
 def _cut(vector: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Split a vector into tensors with the names and shapes of ``parts``."""
     pieces = vector.split([part.numel() for part in parts.values()])
-    return {name: piece.view(part.shape) for (name, part), piece in zip(parts.items(), pieces, strict=True)}
+    return {name: chunk.view(part.shape) for (name, part), chunk in zip(parts.items(), pieces, strict=True)}
 
 
 def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> None:
@@ -108,57 +99,48 @@ def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> None:
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
         shapes |= zip(entries, _shape_stats(finite).unbind(), strict=True)
         if cast is not None:
-            scales = torch.stack([_amax(recorder, index, cast_of) for index in entries])
+            # The amax that scales a whole tensor: the delayed one, or else its own.
+            delayed = [cast_of(recorder.watched[index])[1] for index in entries]
+            own_amax = [recorder.stats_of[index][0] for index in entries]
+            scales = torch.stack([o if d is None else d.reshape(()) for d, o in zip(delayed, own_amax, strict=True)])
             losses |= zip(entries, cast_stats(finite, cast, scales).unbind(), strict=True)
             if cast.block is not None:
                 for index, values in zip(entries, finite, strict=True):
                     packed.add(f"blocks {recorder.watched[index].key}", block_exponents(values, cast))
     for kind in TENSOR_KINDS:
-        sampled = [
-            recorder.samples[i].reshape(-1)[::COUNTED] for i in recorder.samples if recorder.watched[i].kind == kind
-        ]
-        if sampled or kind in SHARED:
-            packed.add_histogram(kind, sampled, recorder.stats_device)
-    is_sharded_run = packed.shards is not None
-    _add_tables(recorder, shapes, losses, packed, "local", _entries(recorder, is_sharded_run, shared=False))
-    if is_sharded_run:
-        _add_tables(recorder, shapes, losses, packed, "whole", _entries(recorder, is_sharded_run, shared=True))
+        indices = [i for i in recorder.samples if recorder.watched[i].kind == kind]
+        sampled = [recorder.samples[i].reshape(-1)[::COUNTED] for i in indices]
+        packed.add_histogram(kind, sampled, recorder.stats_device)
+    _add_tables(recorder, shapes, losses, packed, "local")
+    _add_tables(recorder, shapes, losses, packed, "whole")
 
 
-def _entries(recorder: Recorder, is_sharded_run: bool, *, shared: bool) -> list[int]:
-    """Return the entries joined over ranks, or the entries of this rank alone."""
-    kinds = SHARED if is_sharded_run else ()
-    return [index for index, watched in enumerate(recorder.watched) if (watched.kind in kinds) == shared]
+def _entries(recorder: Recorder, part: str) -> list[int]:
+    """Return the entries of a part: ``whole`` tensors are joined over ranks, ``local`` ones are of this rank alone."""
+    return [index for index, watched in enumerate(recorder.watched) if (watched.kind in SHARED) == (part == "whole")]
 
 
 def _add_tables(
-    recorder: Recorder,
-    shapes: Mapping[int, Tensor],
-    losses: Mapping[int, Tensor],
-    packed: Packed,
-    part: str,
-    entries: Sequence[int],
+    recorder: Recorder, shapes: Mapping[int, Tensor], losses: Mapping[int, Tensor], packed: Packed, part: str
 ) -> None:
-    """Add the tables of some entries, in the same order on all ranks: amax; sums; metrics of the sample."""
-    if not entries:
+    """Add the tables of a part's entries, in the same order on all ranks: amax; sums; metrics of the sample."""
+    if not (entries := _entries(recorder, part)):
         return
-    stats, shards = recorder.stats(entries).double(), packed.shards if part == "whole" else None
+    stats, is_whole = recorder.stats(entries).double(), part == "whole"
     names = [recorder.watched[index].name for index in entries]
-    shares = [1.0 if shards is None else shards.share[name] for name in names]
+    shares = [packed.shards.share[name] if is_whole else 1.0 for name in names]
     recorded = stats.new_tensor([index in recorder.stats_of for index in entries])
     sums = torch.stack([recorded, stats.new_tensor(shares) * stats[:, 1].square(), stats[:, 2]], 1)
     sums = torch.where(recorded[:, None] > 0, sums, 0.0)
     casts = _stacked(losses, entries, stats.new_zeros(len(metrics.CAST_SUMS)))
     shape = _stacked(shapes, entries, stats.new_full((4,), torch.nan))
-    table = torch.cat([sums, casts], 1)
-    if shards is None:
-        packed.add(f"{part} largest", stats[:, 0])
-        packed.add(f"{part} sums", table)
-        packed.add(f"{part} shape", shape)
-    else:
-        packed.add(f"{part} largest", stats[:, 0] if shards.largest is None else shards.largest)
-        packed.add_sum(f"{part} sums", table)
+    largest = packed.shards.largest if is_whole else None
+    packed.add(f"{part} largest", stats[:, 0] if largest is None else largest)
+    (packed.add_sum if is_whole else packed.add)(f"{part} sums", torch.cat([sums, casts], 1))
+    if is_whole:
         packed.add_mean(f"{part} shape", shape, names)
+    else:
+        packed.add(f"{part} shape", shape)
 
 
 def _stacked(rows: Mapping[int, Tensor], entries: Sequence[int], absent: Tensor) -> Tensor:
@@ -179,27 +161,21 @@ def _shape_stats(samples: Tensor) -> Tensor:
     return torch.stack([outlier, metrics.kurtosis(flat), peak, to_rest], 1)
 
 
-def _amax(recorder: Recorder, index: int, cast_of: CastOf) -> Tensor:
-    """Return the amax that scales a whole tensor: the delayed amax, or else its own."""
-    delayed = cast_of(recorder.watched[index])[1]
-    return recorder.stats_of[index][0] if delayed is None else delayed.reshape(())
-
-
 def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
     """Return the tables of a record from the result of :meth:`Packed.fetch`."""
     tensors: Row = {}
     attention: Row = {}
-    is_sharded_run = "whole sums" in fetched
-    for part in ("local", "whole") if is_sharded_run else ("local",):
-        tables = (fetched[f"{part} {name}"] for name in ("largest", "sums", "shape") if f"{part} sums" in fetched)
-        entries = _entries(recorder, is_sharded_run, shared=part == "whole")
+    for part in ("local", "whole"):
+        tables = [fetched[f"{part} {name}"] for name in ("largest", "sums", "shape") if f"{part} sums" in fetched]
+        entries = _entries(recorder, part) if tables else []
         for index, largest, sums, shape in zip(entries, *tables, strict=True):
             watched, (recorded, square, bad) = recorder.watched[index], sums[:3].tolist()
             stats = (float(largest), math.sqrt(square))
             if recorded and watched.kind == "attention":
                 attention[watched.name] = [rounded(value, keep_nan=True) for value in stats]
             elif recorded:
-                tensors[watched.key] = _values((*stats, bad), sums[3:], shape.tolist())
+                lost = lost_shares(sums[3:]) if sums[-1] else [None] * 3  # without a cast all of its sums are zero
+                tensors[watched.key] = [rounded(value) for value in (*stats, int(bad), *lost, *shape.tolist())]
     assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
     blocks = {
         name.removeprefix("blocks "): [rounded(value) for value in values.tolist()]
@@ -209,16 +185,10 @@ def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
     histograms = {
         name.removeprefix("histogram "): values.long().tolist()
         for name, values in fetched.items()
-        if name.startswith("histogram ") and (not is_sharded_run or values.any())
+        if name.startswith("histogram ") and values.any()
     }
     tables_of_row = {"tensors": tensors, "attention": attention, "block_scales": blocks, "histograms": histograms}
     return {name: table for name, table in tables_of_row.items() if table}
-
-
-def _values(stats: Sequence[float], cast: Tensor, shape: Sequence[float]) -> list[float | int | None]:
-    """Return the entry of one tensor in a record. Without a cast all of its sums are zero."""
-    lost = lost_shares(cast) if cast[-1] else [None, None, None]
-    return [rounded(value) for value in (*stats[:2], int(stats[2]), *lost, *shape)]
 
 
 def rounded(value: float | int | None, keep_nan: bool = False) -> float | int | None:
@@ -252,10 +222,9 @@ class Casts:
         """Save the delayed scales of the last step, before the layers advance to the next one."""
         self._delayed.clear()
         for index, watched in enumerate(recorder.watched):
-            used = self._used(watched)
-            if used is None or used[0].amax_history is None:
+            layer, cast = self._layer_and_cast(watched)
+            if cast is None or not isinstance(layer, Linear) or layer.amax_history is None:
                 continue
-            layer, cast = used
             # Without an earlier step the delayed amax is the tensor's own.
             stats, device = recorder.stats_of.get(index), layer.weight.device
             recorded = torch.ones(1, dtype=torch.float32, device=device) if stats is None else stats[0].reshape(1)
@@ -266,38 +235,31 @@ class Casts:
 
     def of(self, watched: WatchedTensor) -> tuple[Cast | None, Tensor | None]:
         """Return the cast of a tensor, and its delayed scale's magnitude. Return nothing without a cast."""
-        used = self._used(watched)
-        if used is None:
-            return self._of_experts(watched), None
-        layer, cast = used
+        layer, cast = self._layer_and_cast(watched)
+        if cast is None:
+            return None, None
+        if isinstance(layer, GroupedLinear):
+            # Tokens of all experts are measured as one tensor, unless each expert scales its tokens.
+            scales_alone = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
+            return (None if watched.kind == "weight" or scales_alone or cast.is_wide else cast), None
         if cast.is_wide and cast.format == dtype_name(layer.weight.dtype):
             return None, None
         return cast, self._delayed.get(watched)
 
-    def _used(self, watched: WatchedTensor) -> tuple[Linear, Cast] | None:
+    def _layer_and_cast(self, watched: WatchedTensor) -> tuple[Any, Cast | None]:
         """Return the low-precision layer that takes a tensor, and its cast of the tensor."""
-        name = watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name
-        layer = self.layers.get(name)
-        if watched.kind not in _SLOTS or not isinstance(layer, Linear):
-            return None
+        layer = self.layers.get(watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name)
+        if watched.kind not in _SLOTS or not isinstance(layer, (Linear, GroupedLinear)):
+            return None, None
         return layer, layer.compute.casts[_SLOTS[watched.kind]]
-
-    def _of_experts(self, watched: WatchedTensor) -> Cast | None:
-        """Return the cast of tokens before their experts, if no expert has a separate scale for its tokens."""
-        layer = self.layers.get(watched.name)
-        if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
-            return None
-        cast = layer.compute.casts[_SLOTS[watched.kind]]
-        whole = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
-        return None if whole or cast.is_wide else cast
 
 
 def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     """``[samples, 6]``, as :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None or cast.smooth:
-        whole = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
-        sums = [metrics.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
+        scales = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
+        sums = [metrics.cast_sums(x, cast, amax=scale).sum(0) for x, scale in zip(samples, scales, strict=True)]
         return torch.stack(sums)
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
@@ -336,17 +298,19 @@ class Shards:
     largest: Tensor | None = None
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> Shards | None:
-        """Make from parameters by name. ``None`` if nothing is sharded or the shards are on several meshes."""
+    def of(cls, parameters: Mapping[str, Any]) -> Shards:
+        """Make from parameters by name. Without shards, or with shards on several meshes, each rank is alone."""
         meshes = {p.device_mesh for p in parameters.values() if is_sharded(p)}
         if len(meshes) != 1 or not any(map(is_split_over_ranks, parameters.values())):
-            return None
+            return cls(None, dict.fromkeys(parameters, 1.0))
         mesh = meshes.pop()
         return cls(mesh, {name: _share(p, mesh.get_coordinate()) for name, p in parameters.items()})
 
     def join_amax(self, recorder: Recorder) -> None:
         """Replace the recorded amax of weights and gradients by the amax over all shards."""
-        entries = _entries(recorder, True, shared=True)
+        if self.mesh is None:
+            return
+        entries = _entries(recorder, "whole")
         # Below all magnitudes, and NaN above: the integer order of their bits.
         nothing = torch.full((), -1.0, dtype=torch.float32, device=recorder.stats_device)
         largest_here = torch.stack(
@@ -360,7 +324,7 @@ class Shards:
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over all ranks."""
-        return self._over_ranks(values, "sum")
+        return values if self.mesh is None else self._over_ranks(values, "sum")
 
     def _over_ranks(self, values: Tensor, op: str) -> Tensor:
         groups = [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
@@ -371,6 +335,6 @@ def _share(parameter: Any, coordinate: Sequence[int]) -> float:
     """Return the fraction of a parameter that the rank at a coordinate of the mesh reports."""
     is_whole = [p.is_replicate() for p in parameter.placements] if is_sharded(parameter) else [True] * len(coordinate)
     # Along a mesh axis that does not shard, all ranks are replicas. (``is_shard()`` is false for two sharding axes.)
-    if any(index and whole for index, whole in zip(coordinate, is_whole, strict=True)):
+    if any(index and is_replicated for index, is_replicated in zip(coordinate, is_whole, strict=True)):
         return 0.0
     return float(local_of(parameter).numel() / max(1, parameter.numel()))

@@ -89,36 +89,27 @@ def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
     assert "largest finite float16 is 65504" in bad.message and "magnitudes 4.1e+03 to 4.1e+03" in bad.message
 
 
-@pytest.mark.parametrize(
-    ("make", "operation", "what"),
-    [
-        (lambda x: (x - x).log(), "aten.log", "inf"),
-        (lambda x: torch.complex(x, x).mul(1e39).imag, "aten.mul", "inf"),
-        (lambda x: (x - x) / (x - x), "aten.div", "nan"),
-        (lambda x: x.mul_(1e38).mul_(10), "aten.mul_", "inf"),
-        (lambda x: torch.mul(x, 1e39, out=torch.full_like(x, NAN)), "aten.mul", "inf"),
-        (lambda x: torch.empty_like(x).fill_(NAN).copy_(x).add_(3e38).mul_(2), "aten.mul_", "inf"),
-        (lambda x: torch.full_like(x, NAN).half().copy_(x * 1e6), "aten.copy_", "inf"),
-        (lambda x: (x * 1e39).mul_(2).sub_(x), "aten.mul", "inf"),
-        (lambda x: torch.stack([x, x]).mul(1e39).unbind()[0], "aten.mul", "inf"),
-        (lambda x: torch._foreach_mul([x, x * 1e38], 1e3)[1], "aten._foreach_mul", "inf"),
-        (lambda x: x.to(torch.float8_e5m2).float() * (x * 1e6).to(torch.float8_e5m2).float(), "aten._to_copy", "inf"),
-    ],
-    ids=[
-        "log",
-        "complex",
-        "zero-by-zero",
-        "in-place",
-        "out",
-        "memory",
-        "over-nan",
-        "passed-on",
-        "view",
-        "list",
-        "float8",
-    ],
-)
-def test_whatever_way_an_operation_writes(make: Callable[[Tensor], Tensor], operation: str, what: str) -> None:
+WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "log": (lambda x: (x - x).log(), "aten.log", "inf"),
+    "complex": (lambda x: torch.complex(x, x).mul(1e39).imag, "aten.mul", "inf"),
+    "zero by zero": (lambda x: (x - x) / (x - x), "aten.div", "nan"),
+    "in place": (lambda x: x.mul_(1e38).mul_(10), "aten.mul_", "inf"),
+    "out": (lambda x: torch.mul(x, 1e39, out=torch.full_like(x, NAN)), "aten.mul", "inf"),
+    "memory": (lambda x: torch.empty_like(x).fill_(NAN).copy_(x).add_(3e38).mul_(2), "aten.mul_", "inf"),
+    "over a NaN": (lambda x: torch.full_like(x, NAN).half().copy_(x * 1e6), "aten.copy_", "inf"),
+    "passed on": (lambda x: (x * 1e39).mul_(2).sub_(x), "aten.mul", "inf"),
+    "view": (lambda x: torch.stack([x, x]).mul(1e39).unbind()[0], "aten.mul", "inf"),
+    "list": (lambda x: torch._foreach_mul([x, x * 1e38], 1e3)[1], "aten._foreach_mul", "inf"),
+    "float8": (
+        lambda x: x.to(torch.float8_e5m2).float() * (x * 1e6).to(torch.float8_e5m2).float(), "aten._to_copy", "inf",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_way_an_operation_writes(way: str) -> None:
+    make, operation, what = WAYS[way]
+
     def function(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():
             made = make(x + 1.5)

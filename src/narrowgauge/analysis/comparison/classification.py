@@ -133,21 +133,23 @@ def classify(
     """
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     loss_at_time = float(equal_time[baseline]["val_loss"]) if baseline is not None and baseline in equal_time else 0.0
-    others = "" if len(set(requested_steps(groups).values())) == 1 else "after another number of steps"
+    other_steps = "" if len(set(requested_steps(groups).values())) == 1 else "after another number of steps"
     classes = {}
     for label, group in groups.items():
         difference, faults = paired_difference(label, groups, baseline), run_faults(group)
         ranked = _rank_of(label, baseline, difference, loss, resolve) if rows[label]["num_seeds"] else Rank.NO_LOSS
         if difference is not None and ranked is Rank.WORSE and difference.mean > ACCEPTABLE * abs(loss):
             share = f"{difference.mean / abs(loss):+.1%}" if loss else ""
-            more = ", ".join(filter(None, (share, others)))
+            more = ", ".join(filter(None, (share, other_steps)))
             name = f"ends worse than {baseline}"
             faults.append(Fault(name, f"{name} by {difference.text}{f' ({more})' if more else ''}"))
         row, rank_at_time = equal_time.get(label), Rank.NO_LOSS
         if row is not None:
-            known = row["half"] is not None
-            apart = PairedDifference(label, row["difference"], row["half"], row["num_seeds"]) if known else None
-            rank_at_time = _rank_of(label, baseline, apart, loss_at_time, None)
+            has_interval = row["half"] is not None
+            difference_at_time = (
+                PairedDifference(label, row["difference"], row["half"], row["num_seeds"]) if has_interval else None
+            )
+            rank_at_time = _rank_of(label, baseline, difference_at_time, loss_at_time, None)
         late = {metric: late_median(group, metric) for metric in LATE}
         classes[label] = Classification(
             label, tuple(group), rows[label], ranked, difference, row, rank_at_time, tuple(faults), late
@@ -185,48 +187,37 @@ def paired_difference(
 
 def run_faults(group: Sequence[RunStats]) -> list[Fault]:
     """Return the reasons not to use a recipe, from its own runs alone."""
-    return [fault for of_group in (_divergence, _lost_updates, _skipped_steps) for fault in of_group(group)]
-
-
-def _divergence(group: Sequence[RunStats]) -> list[Fault]:
-    diverged = [run for run in group if run.divergence]
-    if not diverged:
-        return []
-    name = f"diverged in {len(diverged)} of {counted(len(group), 'run')}"
-    return [Fault(name, f"{name} (seed {diverged[0].seed}, {diverged[0].divergence.strip().rstrip('.')})")]
-
-
-def _lost_updates(group: Sequence[RunStats]) -> list[Fault]:
+    faults = []
+    if diverged := [run for run in group if run.divergence]:
+        name = f"diverged in {len(diverged)} of {counted(len(group), 'run')}"
+        words = diverged[0].divergence.strip().rstrip(".")
+        faults.append(Fault(name, f"{name} (seed {diverged[0].seed}, {words})"))
     edq, lost = late_median(group, "edq"), late_median(group, "lost_fraction")
-    if edq is None or edq >= MIN_EDQ:
-        return []
-    more = "" if lost is None else f"; {lost:.0%} of the changes were lost"
-    name = "loses its updates"
-    return [Fault(name, f"{name} (a late EDQ of {edq:.2f}, where 1 loses nothing{more})")]
-
-
-def _skipped_steps(group: Sequence[RunStats]) -> list[Fault]:
+    if edq is not None and edq < MIN_EDQ:
+        more = "" if lost is None else f"; {lost:.0%} of the changes were lost"
+        name = "loses its updates"
+        faults.append(Fault(name, f"{name} (a late EDQ of {edq:.2f}, where 1 loses nothing{more})"))
     ended = [(run.run.summary, len(run.run.steps)) for run in group if run.counts and run.run.summary is not None]
     taken = sum(int(summary.get("steps") or length) for summary, length in ended)
     skipped = sum(int(summary.get("num_skipped") or 0) for summary, _ in ended)
-    if not taken or skipped <= MAX_SKIPPED * taken:
-        return []
-    name = f"skipped {skipped:,} of its {taken:,} steps"
-    return [Fault(name, name)]
+    if taken and skipped > MAX_SKIPPED * taken:
+        name = f"skipped {skipped:,} of its {taken:,} steps"
+        faults.append(Fault(name, name))
+    return faults
 
 
 # ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def is_faster(one: Classification, other: Classification) -> bool:
+def is_faster(recipe: Classification, slower: Classification) -> bool:
     """Return whether a recipe is faster beyond chance: in every common seed, or by much in a single pair."""
     speeds = [
         {run.seed: float((run.run.summary or {}).get("tokens_per_second") or 0.0) for run in recipe.runs}
-        for recipe in (one, other)
+        for recipe in (recipe, slower)
     ]
     pairs = [(speeds[0][seed], speeds[1][seed]) for seed in speeds[0] if seed in speeds[1]]
     ratios = [mine / theirs for mine, theirs in pairs if min(mine, theirs) > 0 and math.isfinite(mine + theirs)]
-    ratios = ratios or [one.row["tokens_per_second"] / other.row["tokens_per_second"]]
+    ratios = ratios or [recipe.row["tokens_per_second"] / slower.row["tokens_per_second"]]
     return min(ratios) > (CLEAR_RATIO if len(ratios) > 1 else TIMING_NOISE)
 
 

@@ -16,7 +16,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.classification import LATE, Classification, Rank, acceptable, classify, run_faults
@@ -59,7 +58,7 @@ class Comparison:
         ``activation_bytes`` and ``peak_tensor_bytes``, ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``,
         ``diverged`` (whether any seed did), ``num_seeds``. Unknown values are ``None``.
         """
-        return tuple(one.row for one in self.classes.values())
+        return tuple(recipe.row for recipe in self.classes.values())
 
     @property
     def verdict(self) -> tuple[str, ...]:
@@ -72,12 +71,12 @@ class Comparison:
 
         Columns: ``recipe``, ``seconds``, ``val_loss``, ``difference``, ``half``, ``num_seeds``.
         """
-        return tuple(one.equal_time for one in self.classes.values() if one.equal_time is not None)
+        return tuple(recipe.equal_time for recipe in self.classes.values() if recipe.equal_time is not None)
 
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
         """Return the differences from the baseline, one per other recipe with a common seed."""
-        return tuple(one.difference for one in self.classes.values() if one.difference is not None)
+        return tuple(recipe.difference for recipe in self.classes.values() if recipe.difference is not None)
 
     @property
     def has_intervals(self) -> bool:
@@ -94,26 +93,30 @@ class Comparison:
     def usable(self) -> list[Classification]:
         """Return the recipes fit for use. With one seed each, return all without faults."""
         unranked = None if self.has_intervals else Rank.NO_INTERVAL
-        return [one for one in self.classes.values() if one.is_fit or (unranked and one.usable_rank is unranked)]
+        return [
+            recipe for recipe in self.classes.values() if recipe.is_fit or (unranked and recipe.usable_rank is unranked)
+        ]
 
     @property
     def cheapest(self) -> Classification | None:
         """Return the usable recipe of the lowest known cost."""
-        sized = [one for one in self.usable if one.row["bytes_per_param"] is not None]
-        return min(sized, key=lambda one: one.cost, default=None)
+        sized = [recipe for recipe in self.usable if recipe.row["bytes_per_param"] is not None]
+        return min(sized, key=lambda recipe: recipe.cost, default=None)
 
     @property
     def cheaper_open(self) -> list[Classification]:
         """Return recipes that cost less than the cheapest and might be as good. These seeds do not decide it."""
         best = self.cheapest
-        unsure = [one for one in self.classes.values() if one.usable_rank is Rank.INCONCLUSIVE]
-        return [one for one in unsure if best is None or one.cost < best.cost]
+        unsure = [recipe for recipe in self.classes.values() if recipe.usable_rank is Rank.INCONCLUSIVE]
+        return [recipe for recipe in unsure if best is None or recipe.cost < best.cost]
 
     @property
     def at_equal_time(self) -> list[Classification]:
         """Return the recipes with a loss at equal time, the lowest loss first."""
-        timed = [(float(one.equal_time["val_loss"]), one) for one in self.classes.values() if one.equal_time]
-        return [one for _, one in sorted(timed, key=lambda pair: pair[0])]
+        timed = [
+            (float(recipe.equal_time["val_loss"]), recipe) for recipe in self.classes.values() if recipe.equal_time
+        ]
+        return [recipe for _, recipe in sorted(timed, key=lambda pair: pair[0])]
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
@@ -127,7 +130,10 @@ class Comparison:
             *self._memory_columns(),
             *(self._late_column(key) for key in LATE),
             Column("seeds", "num_seeds", right=True),
-            Column("verdict", lambda row: self._word(row["recipe"])),
+            Column(
+                "verdict",
+                lambda row: rank.value if (rank := self.classes[row["recipe"]].usable_rank) else "not to be used",
+            ),
         )
         return Table(columns, list(self.rows))
 
@@ -139,16 +145,15 @@ class Comparison:
         }[key]
         return Column(title, lambda row: _shown(self.classes[row["recipe"]].late[key], form), right=True)
 
-    def _word(self, label: str) -> str:
-        rank = self.classes[label].usable_rank
-        return "not to be used" if rank is None else rank.value
-
     def _memory_columns(self) -> list[Column]:
         """Return counted memory if known, else the peak of the process. The peak depends little on a format."""
         counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
         if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
             counted = {"peak MiB": "peak_memory_bytes"}
-        return [_mebibytes(title, name) for title, name in counted.items()]
+        return [
+            Column(title, lambda row, name=name: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)  # type: ignore[misc]
+            for title, name in counted.items()
+        ]
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -156,16 +161,11 @@ class Comparison:
 
     def json(self) -> bytes:
         """Return ``compare.json``: a list of rows, valid JSON for all values."""
-        plain = [{key: _finite(value) for key, value in row.items()} for row in self.rows]
+        plain = [
+            {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+            for row in self.rows
+        ]
         return json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _mebibytes(title: str, name: str) -> Column:
-    return Column(title, lambda row: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)
 
 
 def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
@@ -251,8 +251,8 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
     ended = counted or [run.run.summary for run in group if run.run.summary is not None]
 
     def over(summaries: Sequence[Row], key: str, reduce: Callable[[list[float]], float]) -> float | None:
-        known = [s[key] for s in summaries if s.get(key) is not None and math.isfinite(s[key])]
-        return reduce(known) if known else None
+        values = [s[key] for s in summaries if s.get(key) is not None and math.isfinite(s[key])]
+        return reduce(values) if values else None
 
     losses = [float(s["val_loss"]) for s in counted]
     durations = [run.curve.step_seconds for run in group if run.run.summary is not None]
@@ -263,7 +263,7 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "tokens_per_second": over(ended, "tokens_per_second", statistics.median),
         "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
-        "step_seconds": statistics.median(known) if (known := [d for d in durations if d is not None]) else None,
+        "step_seconds": statistics.median(values) if (values := [d for d in durations if d is not None]) else None,
         **{key: over(ended, key, max) for key in _MEMORY},
         **{key: over(counted, key, statistics.fmean) for key in LATE},
         "diverged": any(run.divergence for run in group),
@@ -272,9 +272,9 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
 
 
 def _requested_baseline(name: str, groups: Mapping[str, Sequence[RunStats]]) -> str:
-    for known in (name, recipe_name(name)):
-        if known in groups:
-            return known
+    for label in (name, recipe_name(name)):
+        if label in groups:
+            return label
     raise RecipeError(
         f"the baseline {name} was requested, and the runs are of {', '.join(groups)}.",
         suggestion(name, groups) or "Name one of them.",

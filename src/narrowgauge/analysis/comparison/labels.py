@@ -30,8 +30,8 @@ def run_name(recipe: str, seed: int) -> str:
         'bfloat16-word-wide-head-seed0'
     """
     plain = recipe.removesuffix(")").replace(" (", " ")
-    kept = "".join(letter if letter.isalnum() or letter in "-_.+" else "-" for letter in plain)
-    return f"{kept.strip('.') or 'recipe'}-seed{seed}"
+    letters = "".join(letter if letter.isalnum() or letter in "-_.+" else "-" for letter in plain)
+    return f"{letters.strip('.') or 'recipe'}-seed{seed}"
 
 
 def parsed_recipe(recipe: Any) -> Recipe | None:

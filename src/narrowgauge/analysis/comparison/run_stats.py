@@ -165,8 +165,8 @@ class RunStats:
 
 def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
     """Return the median of a late metric over the runs that count."""
-    known = [value for run in runs if run.counts and (value := run.late(metric)) is not None]
-    return statistics.median(known) if known else None
+    values = [value for run in runs if run.counts and (value := run.late(metric)) is not None]
+    return statistics.median(values) if values else None
 
 
 def requested_steps(groups: Mapping[str, Sequence[RunStats]]) -> dict[str, Any]:

@@ -28,8 +28,10 @@ MAX_NOISE = 1.0
 
 def sentences(comparison: Comparison) -> list[str]:
     """Return the whole verdict."""
-    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _seen_by_the_audit, _times, _left_out, _differing)
-    return [sentence for part in parts if (sentence := part(comparison))]
+    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _seen_by_the_audit)
+    times = " ".join([*_fastest(comparison), *_at_equal_time(comparison)])
+    words = [*(part(comparison) for part in parts), times, _left_out(comparison), _differing(comparison)]
+    return [sentence for sentence in words if sentence]
 
 
 # ── losses ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -64,8 +66,8 @@ def _cheapest(comparison: Comparison) -> str:
 
 def _unresolved(comparison: Comparison) -> str:
     """Name the differences that these seeds do not resolve, and the number of seeds needed."""
-    ranks = [one for one in comparison.classes.values() if one.usable_rank is Rank.INCONCLUSIVE]
-    unsure = [one.difference for one in ranks if one.difference is not None]
+    ranks = [recipe for recipe in comparison.classes.values() if recipe.usable_rank is Rank.INCONCLUSIVE]
+    unsure = [recipe.difference for recipe in ranks if recipe.difference is not None]
     paired = [difference for difference in comparison.differences if difference.num_pairs > 1]
     resolve = comparison.resolve
     margin = "1 % of the loss" if resolve is None else f"{resolve:g}"
@@ -76,37 +78,37 @@ def _unresolved(comparison: Comparison) -> str:
         verb = "is" if coarsest <= resolve else "is not"
         return f"{margin} {verb} resolved: these seeds tell differences of {coarsest:.2g} in four of five comparisons."
     numbers = [seeds_needed(spread_of(difference), comparison.acceptable) for difference in unsure]
-    known = [number for number in numbers if number is not None]
-    if len(known) < len(numbers):
+    counts = [number for number in numbers if number is not None]
+    if len(counts) < len(numbers):
         advice = f"More than {MOST_SEEDS} seeds would tell: take longer runs."
     else:
-        most = max(*known, 1 + max(difference.num_pairs for difference in paired))
+        most = max(*counts, 1 + max(difference.num_pairs for difference in paired))
         advice = f"--seeds {most} tells it in four of five such comparisons."
     question = f"worse than {comparison.baseline} by more than {margin} or not"
     return f"Not resolved, {question}: {_with_differences(ranks)}. {advice}"
 
 
 def _not_to_be_used(comparison: Comparison) -> str:
-    faulty = [one for one in comparison.classes.values() if one.faults]
-    texts = [f"{one.label} {', '.join(fault.text for fault in one.faults)}" for one in faulty]
+    faulty = [recipe for recipe in comparison.classes.values() if recipe.faults]
+    texts = [f"{recipe.label} {', '.join(fault.text for fault in recipe.faults)}" for recipe in faulty]
     return f"Not to be used: {'; '.join(texts)}." if faulty else ""
 
 
 def _with_a_price(comparison: Comparison) -> str:
-    worse = [one for one in comparison.classes.values() if one.usable_rank is Rank.WORSE]
+    worse = [recipe for recipe in comparison.classes.values() if recipe.usable_rank is Rank.WORSE]
     return f"Worse with certainty, by less than 1 %: {_with_differences(worse)}." if worse else ""
 
 
 def _with_differences(recipes: Iterable[Classification]) -> str:
-    return listed(f"{one.label} ({one.difference.text})" for one in recipes if one.difference is not None)
+    return listed(f"{recipe.label} ({recipe.difference.text})" for recipe in recipes if recipe.difference is not None)
 
 
 def _seen_by_the_audit(comparison: Comparison) -> str:
     """Name recipes whose late updates are mostly rounding noise, and recipes without an audit."""
-    usable = [one for one in comparison.classes.values() if not one.faults]
-    noises = {one.label: one.late.get("noise") or 0.0 for one in usable}
+    usable = [recipe for recipe in comparison.classes.values() if not recipe.faults]
+    noises = {recipe.label: recipe.late.get("noise") or 0.0 for recipe in usable}
     noisy = [f"{label} ({noise:.1f} ×)" for label, noise in noises.items() if noise > MAX_NOISE]
-    unseen = [one.label for one in usable if one.row["num_seeds"] and one.late.get("edq") is None]
+    unseen = [recipe.label for recipe in usable if recipe.row["num_seeds"] and recipe.late.get("edq") is None]
     words = [f"Late updates are smaller than their rounding noise: {listed(noisy)}."] if noisy else []
     if unseen and len(comparison.classes) > 1:
         words.append(f"Not audited, so lost updates would not be seen: {listed(unseen)}.")
@@ -116,22 +118,20 @@ def _seen_by_the_audit(comparison: Comparison) -> str:
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _times(comparison: Comparison) -> str:
-    return " ".join([*_fastest(comparison), *_at_equal_time(comparison)])
-
-
 def _fastest(comparison: Comparison) -> Iterator[str]:
     speed = "tokens_per_second"
-    timed = sorted((one for one in comparison.classes.values() if one.row[speed]), key=lambda one: -one.row[speed])
-    reference = next((one for one in timed if one.label == comparison.baseline), None)
+    timed = sorted(
+        (recipe for recipe in comparison.classes.values() if recipe.row[speed]), key=lambda recipe: -recipe.row[speed]
+    )
+    reference = next((recipe for recipe in timed if recipe.label == comparison.baseline), None)
     if reference is None or timed[0].row[speed] == timed[-1].row[speed]:
         return
-    best, other = timed[0], timed[-1] if timed[0] is reference else reference
-    if is_faster(best, other):
-        level = [one.label for one in timed[1:] if not is_faster(best, one)]
+    best, slower = timed[0], timed[-1] if timed[0] is reference else reference
+    if is_faster(best, slower):
+        level = [recipe.label for recipe in timed[1:] if not is_faster(best, recipe)]
         also = f", and not clearly faster than {listed(level)}" if level else ""
-        ratio = best.row[speed] / other.row[speed]
-        yield f"{best.label} is the fastest here, {ratio:.2f} times as fast as {other.label}{also}."
+        ratio = best.row[speed] / slower.row[speed]
+        yield f"{best.label} is the fastest here, {ratio:.2f} times as fast as {slower.label}{also}."
     else:
         yield "Timings are too noisy to name the fastest."
 
@@ -141,7 +141,7 @@ def _at_equal_time(comparison: Comparison) -> Iterator[str]:
     if not rows:
         return
     seeds = max(int(row["num_seeds"]) for row in rows)
-    places = listed(f"{one.label} ({one.rank_at_equal_time.value})" for one in comparison.at_equal_time)
+    places = listed(f"{recipe.label} ({recipe.rank_at_equal_time.value})" for recipe in comparison.at_equal_time)
     yield (
         f"At equal time, after {rows[0]['seconds']:.3g} s of training steps and over {seeds} "
         f"seed{'s' if seeds > 1 else ''}, the lowest loss first: {places}."
@@ -160,13 +160,13 @@ _FREE = NOT_COMPARED - {"eval_batches"} | {"recipe", "seed", "lr", "warmup_steps
 
 
 def _runs(comparison: Comparison) -> list[RunStats]:
-    return [run for one in comparison.classes.values() for run in one.runs]
+    return [run for recipe in comparison.classes.values() for run in recipe.runs]
 
 
 def _steps(comparison: Comparison) -> dict[Any, list[str]]:
     """Return the recipes by planned number of steps."""
     labels: dict[Any, list[str]] = {}
-    for label, steps in requested_steps({label: one.runs for label, one in comparison.classes.items()}).items():
+    for label, steps in requested_steps({label: recipe.runs for label, recipe in comparison.classes.items()}).items():
         labels.setdefault(steps, []).append(label)
     return labels
 
@@ -204,12 +204,12 @@ def _settings_apart(runs: Sequence[RunStats]) -> dict[str, dict[str, None]]:
     for run in runs:
         for key, value in _settings(run):
             by_seed.setdefault(run.seed, {}).setdefault(key, {})[str(value)] = None
-    apart: dict[str, dict[str, None]] = {}
+    differing: dict[str, dict[str, None]] = {}
     for values in by_seed.values():
         for key, texts in values.items():
             if len(texts) > 1:
-                apart.setdefault(key, {}).update(texts)
-    return apart
+                differing.setdefault(key, {}).update(texts)
+    return differing
 
 
 def _settings(run: RunStats) -> Iterator[tuple[str, Any]]:

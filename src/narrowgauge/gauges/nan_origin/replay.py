@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge.gauges.nan_origin.bad_value import BadValue, Operand
+from narrowgauge.gauges.nan_origin.bad_value import BadValue
 from narrowgauge.gauges.nan_origin.tracing import NanTracer, nonfinite_kinds
 from narrowgauge.put_back import put_back
-
-__all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 
 
 def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | None:
@@ -131,8 +129,8 @@ def replay(
     if agree(bad is not None):
         return Replay("eager", bad)
     say("The eager step is finite; repeating it as it was run.")
-    found = _failures(model, compiled_step or step)
-    return Replay("compiled", found=found) if agree(bool(found)) else Replay("not")
+    failures = _failures(model, compiled_step or step)
+    return Replay("compiled", found=failures) if agree(bool(failures)) else Replay("not")
 
 
 def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
@@ -141,8 +139,8 @@ def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
         values = tree_leaves(step())
         tensors = [value for value in values if isinstance(value, Tensor)]
         numbers = [value for value in values if isinstance(value, float)]
-        found = ["the loss"] if any(map(nonfinite_kinds, tensors)) or not all(map(math.isfinite, numbers)) else []
+        names = ["the loss"] if any(map(nonfinite_kinds, tensors)) or not all(map(math.isfinite, numbers)) else []
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and nonfinite_kinds(parameter.grad):
-                found.append(f"the gradient of {name}")
-        return tuple(found)
+                names.append(f"the gradient of {name}")
+        return tuple(names)

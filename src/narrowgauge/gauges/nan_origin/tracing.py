@@ -180,12 +180,12 @@ class NanTracer(TorchDispatchMode):
             weak, source = self.sources.get(part.untyped_storage()._cdata, (None, None))
             if source is not None and weak is not None and not weak.expired():
                 return source
-        name, whole = self.labels.find(original) or (None, x)
+        name, tensor = self.labels.find(original) or (None, x)
         if name is not None and name in self.inputs:
             return self.inputs[name]
         is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or x.ndim == 0)
-        whole = whole if nonfinite_kinds(whole) else x
-        bad = bad_value("input", self._where()[1], reader, whole, [(name or "it", whole)])
+        tensor = tensor if nonfinite_kinds(tensor) else x
+        bad = bad_value("input", self._where()[1], reader, tensor, [(name or "it", tensor)])
         source = Source(self._count, replace(bad, parameter=name), deliberate=is_mask)
         if name is None:
             self._remember(x, source)
@@ -305,18 +305,14 @@ def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     elif x.layout is not torch.strided:
         if x.layout is torch.sparse_coo:
             yield from parts_of(x._values())
-    elif is_float(x) and x.numel() and x.device.type != "meta" and _holds_values(x):
-        yield "", x
+    elif is_float(x) and x.numel() and x.device.type != "meta":
+        is_fake = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # in a compiler's trace
+        yield from () if is_fake else [("", x)]
 
 
 def is_float(x: Tensor) -> bool:
     """Return whether it may hold a NaN or an infinity."""
     return (x.dtype.is_floating_point or x.dtype.is_complex) and "float4" not in str(x.dtype)
-
-
-def _holds_values(x: Tensor) -> bool:
-    """False for fake tensors of a compiler's trace."""
-    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -361,7 +357,7 @@ def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: li
         if first is None and len(places):
             first = start + int(places[0])
         num_bad, has_nan = num_bad + len(places), has_nan or bool(chunk.isnan().any())
-    described = [(name + inner, p) for name, whole in operands for inner, p in parts_of(whole)]
+    described = [(name + inner, p) for name, operand in operands for inner, p in parts_of(operand)]
     return BadValue(
         phase=phase,
         module=module,

@@ -48,7 +48,14 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
     """
     built_with = torch.__config__.show()
     libraries = {name: re.search(pattern, built_with) for name, pattern in _LIBRARIES.items()}
-    sets = instruction_sets()
+    sets, cuda = instruction_sets(), dict[str, str]()
+    if device.type == "cuda":
+        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        cuda = {
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "reduced sums of bfloat16": str(reduced).lower(),
+        }
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -61,17 +68,8 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         # No function returns this mode, but a product shows it.
         "subnormals set": "flushed" if float(torch.tensor(2.0**-100, dtype=torch.float32) * 2.0**-40) == 0 else "kept",
-        **(_cuda_settings() if device.type == "cuda" else {}),
+        **cuda,
         **{name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
-    }
-
-
-def _cuda_settings() -> dict[str, str]:
-    reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    return {
-        "cuda": str(torch.version.cuda or torch.version.hip),
-        "cudnn": str(torch.backends.cudnn.version()),
-        "reduced sums of bfloat16": str(reduced).lower(),
     }
 
 

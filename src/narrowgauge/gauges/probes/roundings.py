@@ -41,8 +41,8 @@ def across_exponents(low: float, high: float, number: int) -> Tensor:
 
 def bits_of(values: Tensor) -> str:
     """Eight hexadecimal digits of a hash of a tensor's bytes."""
-    whole = values.detach().contiguous().cpu().flatten().view(torch.uint8)
-    return hashlib.sha256(bytes(whole.tolist())).hexdigest()[:8]
+    raw = values.detach().contiguous().cpu().flatten().view(torch.uint8)
+    return hashlib.sha256(bytes(raw.tolist())).hexdigest()[:8]
 
 
 # ── roundings ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -56,7 +56,7 @@ _ONES = 4096
 
 def measure_subnormals(device: torch.device) -> str:
     """Return whether elementwise products keep subnormals. Use enough elements for all threads: the mode is per thread."""
-    return _subnormals(lambda left, right: torch.full((1 << 17,), left, dtype=torch.float32, device=device) * right)
+    return _subnormals(lambda x, y: torch.full((1 << 17,), x, dtype=torch.float32, device=device) * y)
 
 
 def measure_subnormals_in_matmuls(device: torch.device) -> str:
@@ -65,7 +65,7 @@ def measure_subnormals_in_matmuls(device: torch.device) -> str:
     def full(value: float) -> Tensor:
         return torch.full((64, 64), value, dtype=torch.float32, device=device)
 
-    return _subnormals(lambda left, right: full(left) @ full(right))
+    return _subnormals(lambda x, y: full(x) @ full(y))
 
 
 def _subnormals(multiply: Callable[[float, float], Tensor]) -> str:
@@ -80,9 +80,9 @@ def measure_matmul_inputs(device: torch.device) -> str:
     """Return the surviving significant bits of float32 operands: 24, 11 for TF32, 8 for bfloat16."""
     widths = range(1, 25)
     values = torch.tensor([1 + 2.0 ** (1 - bits) for bits in widths], dtype=torch.float32, device=device)
-    left = torch.zeros(256, 256, dtype=torch.float32, device=device)
-    left[: len(widths), 0] = values
-    product = left @ torch.ones(256, 256, dtype=torch.float32, device=device)
+    operands = torch.zeros(256, 256, dtype=torch.float32, device=device)
+    operands[: len(widths), 0] = values
+    product = operands @ torch.ones(256, 256, dtype=torch.float32, device=device)
     survived = (product[: len(widths)] == values[:, None]).all(1).tolist()
     bits = max((bits for bits, is_kept in zip(widths, survived, strict=True) if is_kept), default=0)
     names = {24: "float32", 16: "two bfloat16", 11: "TF32", 8: "bfloat16"}
@@ -93,8 +93,8 @@ def measure_accumulators(device: torch.device) -> str:
     """Return how far sums of ones count. A bfloat16 accumulator stops at 256, a float16 one at 2,048."""
 
     def matmul(dtype: torch.dtype) -> float:
-        ones = torch.ones(32, _ONES, dtype=dtype, device=device)
-        return float(F.linear(ones, ones)[0, 0])
+        operand = torch.ones(32, _ONES, dtype=dtype, device=device)
+        return float(F.linear(operand, operand)[0, 0])
 
     total = float(torch.ones(_ONES, dtype=torch.bfloat16, device=device).sum())
     counted = {
@@ -115,30 +115,22 @@ def measure_fused_multiply_add(device: torch.device) -> str:
     # For addcdiv the quotient 1 / 3 is inexact; for lerp, weight * (end - start).
     third = torch.reciprocal(full(3.0))
     quotient = torch.addcdiv(-third, full(1.0), full(3.0))
+    rows = torch.zeros(16, 64, dtype=torch.float32, device=device)
+    columns = torch.zeros(64, 16, dtype=torch.float32, device=device)
+    rows[:, 0], columns[0] = -_ROUNDED_PRODUCT, 1.0
+    rows[:, 1], columns[1] = _FACTOR, _FACTOR
+    product, swapped = rows @ columns, rows.flip(1) @ columns.flip(0)
     results = {
-        "matmul": _product_sum(device),
+        "matmul": torch.where(product != 0, product, swapped),
         "addcmul": torch.addcmul(rounded, factor, factor),
         "addcdiv": quotient,
         "lerp": torch.lerp(rounded, rounded + factor, factor),
         "x * y + z": factor * factor + rounded,
     }
-    return ", ".join(f"{name} {_fused_word(result)}" for name, result in results.items())
-
-
-def _fused_word(result: Tensor) -> str:
-    """Return whether the low half of a product survived: in all elements, in none, or only inside vectors."""
-    share = float((result != 0).double().mean())
-    return "fused" if share == 1 else "rounded" if share == 0 else "fused in part"
-
-
-def _product_sum(device: torch.device) -> Tensor:
-    left = torch.zeros(16, 64, dtype=torch.float32, device=device)
-    right = torch.zeros(64, 16, dtype=torch.float32, device=device)
-    left[:, 0], right[0] = -_ROUNDED_PRODUCT, 1.0
-    left[:, 1], right[1] = _FACTOR, _FACTOR
-    swapped = left.flip(1) @ right.flip(0)
-    product = left @ right
-    return torch.where(product != 0, product, swapped)
+    # The low half of a product survives in all elements, in none, or only inside vectors.
+    shares = {name: float((result != 0).double().mean()) for name, result in results.items()}
+    words = {1.0: "fused", 0.0: "rounded"}
+    return ", ".join(f"{name} {words.get(share, 'fused in part')}" for name, share in shares.items())
 
 
 ROUNDINGS: dict[str, Callable[[torch.device], str]] = {
@@ -201,8 +193,10 @@ def measure_function(name: str, device: torch.device) -> str:
     is_correct = bool((results.cpu() == exact.float()).all())
     error = "correctly rounded" if is_correct else f"{max_error(results.cpu(), exact):.2f} ulp"
     alone = torch.stack([function(value) for value in here[:_NUM_ALONE, None].unbind()])[:, 0]
-    apart = int((alone != results[:_NUM_ALONE]).sum())
-    return error + (f", {apart} of {_NUM_ALONE} differ alone" if apart else "") + f" #{bits_of(results)}"
+    num_different = int((alone != results[:_NUM_ALONE]).sum())
+    return (
+        error + (f", {num_different} of {_NUM_ALONE} differ alone" if num_different else "") + f" #{bits_of(results)}"
+    )
 
 
 def max_error(results: Tensor, exact: Tensor) -> float:

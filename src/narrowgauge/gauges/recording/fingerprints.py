@@ -16,16 +16,16 @@ at once. If one rank skips the clip, it shows in the same step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge import torch_names
 from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.reduction import GradientReduction
@@ -33,12 +33,14 @@ from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import CorruptionError
 from narrowgauge.gauges import hooks
+from narrowgauge.gauges.recording.provenance import formats_of
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words, parted_in
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,8 +73,8 @@ class Fingerprints:
     is_on: bool = False
     last: Row | None = None
     _entries: dict[str, list[float]] = field(default_factory=dict)
-    _held: dict[str, list[float]] = field(default_factory=dict)
-    _left: Row = field(default_factory=dict)
+    _changed: dict[str, list[float]] = field(default_factory=dict)
+    _last: Row = field(default_factory=dict)
     _ranks: RankFingerprints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,18 +86,18 @@ class Fingerprints:
         If the last step was recorded, the first entries are weights and moments that changed since without an update.
         """
         self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
-        self._entries, self._held = {}, {}
+        self._entries, self._changed = {}, {}
         self._ranks.begin()
-        if self.is_on and self._left.get("step") == step - 1:
+        if self.is_on and self._last.get("step") == step - 1:
             stored = self._stored(is_stepped=step > 1)
-            whole, local = fingerprints_whole_and_own(stored)
-            left = self._left["whole"]
-            for key in [*whole, *(key for key in left if key not in whole)]:
-                if key not in whole:  # a state that was lost
-                    self._held[_held_key(key)] = [0, 0.0, 0]
-                elif whole[key] != left.get(key):
-                    self._held[_held_key(key)] = _entry(whole[key], stored[key])
-            self._ranks.changed({key: number for key, number in local.items() if number != self._left["own"].get(key)})
+            numbers, local = fingerprints_whole_and_own(stored)
+            before, local_before = self._last["whole"], self._last["own"]
+            for key in [*numbers, *(key for key in before if key not in numbers)]:
+                if key not in numbers:  # a state that was lost
+                    self._changed[_held_key(key)] = [0, 0.0, 0]
+                elif numbers[key] != before.get(key):
+                    self._changed[_held_key(key)] = _entry(numbers[key], stored[key])
+            self._ranks.changed({key: number for key, number in local.items() if number != local_before.get(key)})
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
         """Return a context that records this rank's addend to the sum of the gradients."""
@@ -125,16 +127,15 @@ class Fingerprints:
         if tokens is not None:
             self._add("tokens:batch", tokens, first_sequence)
         undo = (
-            hooks.follow_outputs(self.model, partial(self._add_output, first_sequence)) if self.sees_outputs else None
+            hooks.follow_outputs(self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
+            if self.sees_outputs
+            else None
         )
         try:
             yield
         finally:
             if undo is not None:
                 undo()
-
-    def _add_output(self, first_sequence: int, name: str, x: Tensor) -> None:
-        self._add(f"output:{name}", x, first_sequence)
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])
@@ -162,10 +163,10 @@ class Fingerprints:
             return
         if step:
             self._clip()
-        whole, local = self._record(self._stored(is_stepped=step > 0))
-        self._left = {"step": step, "whole": whole, "own": local}
-        held = {key: entry for entries in self.here.gather(self._held) for key, entry in entries.items()}
-        self.last = {"step": step, "tensors": {**held, **self._entries}, **self._ranks.row()}
+        numbers, local = self._record(self._stored(is_stepped=step > 0))
+        self._last = {"step": step, "whole": numbers, "own": local}
+        changed = {key: entry for entries in self.here.gather(self._changed) for key, entry in entries.items()}
+        self.last = {"step": step, "tensors": {**changed, **self._entries}, **self._ranks.row()}
         self._entries, self.is_on = {}, False
 
     def _clip(self) -> None:
@@ -185,18 +186,18 @@ class Fingerprints:
             if parameter not in stepped:
                 continue
             stored = {"weight": parameter.detach(), **stored_by(self.optimizer, parameter)}
-            for what, tensor in stored.items():
-                if is_plain(tensor) and (what == "weight" or (is_stepped and tensor.ndim)):
-                    kind = what if what in ("weight", *MOMENTS) else f"{STATE}:{what}"
+            for state, tensor in stored.items():
+                if is_plain(tensor) and (state == "weight" or (is_stepped and tensor.ndim)):
+                    kind = state if state in ("weight", *MOMENTS) else f"{STATE}:{state}"
                     by_kind.setdefault(kind, {})[f"{kind}:{plain_name(name)}"] = tensor
         return {key: tensor for named in by_kind.values() for key, tensor in named.items()}
 
     def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-        whole, local = fingerprints_whole_and_own(named)
-        for key, number in whole.items():
+        numbers, local = fingerprints_whole_and_own(named)
+        for key, number in numbers.items():
             self._entries[key] = _entry(number, named[key])
-        self._ranks.held(named, local)
-        return whole, local
+        self._ranks.stored(named, local)
+        return numbers, local
 
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
@@ -256,7 +257,7 @@ class RankFingerprints:
     here: Ranks
     factor: float | None = None
     _own: dict[str, int] = field(default_factory=dict)
-    _alike: dict[str, dict[tuple[int, ...], dict[str, int]]] = field(default_factory=dict)
+    _alike: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
     _num_sent: int = 0
 
     def begin(self) -> None:
@@ -278,7 +279,7 @@ class RankFingerprints:
             named = {key: int(entry[0]) for key, entry in entries.items() if key.startswith(f"{kind}:")}
             self._own[kind] = _digest(named)
 
-    def held(self, named: Mapping[str, Tensor], local: Mapping[str, int]) -> None:
+    def stored(self, named: Mapping[str, Tensor], local: Mapping[str, int]) -> None:
         """Take this rank's shards of some tensors, by ``KIND:NAME``, and the fingerprints of these shards.
 
         A DTensor knows which other ranks hold the same shard.
@@ -286,9 +287,8 @@ class RankFingerprints:
         if self.here.size == 1:
             return
         for key, tensor in named.items():
-            table = self._alike.setdefault(key.partition(":")[0], {})
             for group in replica_groups(tensor):
-                table.setdefault(tuple(dist.get_process_group_ranks(group)), {})[key] = local[key]
+                self._alike[key, tuple(dist.get_process_group_ranks(group))] = local[key]
         for kind in dict.fromkeys(key.partition(":")[0] for key in named):
             self._own[kind] = _digest({key: local[key] for key in named if key.startswith(f"{kind}:")})
 
@@ -299,46 +299,33 @@ class RankFingerprints:
     def row(self) -> Row:
         """Return the columns ``ranks`` and ``parted``; none for a single process.
 
-        Cost: a gather of some hundred bytes per rank. If ranks differ, another gather of one number for each tensor.
+        Cost: a gather of one number for each tensor of this rank.
         """
         if self.here.size == 1:
             return {}
-        digests = {
-            (kind, ranks): _digest(named) for kind, groups in self._alike.items() for ranks, named in groups.items()
-        }
-        of_all = self.here.gather((self._own, digests, self.factor))
-        kinds = list(dict.fromkeys(kind for digests_of_rank, _, _ in of_all for kind in digests_of_rank))
-        row: Row = {"ranks": {kind: [digests_of_rank.get(kind) for digests_of_rank, _, _ in of_all] for kind in kinds}}
+        of_all = self.here.gather((self._own, self._alike, self.factor))
+        kinds = dict.fromkeys(kind for digests, _, _ in of_all for kind in digests)
+        row: Row = {"ranks": {kind: [digests.get(kind) for digests, _, _ in of_all] for kind in kinds}}
         if any(factor is not None for _, _, factor in of_all):
             row["ranks"]["clip"] = [factor for _, _, factor in of_all]
-        if any(_differ(key, [own for _, own, _ in of_all]) for _, digests_there, _ in of_all for key in digests_there):
-            row["parted"] = self._parted()
+        if parted := _parted([numbers for _, numbers, _ in of_all]):
+            row["parted"] = parted
         return row
 
-    def _parted(self) -> Row:
-        """Return the first tensors with different replicas, with each rank's number. ``None`` for a rank without it."""
-        numbers_here: dict[tuple[str, tuple[int, ...]], int] = {}
-        for groups in self._alike.values():
-            numbers_here |= {(key, ranks): number for ranks, named in groups.items() for key, number in named.items()}
-        of_all = self.here.gather(numbers_here)
-        names = dict.fromkeys(place for numbers in of_all for place in numbers)
-        parted: Row = {}
-        for key, ranks in names:
-            if _differ((key, ranks), of_all):
-                # Shards have separate groups. Their numbers may differ between groups.
-                name = f"{key} of {in_words(ranks)}" if key in parted else key
-                parted[name] = [
-                    numbers.get((key, ranks)) if rank in ranks else None for rank, numbers in enumerate(of_all)
-                ]
-        return dict(list(parted.items())[:_SHOWN])
+
+def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:
+    """Return the first tensors with different replicas, with each rank's number. ``None`` for a rank without it."""
+    parted: Row = {}
+    for key, ranks in dict.fromkeys(place for numbers in of_all for place in numbers):
+        if len({of_all[rank].get((key, ranks)) for rank in ranks}) > 1:
+            # Shards have separate groups. Their numbers may differ between groups.
+            name = f"{key} of {in_words(ranks)}" if key in parted else key
+            parted[name] = [numbers.get((key, ranks)) if rank in ranks else None for rank, numbers in enumerate(of_all)]
+    return dict(list(parted.items())[:_SHOWN])
 
 
 def _digest(numbers: Mapping[str, int]) -> int:
     return int(fingerprint_all(numbers), 16)
-
-
-def _differ(place: tuple[str, tuple[int, ...]], of_all: Sequence[Mapping[Any, int]]) -> bool:
-    return len({of_all[rank].get(place) for rank in place[1]}) > 1
 
 
 def require_alike(row: Row) -> None:
@@ -353,3 +340,118 @@ def require_alike(row: Row) -> None:
         check = "rest" if tensor.startswith("held:") else "replicas"
         rank, where = odd[0] if odd else None, None if tensor == "clip:factor" else tensor
         raise CorruptionError(f"{sentence}.", advice, rank, where, check)
+
+
+# ── a loop of the user's ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LoopFingerprints(Fingerprints):
+    """Fingerprints of a user's loop, where hooks make the calls that the trainer makes itself.
+
+    A forward pass with gradients is a micro-batch. The optimizer's step has the gradients before it and the states after it.
+    On several ranks, hooks on the parameters read this rank's gradients before ``DistributedDataParallel`` sums them.
+
+    Args:
+        model: its tensors are recorded.
+        called: the model as the loop calls it, or the called part.
+        optimizer: the model's, without wrappers.
+        every: steps between fingerprints. The start and the first step have fingerprints too. 0 for none.
+        here: the ranks. All ranks make all calls.
+        on_formats: called once, with :func:`formats_of` of the first forward pass.
+        on_failure: called with a sentence if recording must end. On several ranks, which wait for each other, the
+            error is raised instead.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        called: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+        here: Ranks,
+        on_formats: Callable[[Row], object],
+        on_failure: Callable[[str], object],
+    ) -> None:
+        super().__init__(torch_names.unwrapped_model(model), optimizer, every, here, first=1)
+        self._on_formats, self._on_failure = on_formats, on_failure
+        self._has_formats, self._has_begun, self._is_past_backward = False, True, False
+        self._num_sequences = self._step = 0
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self._places = {plain_name(name): place for place, name in enumerate(trained, 1)}
+        self._pass, self._backward, self._hooks = ExitStack(), ExitStack(), ExitStack()
+        self._hooks.callback(hooks.follow_passes(called, self._before_pass, self._after_pass))
+        self._hooks.callback(follow_steps(optimizer, self._before_step, self._after_step).remove)
+
+    def start(self, step: int) -> None:
+        """Record the state after ``step`` steps: the first weights, or a checkpoint's."""
+        self._guarded(lambda: self.before_first(step))
+
+    def expect(self, step: int) -> None:
+        """Expect the step that ends as number ``step``. Changes before its first pass count as between steps."""
+        self._pass.close()
+        self._backward.close()
+        self._step, self._num_sequences, self._is_past_backward, self._has_begun = step, 0, False, False
+
+    def remove(self) -> None:
+        """Remove every hook."""
+        for stack in (self._pass, self._backward, self._hooks):
+            stack.close()
+
+    def _begin_once(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._guarded(lambda: self.begin(self._step))
+            if self.is_on and self.here.size > 1:
+                self._backward.callback(hooks.follow_gradients(self.model, self._see_gradient))
+
+    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+        self._guarded(lambda: self.computed(gradient, self._places[name]))
+
+    def _before_pass(self, args: Any, kwargs: Any) -> None:
+        if self._is_past_backward:  # later computations are not passes of the step
+            return
+        self._begin_once()
+        if self.is_on:
+            self._pass.close()  # one that raised
+            self._guarded(lambda: self._begin_pass([*args, *kwargs.values()]))
+
+    def _begin_pass(self, inputs: list[Any]) -> None:
+        # The tokens are the first integer input with two dims: batch, sequence.
+        tensors = (x for x in inputs if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point())
+        tokens = next(tensors, None)
+        self.sees_outputs = not torch_names.is_compiled_model(self.model)
+        self._pass.enter_context(self.micro_batch(tokens, self._num_sequences))
+        self._num_sequences += 0 if tokens is None else len(tokens)
+
+    def _after_pass(self, output: Any) -> None:
+        if self._is_past_backward:
+            return
+        self._pass.close()
+        if not self._has_formats:
+            self._guarded(lambda: self._report_formats(formats_of(output)))
+
+    def _report_formats(self, formats: Row) -> None:
+        if formats:
+            self._has_formats = True
+            self._on_formats(formats)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begin_once()
+        self._pass.close()
+        self._backward.close()
+        self._is_past_backward = True
+        self._guarded(self.gradients)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._guarded(lambda: self.states(self._step))
+
+    def _guarded(self, function: Callable[[], object]) -> None:
+        try:
+            with torch.no_grad():
+                function()
+        except Exception as error:
+            if self.here.size > 1:
+                raise
+            self._pass.close()
+            self.every, self.is_on, self.last, self._has_formats = 0, False, None, True
+            self._on_failure(f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300])

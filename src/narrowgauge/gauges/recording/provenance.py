@@ -7,7 +7,7 @@ notes the differences and continues.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run
 from narrowgauge.machine import installed_version
 from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.runs import arithmetic
+from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
@@ -130,16 +131,7 @@ def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = 
         if before is not None and before != now:
             change = f"the run started with {words} {before} and {doing} with {now}"
             sentences.append(f"{change}: bits may differ from an uninterrupted run")
-    if parted := _parted_by(recorded, present):
-        sentences.append(f"this machine's arithmetic is not that of the run's start, in: {parted}")
+    with suppress(RecordError):  # a table that cannot be read
+        if names := [difference.probe.name for difference in arithmetic.differences(recorded, present)]:
+            sentences.append(f"this machine's arithmetic is not that of the run's start, in: {told(names, 5)}")
     return sentences
-
-
-def _parted_by(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Name at most five differences of the measured arithmetic. Skip a table that cannot be read."""
-    try:
-        names = [difference.probe.name for difference in arithmetic.differences(recorded, present)]
-    except RecordError:
-        return ""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

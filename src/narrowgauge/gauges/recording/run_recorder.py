@@ -27,12 +27,12 @@ from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
-from narrowgauge.checks.step_samples import named_parameters, spread, weight_of
+from narrowgauge.checks.step_samples import spread, weight_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
-from narrowgauge.gauges.recording.loop_fingerprints import LoopFingerprints
+from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
 from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, first_writer
 from narrowgauge.gauges.recording.step_row import (
@@ -56,7 +56,6 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.torch_names import plain_name
 
 
 class RunRecorder:
@@ -138,15 +137,13 @@ class RunRecorder:
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
-        _require_one(self.optimizer)
         policy = recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
-        _require_storage(policy, self.optimizer)
+        _require_fit(policy, self.optimizer)
         content, here = self._description(policy, dict(settings or {})), all_ranks()
         writer, earlier = _opened(Path(folder), content, resume)
         self.folder = writer.path
         screen = Notices() if here.is_first else NullScreen()
         is_audited = isinstance(self.optimizer, Optimizer)
-        self._hooks = ExitStack()
         with ExitStack() as undo:
             if earlier is None and here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
@@ -154,12 +151,11 @@ class RunRecorder:
             self.reporter = Reporter(writer, screen, policy, on_row, is_audited)
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
-            undo.callback(self._hooks.close)
             passes = model if called is None else called
             self._prints = LoopFingerprints(
                 model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
             )
-            self._hooks.callback(self._prints.remove)
+            self._record.undo.callback(self._prints.remove)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
@@ -168,11 +164,11 @@ class RunRecorder:
                 self._audited = StepCheck(
                     model, self.optimizer, audit_every, self._audited_step, max_grad_norm=max_grad_norm, ignore=ignore
                 )
-                self._hooks.callback(self._audited.remove)
+                self._record.undo.callback(self._audited.remove)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open, self._run = True, content if earlier is None else earlier.run
             self._first_bad = FirstNonfinite(model)
-            self._hooks.callback(self._first_bad.remove)
+            self._record.undo.callback(self._first_bad.remove)
             if earlier is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
                 self._check(0)
@@ -219,25 +215,25 @@ class RunRecorder:
                 f"{self.folder} holds steps already, and where the loop goes on from was not said.",
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
-        columns_given = {
+        entries: Row = {
+            "loss": _number(loss),
+            "peak_memory_bytes": peak_memory_bytes(),
             "lr": lr,
             "grad_norm": None if grad_norm is None else _number(grad_norm),
             "seconds": seconds,
             "tokens": None if tokens is None else self._record.tokens + tokens,
+            "batch_crc": None if batch is None else batch_checksum(batch.detach().cpu().numpy()),
+            "recomputed": self._recomputed or None,
         }
-        known: Row = {name: value for name, value in columns_given.items() if value is not None}
-        if batch is not None:
-            known["batch_crc"] = batch_checksum(batch.detach().cpu().numpy())
-        if self._recomputed:
-            known["recomputed"], self._recomputed = self._recomputed, {}
-        row = self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
+        self._recomputed = {}
+        row = self._record.step({name: value for name, value in entries.items() if value is not None} | columns)
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
         if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
             message = f"the gradient of '{name}' is the first in backward that is not finite"
             self.event("nonfinite", message, tensor=name, detector="first-nonfinite", stage="gradient")
-        self.reporter.fingerprint(self._prints.prints)
-        self._prints.begin(self.num_steps + 1)
+        self.reporter.fingerprint(self._prints)
+        self._prints.expect(self.num_steps + 1)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step.
@@ -288,7 +284,6 @@ class RunRecorder:
         """
         if self._is_open:
             self._is_open = False
-            self._hooks.close()
             self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
 
     def __enter__(self) -> RunRecorder:
@@ -297,33 +292,36 @@ class RunRecorder:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finished=kind is None)
 
-    # ── the audit of steps ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── the checks ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, step: int) -> None:
-        """Write an event for each new reading of the set-up. Missing parameters may have another optimizer."""
-        for reading in static_readings(set_up_of(self.model, self.optimizer)):
-            is_known = reading.what in ("missing-parameters", "no-gradient") or (reading.what, "") in self._reported
-            if reading.severity != "note" and not is_known:
-                self._reported.add((reading.what, ""))
-                self.reporter.event(event_of(reading, step))
+        """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
+        readings = {r.what: r for r in reversed([*static_readings(set_up_of(self.model, self.optimizer))])}
+        silent = {"missing-parameters", "no-gradient"}
+        self._report([r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True)
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
-        """Write an event for each new reading, and save the compared names for the step's row."""
-        if row:
-            self._recomputed = row
-        step = self.num_steps + 1 if row else self.num_steps  # writes between steps belong to the step before
+        """Report a compared step, and save the compared names for its row."""
+        self._recomputed = row or self._recomputed
+        self._report(
+            readings, self.num_steps + 1 if row else self.num_steps
+        )  # writes between belong to the step before
+
+    def _report(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
+        """Write an event for each new reading."""
         for reading in readings:
-            if (reading.what, reading.tensor) not in self._reported:
-                self._reported.add((reading.what, reading.tensor))
-                self.reporter.event(event_of(reading, step), shown=reading.severity != "note")
+            place = reading.what, "" if static else reading.tensor
+            if place not in self._reported:
+                self._reported.add(place)
+                self.reporter.event(event_of(reading, step), shown=not static and reading.severity != "note")
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
         self._prints.start(step)
-        self.reporter.fingerprint(self._prints.prints)
-        self._prints.begin(step + 1)
+        self.reporter.fingerprint(self._prints)
+        self._prints.expect(step + 1)
 
     def _computes_in(self, formats: Row) -> None:
         """Record the formats in which the model computes. After a resume, note changed formats."""
@@ -336,9 +334,7 @@ class RunRecorder:
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the optimizer's unfrozen parameters, by name."""
-        names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
-        parameters = named_parameters(self.optimizer, names)
-        return {name: p for name, p in parameters.items() if p.requires_grad and not p.is_meta}
+        return {p.name: p.parameter for p in set_up_of(self.model, self.optimizer).trained}
 
     def _summary(self) -> Row:
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -398,17 +394,13 @@ def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | 
     return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
 
 
-def _require_one(optimizer: Any) -> None:
-    """Refuse anything but an optimizer, such as a list of several."""
+def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
+    """Refuse anything but one optimizer, and a recipe with another storage. The record would describe another run."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
             f"RunRecorder follows one optimizer, and got a {type(optimizer).__name__}.",
             "Pass the one that steps last; ng.check takes several.",
         )
-
-
-def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
-    """Refuse a recipe whose storage is not the optimizer's. The record would describe another run."""
     if recipe is None or not isinstance(optimizer, Optimizer):
         return
     names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
@@ -461,6 +453,7 @@ class LoopRecord:
     Attributes:
         tokens: trained on so far.
         trained_seconds: of all steps so far.
+        undo: what leaves the models and optimizers as they were.
     """
 
     def __init__(self, reporter: Reporter, here: Ranks) -> None:
@@ -468,8 +461,8 @@ class LoopRecord:
         self.num_steps, self.tokens, self.trained_seconds = 0, 0, 0.0
         self.reader = StepReader()
         self._failed = FailedSteps()
+        self.undo = ExitStack()
         self._gauges: list[Gauges] = []
-        self._handlers: list[tuple[Optimizer, Callable[[list[Alarm]], None]]] = []
         self._restart_clock()
 
     @property
@@ -483,10 +476,11 @@ class LoopRecord:
     def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> WatchedOptimizer:
         """Read an optimizer after each step from now on. Record its alarms. Attach gauges unless ``gauges_every`` is 0."""
         inner = unwrapped(optimizer)
-        watched = next((known for known in self.watched if known.optimizer is inner), None)
+        watched = next((entry for entry in self.watched if entry.optimizer is inner), None)
         if watched is None:
             watched = WatchedOptimizer(model, optimizer)
             self.watched.append(watched)
+            self.undo.callback(watched.remove)
             if watched.ours is not None:
                 self._hear(watched.ours)
         if watched.ours is not None:
@@ -498,6 +492,7 @@ class LoopRecord:
                 model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False
             )
             self._gauges.append(watched.gauges)
+            self.undo.callback(watched.gauges.detach)
         return watched
 
     def _hear(self, optimizer: Optimizer) -> None:
@@ -509,21 +504,23 @@ class LoopRecord:
             self.reporter.lost_updates(alarms, self.num_steps + 1, shown=False)
 
         optimizer.on_alarm = alarmed
-        self._handlers.append((optimizer, before))
+        self.undo.callback(setattr, optimizer, "on_alarm", before)
         if not self.reporter.is_audited:
             self.reporter.is_audited = True
             self.reporter.rebuild()
 
-    def step(self, known: Row) -> Row:
-        """Record an optimizer step, and return its row. The ``known`` columns replace columns read here."""
-        row = self.reader.row(self.num_steps + 1, known, tokens_before=self.tokens)
+    def step(self, columns: Row) -> Row:
+        """Record an optimizer step, and return its row. The ``columns`` replace columns read here."""
+        row = self.reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
         if (sums := self.reader.audit_sums) is not None:
             row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
         if row.get("tokens") is not None:
             self.tokens = row["tokens"]
         self.num_steps = int(row["step"])
         self.trained_seconds += row["seconds"] or 0.0
-        self.reporter.step(row, linears=next((one.linears for one in self.watched if one.linears is not None), None))
+        self.reporter.step(
+            row, linears=next((entry.linears for entry in self.watched if entry.linears is not None), None)
+        )
         self._judge(row)
         self.reader.begin()
         return row
@@ -540,10 +537,10 @@ class LoopRecord:
         if event := self._failed.divergence(row, _GO_BACK):
             self.reporter.event(event, shown=True)
 
-    def evaluate(self, known: Row) -> None:
+    def evaluate(self, columns: Row) -> None:
         """Record an evaluation; its time does not count as a step's."""
         tokens = {"tokens": self.tokens} if self.tokens else {}
-        self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **known})
+        self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **columns})
         self.reader.restart_clock()
 
     def go_back(self, step: int) -> None:
@@ -556,8 +553,8 @@ class LoopRecord:
             gauges.restart(step)
         self._restart_clock()
 
-    def summary(self, **known: Any) -> Row:
-        """Return ``summary.json`` with the ``known`` columns, from the folder's rows. So resuming does not change it."""
+    def summary(self, **columns: Any) -> Row:
+        """Return ``summary.json`` with these ``columns``, from the folder's rows. So resuming does not change it."""
         run = self.here.of_first(lambda: read_run(self.reporter.folder))
         total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
         for row in run.steps:
@@ -573,7 +570,7 @@ class LoopRecord:
             bytes_per_param=self.watched[0].bytes_per_param() if len(self.watched) == 1 else None,
             num_skipped=sum(bool(row.get("skipped")) for row in run.steps),
             wall_seconds=self._wall + time.perf_counter() - self._began,
-            **known,
+            **columns,
         )
 
     def close(self, summary: Callable[[], Row] | None, *, knows_step: bool = True) -> None:
@@ -588,13 +585,7 @@ class LoopRecord:
                 self.reporter.event(Event("stop", self.num_steps, "the loop ended before its last step"))
         finally:
             self.reporter.writer.close()
-            for watched in self.watched:
-                watched.remove()
-            for gauges in self._gauges:
-                gauges.detach()
-            for optimizer, handler in reversed(self._handlers):
-                optimizer.on_alarm = handler
-            self._handlers.clear()
+            self.undo.close()
             self.watched.clear()
 
 

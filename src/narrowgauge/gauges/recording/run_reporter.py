@@ -32,7 +32,7 @@ from narrowgauge.spec.recipes import Recipe
 class Screen(Protocol):
     """Shows the progress of a run."""
 
-    def stage(self, what: str) -> None:
+    def stage(self, name: str) -> None:
         """Show a stage before the first step."""
 
     def start(self, name: str, step: int) -> None:
@@ -156,17 +156,8 @@ class Reporter:
     def lost_updates(self, alarms: list[Alarm], step: int, shown: bool = True) -> None:
         """Write an event for each alarm of the optimizer's audit. Print the worst if ``shown``."""
         for alarm in alarms:
-            self.event(
-                Event(
-                    "lost_updates",
-                    step,
-                    alarm.message,
-                    tensor=alarm.tensor,
-                    value=alarm.reading.edq,
-                    advice=f"storage '{alarm.fallback}'",
-                    detector="audit",
-                )
-            )
+            advice, value = f"storage '{alarm.fallback}'", alarm.reading.edq
+            self.event(Event("lost_updates", step, alarm.message, alarm.tensor, value, advice=advice, detector="audit"))
         worst = min(alarms, key=lambda a: a.reading.edq)
         more = f" (and {len(alarms) - 1} more tensors, see events.jsonl)" if len(alarms) > 1 else ""
         if shown:
@@ -191,29 +182,23 @@ class Reporter:
 # ── ranks beside the first: nothing is written or shown ─────────────────────────────────────────────────────────────
 
 
-class _Null(AbstractContextManager[Any]):
-    """Enters as itself, and does nothing."""
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
-class NullWriter(_Null):
+class NullScreen:
+    """A :class:`Screen` that shows nothing."""
+
+    stage = start = say = step = evaluation = summary = _nothing
+
+
+class NullWriter(AbstractContextManager[Any]):
     """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing. Rank 0 writes the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    step = eval = gauge = fingerprint = event = summary = amend = rewind = sync = close = _Null._nothing
-
-
-class NullScreen(_Null):
-    """A :class:`Screen` that shows nothing."""
-
-    stage = start = say = step = evaluation = summary = _Null._nothing
+    step = eval = gauge = fingerprint = event = summary = amend = rewind = sync = close = __exit__ = _nothing
 
 
 def first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:

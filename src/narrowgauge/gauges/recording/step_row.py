@@ -176,13 +176,13 @@ class StepReader:
         """Do not count the time since the step began."""
         self._began = time.perf_counter()
 
-    def row(self, step: int, known: Row, tokens_before: int = 0) -> Row:
+    def row(self, step: int, columns: Row, tokens_before: int = 0) -> Row:
         """Return the row of ``steps.jsonl`` for the last step.
 
-        The ``known`` columns replace columns read here. Its ``tokens`` and ``tokens_before`` count from the start of the run.
+        The ``columns`` replace columns read here. Its ``tokens`` and ``tokens_before`` count from the start of the run.
         """
         seconds = time.perf_counter() - self._began
-        row: Row = {"step": step, "seconds": seconds, **self._read(), **known}
+        row: Row = {"step": step, "seconds": seconds, **self._read(), **columns}
         if row.get("tokens") is not None and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
         first = {name: row[name] for name in _ORDER if name in row}
@@ -221,8 +221,8 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
-    """Return ``summary.json``, from the rows of the run's steps and the ``known`` columns that are not ``None``.
+def summary_of(rows: Iterable[Row], audit_total: Tensor, **columns: Any) -> Row:
+    """Return ``summary.json``, from the rows of the run's steps and the ``columns`` that are not ``None``.
 
     ``audit_total`` is float64, the audit's ``UPDATE_SUMS`` over the run.
     """
@@ -231,7 +231,7 @@ def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
         "tokens_per_second": statistics.median_high(rates) if rates else None,
         **figures_of(audit_total),
     }
-    return {name: value for name, value in known.items() if value is not None} | measured
+    return {name: value for name, value in columns.items() if value is not None} | measured
 
 
 # ── messages about a step ───────────────────────────────────────────────────────────────────────────────────────────
