@@ -11,7 +11,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.machine import compiler_missing
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import REPRESENTATIVES, kept, parameters, stall, visible_dtype
+from optim.scenarios import CUT, REPRESENTATIVES, kept, kind, parameters, stall, visible_dtype
 from oracles.adamw import AdamW64
 from tensors import assert_same_bits, take_steps
 
@@ -19,6 +19,11 @@ from tensors import assert_same_bits, take_steps
 LIMITS = {name: row.stall for name, row in expectations.STORAGES.items() if isinstance(row.stall, float)}
 AT_RANDOM = [name for name, row in expectations.STORAGES.items() if row.stall == "noisy"]
 STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "lost"]
+
+
+def test_every_kind_of_storage_has_a_representative() -> None:
+    assert {kind(STORAGES[name]) for name in REPRESENTATIVES} == {kind(row) for row in CUT.values()}
+    assert len({kind(STORAGES[name]) for name in REPRESENTATIVES}) == len(REPRESENTATIVES)
 
 
 @pytest.mark.usefixtures("native_formats")  # or the first optimizer of a process warns of slow matmuls

@@ -86,11 +86,39 @@ def test_before_the_first_step_there_is_no_state(rule: str, storage: str) -> Non
     assert not optimizer.state
 
 
+def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = build("adamw", parameters("word"), "word")
+    for group in ({"params": parameters("float32")}, {"params": parameters("exact"), "storage": "exakt"}):
+        with pytest.raises(ng.errors.RecipeError):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    take_steps(optimizer, range(1))
+
+
+@FEW
+def test_steps_have_the_same_bits_under_any_default_dtype(rule: str, storage: str) -> None:
+    """A default dtype is the user's to choose: no step may depend on it."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=2)
+        slopes = [step_gradients(parameters_of(optimizer), step) for step in range(3)]
+        torch.set_default_dtype(dtype)
+        try:
+            for step in slopes:
+                for p, slope in zip(parameters_of(optimizer), step, strict=True):
+                    p.grad = slope
+                optimizer.step()
+            assert optimizer.last_audit is not None
+            found.append({**everything(optimizer), "audit": optimizer.last_audit})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_same_bits(*found)
+
+
 # ── a scaled loss ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCALED = [
-    *((rule, storage, scaler) for rule, storage in (("adamw", "float16/split"), ("lion", "float16/split"),
-      ("adamw", "float16/master"), ("sgd", "float32")) for scaler in ("ours", "torch's")),
+    ("adamw", "float16/split", "ours"), ("lion", "float16/split", "torch's"), ("sgd", "float32", "torch's"),
     ("adamw", "float32", "torch's, unscaled before"),  # which torch does for float32 alone
 ]  # fmt: skip
 

@@ -111,8 +111,10 @@ REFUSED = {
 def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None]) -> None:
     optimizer = trained("word")
     change(optimizer)
+    before = everything(optimizer)
     with pytest.raises(RecipeError, match=REFUSED[change]):
         optimizer.step()
+    assert_same_bits(before, everything(optimizer))
 
 
 def test_a_storage_may_change_once_the_states_are_gone() -> None:
@@ -165,8 +167,7 @@ def test_a_saved_state_has_the_parameters_shape_and_is_a_copy(rule: str, storage
     assert_same_bits(everything(optimizer), before)
 
 
-@STORED
-@pytest.mark.parametrize("how", ["clear", "del"])
+@pytest.mark.parametrize(("storage", "how"), [("word", "clear"), ("compact", "del"), ("master", "clear")])
 def test_clearing_begins_anew(storage: str, how: str) -> None:
     optimizer = trained(storage)
     fresh = build("adamw", [nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], storage, lr=1e-3)

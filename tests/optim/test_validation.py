@@ -78,13 +78,16 @@ def test_a_tensor_rate_is_a_rate(rule: str) -> None:
     assert_same_bits(everything(one), everything(other))
 
 
-def test_momentum_after_steps_without_it_is_refused() -> None:
-    optimizer = ng.SGD(parameters("word"), lr=0.1, compile=False)
+@pytest.mark.parametrize(
+    ("rule", "option", "value", "words"),
+    [("plain sgd", "momentum", 0.9, "momentum_buffer.* before the first step"),
+     ("galore", "proj_type", "full", "projected_exp_avg")],
+)  # fmt: skip
+def test_options_that_need_other_states_are_refused(rule: str, option: str, value: object, words: str) -> None:
+    optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
-    optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(
-        ng.errors.RecipeError, match=r"rule 'sgd' with states .*momentum_buffer.* before the first step"
-    ):
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(ng.errors.RecipeError, match=words):
         take_steps(optimizer, range(1, 2))
 
 
