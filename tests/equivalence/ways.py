@@ -319,6 +319,7 @@ def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
 ALONE = {
     way.__name__: way
     for way in (
-        compiled, resumed, through_safetensors, through_dcp, deep_copied, pickled, gauged, audited, recorded, checked, checkpointed,
+        compiled, resumed, through_safetensors, through_dcp, deep_copied, pickled, gauged, audited, recorded, checked,
+        checkpointed,
     )
 }  # fmt: skip

@@ -31,7 +31,7 @@ def test_every_kind_of_storage_has_a_representative() -> None:
 def test_stall_case_is_survived(storage: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = stall(storage, side=256 if storage == "word" else 128)
+        result = stall(storage, side=256 if storage == "word" else 64)
     assert result.error <= LIMITS[storage]
     assert abs(result.reading.edq - 1) < 0.05
 
@@ -53,7 +53,7 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback
     with pytest.warns(ng.optim.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"):
-        result = stall(storage, side=128)
+        result = stall(storage, side=64)
     bare = storage in ("naive", "no-master")  # float16 has room for the updates of its smallest weights
     assert result.error > (0.9 if bare else 0.5)
     assert result.reading.lost_fraction > (0.99 if bare else 0.5)

@@ -108,17 +108,18 @@ def test_steps_have_the_same_bits_under_any_default_dtype(rule: str, storage: st
                 for p, slope in zip(parameters_of(optimizer), step, strict=True):
                     p.grad = slope
                 optimizer.step()
-            assert optimizer.last_audit is not None
-            found.append({**everything(optimizer), "audit": optimizer.last_audit})
         finally:
             torch.set_default_dtype(torch.float32)
+        assert optimizer.last_audit is not None
+        found.append({**everything(optimizer), "audit": optimizer.last_audit})
     assert_same_bits(*found)
 
 
 # ── a scaled loss ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCALED = [
-    ("adamw", "float16/split", "ours"), ("lion", "float16/split", "torch's"), ("sgd", "float32", "torch's"),
+    ("adamw", "float16/split", "ours"), ("lion", "float16/split", "torch's"),
+    ("adamw", "float16/split", "torch's, ours idle"), ("sgd", "float32", "torch's"),
     ("adamw", "float32", "torch's, unscaled before"),  # which torch does for float32 alone
 ]  # fmt: skip
 
@@ -126,9 +127,10 @@ SCALED = [
 @pytest.mark.parametrize(("rule", "storage", "kind"), SCALED)
 def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, kind: str) -> None:
     """The same bits as without a scale, with a schedule that counts all four steps and a rule that counts three."""
-    ours = ng.LossScaler(2.0**6, hysteresis=1) if kind == "ours" else None
+    scaler = ng.LossScaler(2.0**6, hysteresis=1) if "ours" in kind else None
+    ours = scaler if kind == "ours" else None
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**6)
-    scaled = build(rule, parameters(storage), storage, loss_scaler=ours)
+    scaled = build(rule, parameters(storage), storage, loss_scaler=scaler)
     plain = build(rule, parameters(storage), storage, max_grad_norm=math.inf)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (scaled, plain)]
     for step in range(4):
@@ -156,4 +158,6 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert [schedule.last_epoch for schedule in schedules] == [4, 4]
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert (ours.scale_tensor.item() if ours is not None else theirs.get_scale()) == 2.0**5
+    if "idle" in kind:
+        assert scaler is not None and scaler.state_dict() == ng.LossScaler(2.0**6, hysteresis=1).state_dict()
     assert_same_bits(everything(scaled), everything(plain))
