@@ -189,7 +189,7 @@ COPIES = {"Muon": 4, "GradNormLoRP": 8, "Adafactor": 2, "GaLore": 4}
 
 @pytest.mark.parametrize("rule", COPIES)
 def test_a_matrix_rules_transient_memory(rule: str) -> None:
-    weight = nn.Parameter(gaussian(512, 2048).bfloat16())
+    weight = nn.Parameter(gaussian(256, 2048).bfloat16())
     options = {"rank": 32} if rule in ("GaLore", "GradNormLoRP") else {}
     optimizer = getattr(optimizers, rule)([weight], storage="word", compile=False, audit_every=2, **options)
     for step in range(2):  # the second is audited
