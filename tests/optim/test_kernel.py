@@ -16,23 +16,24 @@ needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler
 
 
 @needs_compiler
-def test_eager_and_compiled_have_the_same_bits() -> None:
-    """Clipped, audited, and skipped where the loop does not look at the flag; tests/equivalence compiles AdamW's kernels."""
-    # Large, odd, and one that is audited in turns; a vector, which joins a bucket.
-    shapes = [(130, 66), (65, 67), (300, 300), (5,)]
+def test_eager_and_compiled_have_the_same_bits_where_steps_are_audited() -> None:
+    """Also of a step that is skipped. Plain kernels: tests/equivalence, and the second moments of test_claims.
+
+    A rule without states, since the compiler takes most of its time for the rule.
+    """
     results = []
     for is_compiled in (False, True):
-        params = parameters("word", shapes)
-        options = {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "audit_every": 5, "max_grad_norm": 1.0}
+        params = parameters("word", [(130, 66), (65, 67), (300, 300), (5,)])  # odd ones, and one that joins a bucket
+        options = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1, "audit_every": 1, "max_grad_norm": 1.0}
         optimizer = ng.SGD(params, **options, storage="word", compile=is_compiled)
-        for step in range(20):
+        for step in range(8):
             for p, gradient in zip(params, step_gradients(params, step, 0.01), strict=True):
                 p.grad = gradient
-            if step in (7, 9):  # an ordinary step, and an audited one
+            if step == 3:
                 params[1].grad[3, 2] = torch.inf  # type: ignore[index]
             optimizer.step()
         readings = ng.audit(optimizer)
-        assert optimizer.num_skipped == 2 and optimizer.grad_norm is not None and readings.total is not None
+        assert optimizer.num_skipped == 1 and optimizer.grad_norm is not None and readings.total is not None
         lost = torch.tensor([readings["param 0"].lost_fraction, readings.total.num_audits])
         results.append({**kept(optimizer), "norm": optimizer.grad_norm.reshape(1), "lost": lost})
     assert_same_bits(*results)
