@@ -29,7 +29,10 @@ def lines_of(name: str, capfd: pytest.CaptureFixture[str], *words: str) -> list[
     """Run an example as a script, and return what it prints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{name}.py", *words])
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        try:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
     return capfd.readouterr().out.splitlines()
 
 

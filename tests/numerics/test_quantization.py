@@ -202,7 +202,7 @@ def ours(
     amax: Tensor | None = None,
 ) -> Quantized:
     words = random_words(x.shape[0], x.shape[1], torch.tensor(key, dtype=torch.int32), first_row)
-    return quantize(x, cast, dim, words=words if cast.rounding == "stochastic" else None, fold=fold, amax=amax)
+    return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, fold=fold, amax=amax)
 
 
 def theirs(
