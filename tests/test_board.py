@@ -20,7 +20,7 @@ def board() -> Any:
 def record(
     board: Any, row: str, seed: int, loss: float | None, cell: tuple[float, float] = (3e-3, 0.95), **changed: Any
 ) -> Any:
-    fields: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(board.Record)), 0)
+    fields: dict[str, Any] = {f.name: "" if f.type == "str" else 0 for f in dataclasses.fields(board.Record)}
     fields |= {"recipe": f"bfloat16/{row}", "model": "llama-1m", "vectors": "AVX512", "unigram": 6.3, "bigram": 4.1}
     fields |= {"steps": 800, "batch_size": 8, "sequence_length": 128, "final_lr": 1e-6}
     fields |= {"row": row, "seed": seed, "val_loss": loss, "lr": cell[0], "beta2": cell[1]}

@@ -101,6 +101,7 @@ def test_int8_inference_loses_little_where_outliers_stay_wide(capfd: pytest.Capt
     assert "the same bits" in lines[3] and "it goes on with" in lines[4]
 
 
+@pytest.mark.frameworks  # each night only, as the next: they start many processes, and tests/equivalence has their law
 def test_many_ranks_have_the_bits_of_one() -> None:
     source = str(Path(narrowgauge.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -111,7 +112,7 @@ def test_many_ranks_have_the_bits_of_one() -> None:
     assert (one[0], two[0]) == ("1 rank", "2 ranks") and one[1:] == two[1:]
 
 
-@pytest.mark.frameworks  # each night only: it starts nine processes, and tests/equivalence has its law
+@pytest.mark.frameworks
 def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in lines_of("resume_elsewhere", capfd) if line.startswith("two ranks, then")]
     (on_one, one), (on_three, three) = (line.split(": ") for line in lines)
