@@ -77,7 +77,7 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
     assert run.summary["steps"] == STEPS and not [event for event in run.events if event["kind"] == "warning"]
     logged = ng.read_run(logger.log_dir)  # what Lightning's own logger wrote
-    assert [row["loss"] for row in logged.steps] == pytest.approx(whole.losses, rel=1e-6)
+    assert [row["loss"] for row in logged.steps if "loss" in row] == pytest.approx(whole.losses, rel=1e-6)
     assert len(logged.evals) == 2 and "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
     stopped = Module(audit_every=2)
     fit(stopped, steps=3, callbacks=[monitor()]).save_checkpoint(tmp_path / "three.ckpt")

@@ -217,4 +217,9 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    return {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def whole(value: Any) -> torch.Tensor:
+    value = value.detach()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()  # type: ignore[no-any-return]
