@@ -7,7 +7,6 @@ of each loss must not exceed :func:`tolerance_of` the recipe.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -57,21 +56,6 @@ def _vendor() -> str:
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
     found = re.search(r"^(?:vendor_id|CPU implementer)\s*:\s*(\S+)", text, re.MULTILINE)
     return found[1] if found else platform.system()
-
-
-def digest(folder: Path) -> str:
-    """A hash of the names, dtypes, shapes and bytes of all tensors in a folder's safetensors files."""
-    import torch
-    from safetensors.torch import load_file
-
-    state = hashlib.blake2b(digest_size=16)
-    tensors = {
-        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
-    for name, tensor in sorted(tensors.items()):
-        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        state.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return state.hexdigest()
 
 
 def deviation(recorded: Sequence[float], found: Sequence[float]) -> float:

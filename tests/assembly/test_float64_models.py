@@ -64,8 +64,3 @@ def test_a_training_differs_from_float32_by_rounding_alone() -> None:
     assert dtype is torch.float64
     assert double != single and double == pytest.approx(single, rel=1e-5)
     assert any(loss != torch.tensor(loss, dtype=torch.float32).item() for loss in double)
-
-
-def test_a_float64_master_follows_the_float32_one() -> None:
-    (double, _), (single, _) = losses_of("bfloat16/master64", 3), losses_of("bfloat16/master", 3)
-    assert double == pytest.approx(single, rel=1e-3)

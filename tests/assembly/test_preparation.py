@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.spec.notation import parse, representative_names
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
-
-RECIPES = representative_names()
 
 
 class Block(nn.Module):
@@ -66,11 +64,9 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype is other.dtype and torch.equal(torch.nan_to_num(one, nan=7.0), torch.nan_to_num(other, nan=7.0))
 
 
-# Unit scaling draws weights of its own, and only for models whose architecture it knows.
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if parse(name).compute.transform != "unit"])
-@pytest.mark.parametrize("make", [tiny_llama], ids=["llama"])
-def test_tails_come_from_the_float32_weights(recipe: str, make: Any) -> None:
-    model = make()
+@pytest.mark.parametrize("recipe", [name if "/" in name else f"bfloat16/{name}" for name in STORAGES])
+def test_tails_come_from_the_float32_weights(recipe: str) -> None:
+    model = tiny_llama()
     before = values(model)
     same_model, optimizer = ng.prepare(model, recipe)
     storage = parse(recipe).storage
@@ -94,19 +90,6 @@ def test_tails_come_from_the_float32_weights(recipe: str, make: Any) -> None:
         assert not optimizer.stored(p, "exp_avg").any() and not optimizer.stored(p, "exp_avg_sq").any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_learns_a_tiny_llama(recipe: str) -> None:
-    model, optimizer = ng.prepare(tiny_llama(), recipe, lr=0.5 if parse(recipe).compute.transform == "unit" else 1e-2)
-    losses = []
-    for _ in range(8):
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        (optimizer.loss_scaler.scale(loss) if optimizer.loss_scaler else loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.5
-
-
 @pytest.mark.parametrize(
     ("recipe", "dtype"),
     [("float32", "float32"), ("bfloat16/word", "bfloat16"), ("bf16-mixed", "bfloat16"), ("fp16-throughout", "float16"),
@@ -121,9 +104,8 @@ def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("storage", ["float32", "word"])
-def test_a_prepared_model_is_traced_whole(storage: str) -> None:
-    recipe = Recipe(parse("bfloat16/word").compute, STORAGES[storage], keep=("lm_head", "model.layers.*.self_attn"))
+def test_a_prepared_model_is_traced_whole() -> None:
+    recipe = Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=("lm_head", "model.layers.*.self_attn"))
     model, _ = ng.prepare(tiny_llama(tied=False), recipe)
     traced = torch.compile(model, backend="eager", fullgraph=True)
     one, other = (each(input_ids=tokens()).logits.detach() for each in (model, traced))
@@ -131,7 +113,7 @@ def test_a_prepared_model_is_traced_whole(storage: str) -> None:
     assert model.eval().generate(tokens()[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
-@pytest.mark.parametrize("keep", ["head", "block", "block.inner", "*.norm", "hea*"])
+@pytest.mark.parametrize("keep", ["block", "block.inner", "hea*"])
 def test_kept_modules_stay_float32_inside(keep: str) -> None:
     recipe = Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=(keep,))
     model = Net()
@@ -216,16 +198,12 @@ def of_the_head(name: str) -> dict[str, float]:
     return {"lr": 0.5} if name.startswith("head") else {}
 
 
-def keeping(*patterns: str) -> Recipe:
-    return Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=patterns)
-
-
 def test_tied_embeddings_have_one_state() -> None:
     model, optimizer = ng.prepare(tiny_llama(), "bfloat16/word")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     members = [p for group in optimizer.param_groups for p in group["params"]]
     assert sum(p is model.lm_head.weight for p in members) == 1 and len(members) == len(list(model.parameters()))
-    model, _ = ng.prepare(tiny_llama(), keeping("lm_head", "model.embed_tokens"))
+    model, _ = ng.prepare(tiny_llama(), replace(parse("bfloat16/word"), keep=("lm_head", "model.embed_tokens")))
     assert model.lm_head.weight.dtype is torch.float32
     assert torch.isfinite(model(input_ids=tokens(), labels=tokens()).loss)
 

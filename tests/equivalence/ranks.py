@@ -22,7 +22,7 @@ import narrowgauge as ng
 from equivalence.ways import (
     HALF,
     MICRO_BATCHES,
-    MORE_ON_RANKS,
+    MORE,
     RECIPES,
     STEPS,
     Training,
@@ -132,7 +132,7 @@ def run_rank(rank: int, folder: Path) -> None:
         fingerprints["hsdp", recipe] = hsdp(recipe, grid)
         if rank < 3:
             fingerprints["resumed_on_three", recipe] = resumed_on_three(recipe, three, folder)
-    fingerprints |= {("hsdp", recipe): hsdp(recipe, grid) for recipe in MORE_ON_RANKS}
+    fingerprints |= {("hsdp", recipe): hsdp(recipe, grid) for recipe in MORE}
     dist.barrier()  # none leaves while another still asks it for something
     (folder / f"rank{rank}").write_bytes(pickle.dumps(fingerprints))
     dist.destroy_process_group()

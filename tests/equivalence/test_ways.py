@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from equivalence import ranks, ways
-from equivalence.ways import ALONE, MORE_ON_RANKS, RECIPES
+from equivalence.ways import ALONE, MORE, RECIPES
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -26,7 +26,9 @@ plain = functools.cache(ways.plain)
 on_one_rank = functools.cache(ranks.on_one_rank)
 
 
-@pytest.mark.parametrize(("way", "recipe"), list(itertools.product(ALONE, RECIPES)))
+@pytest.mark.parametrize(
+    ("way", "recipe"), [*itertools.product(ALONE, RECIPES), *(("through_safetensors", recipe) for recipe in MORE)]
+)
 def test_one_process(way: str, recipe: str) -> None:
     assert ALONE[way](recipe) == plain(recipe)
 
@@ -51,7 +53,7 @@ def results(folder: Path) -> ranks.Results:
 
 @pytest.mark.parametrize(
     ("way", "recipe"),
-    [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE_ON_RANKS)],
+    [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)],
 )
 def test_ranks(way: str, recipe: str, results: ranks.Results) -> None:
     on_each_rank = [result[way, recipe] for result in results if (way, recipe) in result]

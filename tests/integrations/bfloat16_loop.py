@@ -18,10 +18,10 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def llama(compute: str | None = None) -> LlamaForCausalLM:
+def llama(compute: str | None = None, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).bfloat16().train()
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype).train()
     if compute is not None:
         ng.swap_linears(model, compute)
     return model

@@ -33,6 +33,7 @@ class Module(pl.LightningModule):
         batch = sequences(4 * STEPS).split(4)[self.global_step]  # also where a fit resumes within an epoch
         loss = self.model(input_ids=batch, labels=batch).loss
         self.losses.append(float(loss.detach()))
+        self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
@@ -75,7 +76,9 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     assert [row["tokens"] for row in run.steps] == [68 * (step + 1) for step in range(STEPS)]
     assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
     assert run.summary["steps"] == STEPS and not [event for event in run.events if event["kind"] == "warning"]
-    assert "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
+    logged = ng.read_run(logger.log_dir)  # what Lightning's own logger wrote
+    assert [row["loss"] for row in logged.steps if "loss" in row] == pytest.approx(whole.losses, rel=1e-6)
+    assert len(logged.evals) == 2 and "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
     stopped = Module(audit_every=2)
     fit(stopped, steps=3, callbacks=[monitor()]).save_checkpoint(tmp_path / "three.ckpt")
     again = Module(audit_every=2)

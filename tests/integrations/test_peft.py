@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from integrations.own_trainer import OwnRun, reference
+from integrations.bfloat16_loop import llama, sequences
+from integrations.bfloat16_loop import trained as train
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.peft import FrozenLinear, dequantize_base, quantize_base
 
@@ -27,16 +28,21 @@ def adapted(model: nn.Module, **options: Any) -> Any:
     return peft.get_peft_model(model, config).train()
 
 
-def trained(run: OwnRun, model: nn.Module, optimizer: Any) -> list[float]:
-    """The losses of four steps on the reference's first batch."""
-    losses = []
-    for tokens in run.batches[:1] * 4:
-        loss = run.loss(model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+TOKENS = sequences(4)
+
+
+def base() -> Any:
+    return llama(dtype=torch.float32)
+
+
+def trained(model: nn.Module, optimizer: Any) -> list[float]:
+    """The losses of four steps on one batch."""
+    return train(model, optimizer, [TOKENS] * 4)
+
+
+@torch.no_grad()
+def loss_of(model: Any) -> Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS).loss  # type: ignore[no-any-return]
 
 
 def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
@@ -45,14 +51,13 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("compute", [None, *FORMATS])
 def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> None:
-    run = reference()
-    model = adapted(run.model())
+    model = adapted(base())
     before = ng.matmul.inference_bytes(model)
     if compute:
         assert quantize_base(model, compute) is model and model.training
     model, optimizer = ng.prepare(model, "bfloat16/word", lr=1e-2)
     frozen, adapters = weights_of(model, "base_layer"), weights_of(model)
-    losses = trained(run, model, optimizer)
+    losses = trained(model, optimizer)
     assert losses[-1] < losses[0]
     assert all(torch.equal(value, frozen[name]) for name, value in weights_of(model, "base_layer").items())
     assert not any(torch.equal(value, adapters[name]) for name, value in weights_of(model).items())
@@ -87,43 +92,37 @@ def test_gradients_flow_through_the_quantized_base(compute: str, dtype: torch.dt
 
 
 def test_adapters_are_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
-    run = reference()
-
     def made() -> Any:
-        return ng.prepare(quantize_base(adapted(run.model()), "nvfp4"), "bfloat16/word", lr=1e-2)
+        return ng.prepare(quantize_base(adapted(base()), "nvfp4"), "bfloat16/word", lr=1e-2)
 
     model, optimizer = made()
-    trained(run, model, optimizer)
+    trained(model, optimizer)
     model.save_pretrained(tmp_path)
     saved = optimizer.state_dict()
     assert {path.suffix for path in tmp_path.iterdir()} >= {".safetensors", ".json"}
-    expected = trained(run, model, optimizer)
+    expected = trained(model, optimizer)
     again, resumed = made()
     again.load_adapter(tmp_path, "default", is_trainable=True, autocast_adapter_dtype=False)
     resumed.load_state_dict(saved)
-    assert trained(run, again, resumed) == expected
-    loaded = peft.PeftModel.from_pretrained(run.model(), tmp_path)
-    stored = weights_of(peft.PeftModel.from_pretrained(run.model(), tmp_path, is_trainable=True))
+    assert trained(again, resumed) == expected
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path)
+    stored = weights_of(peft.PeftModel.from_pretrained(base(), tmp_path, is_trainable=True))
     assert weights_of(loaded).keys() == stored.keys() == weights_of(model).keys()
 
 
 def test_merging_needs_weights_and_gets_them_back() -> None:
-    run = reference()
-    model = adapted(run.model())
+    model = adapted(base())
     ng.prepare(quantize_base(model, "nvfp4"), "bfloat16/word")
     model.eval()
-    with torch.no_grad():
-        apart = run.loss(model, run.batches[0])
+    apart = loss_of(model)
     with pytest.raises(RecipeError, match=r"Cannot use the weight of a layer quantized as 'nvfp4'.*dequantize_base"):
         model.merge_adapter()
     dequantize_base(model)
     assert not any(isinstance(module, FrozenLinear) for module in model.modules())
     model.merge_adapter()
-    with torch.no_grad():
-        merged = run.loss(model, run.batches[0])
+    merged = loss_of(model)
     model.unmerge_adapter()
     assert abs(merged - apart) < 0.02
     plain: Any = model.merge_and_unload()
     assert not weights_of(plain)
-    with torch.no_grad():
-        assert abs(run.loss(plain, run.batches[0]) - apart) < 0.02
+    assert abs(loss_of(plain) - apart) < 0.02

@@ -152,7 +152,7 @@ def shrink(config: Any) -> None:
             setattr(config, field.name, _FEWER.get(field.name, _SMALLER.get(value, value)))
 
 
-def on_cpu(config: Trainer.Config, folder: Path, ranks: int = 1) -> Trainer.Config:
+def on_cpu(config: Trainer.Config, folder: Path) -> Trainer.Config:
     """One of torchtitan's configs, small and with one layer, attention that a CPU can compute, and :class:`Batches`."""
     model: Any = config.model_spec.model  # type: ignore[union-attr]
     model.layers = model.layers[:1]
@@ -161,18 +161,16 @@ def on_cpu(config: Trainer.Config, folder: Path, ranks: int = 1) -> Trainer.Conf
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
         layer.attention.qkv_linear.wqkv.param_init = layer.feed_forward.w1.param_init  # its own knows the large shape
     config.tokenizer, config.dataloader, config.dump_folder = Words.Config(), Batches.Config(), str(folder)
-    config.training.local_batch_size, config.training.seq_len, config.training.steps = 4 // ranks, 16, STEPS
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 4, 16, STEPS
     config.training.disable_cuda_graphs, config.validator.enable, config.debug.seed = True, False, SEED
     config.lr_scheduler.decay_ratio, config.optimizer.implementation = 0.5, "for-loop"
     config.metrics.log_freq = 1
-    if ranks > 1 and not hasattr(torch.distributed, "set_timeout"):
-        config.parallelism.spmd_backend = "partial_dtensor"  # the default needs PyTorch 2.14 on several ranks
     return config
 
 
-def configured(folder: Path, optimizer: Any = None, ranks: int = 1) -> Trainer.Config:
+def configured(folder: Path, optimizer: Any = None) -> Trainer.Config:
     """The debug model of torchtitan's registry :func:`on_cpu`, perhaps with another optimizer."""
-    config = on_cpu(llama3_debugmodel_ce_loss(), folder, ranks)
+    config = on_cpu(llama3_debugmodel_ce_loss(), folder)
     if optimizer is not None:
         config.optimizer = optimizer
     return config
@@ -184,7 +182,6 @@ class Trained:
 
     trainer: Trainer
     losses: list[float]
-    norms: list[float]
     weights: dict[str, torch.Tensor]
     states: dict[str, Any]
 
@@ -195,15 +192,12 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
     What :meth:`Trainer.train` does, without its two seconds of sleep at the end.
     """
     losses: list[float] = []
-    norms: list[float] = []
-    has_group = torch.distributed.is_initialized()  # that of a test's ranks, who end it themselves
     try:
         trainer = config.build()
         log = trainer.metrics_processor.log
 
         def noted(step: int, loss: float, largest: float, grad_norm: float, **more: Any) -> None:
             losses.append(loss)
-            norms.append(grad_norm)
             log(step, loss, largest, grad_norm, **more)
 
         trainer.metrics_processor.log = noted
@@ -213,23 +207,19 @@ def train(config: Trainer.Config, steps: int | None = None) -> Trained:
             trainer.step += 1
             trainer.train_step(batches)
             trainer.checkpointer.save(trainer.step, last_step=trainer.step == config.training.steps)
-        states = {name: _kept(value) for name, value in trainer.optimizers.state_dict().items()}
-        found = Trained(trainer, losses, norms, weights_of(trainer), states)
+        weights, states = (_copied(part.state_dict()) for part in (trainer.model_parts[0], trainer.optimizers))
+        found = Trained(trainer, losses, weights, states)
         trainer.close()
         return found
     finally:
-        if not has_group and torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
-def _kept(value: Any) -> Any:
-    return whole(value).clone() if isinstance(value, torch.Tensor) else value
-
-
-def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: whole(value).clone() for name, value in trainer.model_parts[0].state_dict().items()}
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: whole(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
 def whole(value: Any) -> torch.Tensor:
     value = value.detach()
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()  # type: ignore[no-any-return]

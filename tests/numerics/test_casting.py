@@ -23,7 +23,7 @@ FLOATS = [name for name in NAMES if FORMATS[name].kind == "float"]
 
 
 def reference(x: np.ndarray, name: str) -> np.ndarray:
-    """Nearest even by someone else's code: ml_dtypes, or NumPy where that lacks the format."""
+    """Round to nearest even by someone else's code: ml_dtypes, or NumPy where that lacks the format."""
     with np.errstate(all="ignore"):
         if name in INTEGERS:
             return np.clip(np.rint(np.nan_to_num(x, nan=0.0, posinf=1e9, neginf=-1e9)), *INTEGERS[name]) + np.float32(0)
@@ -34,25 +34,9 @@ def reference(x: np.ndarray, name: str) -> np.ndarray:
             finite = np.where(np.abs(rounded) > FORMATS[name].max, np.copysign(np.inf, rounded), rounded)
             return np.where(np.isfinite(fraction), finite, x).astype(np.float32)
         dtype = getattr(ml_dtypes, name, getattr(np, name, None))
-        if dtype is None:
-            return by_list(x, name)
         rounded = x.astype(dtype).astype(np.float32)
         # ml_dtypes gives NaN some zero where the format has no NaN; ours is the positive one.
         return rounded if FORMATS[name].nans else np.where(np.isnan(x), np.float32(0), rounded)
-
-
-def by_list(x: np.ndarray, name: str) -> np.ndarray:
-    """Nearest even in the list of all values; float64 holds these and the middles between them exactly."""
-    row, listed = FORMATS[name], np.array([float(value) for value in grid_of(name).magnitudes])
-    magnitude = np.abs(x.astype(np.float64))
-    below = np.clip(np.searchsorted(listed, magnitude, side="right") - 1, 0, len(listed) - 2)
-    middle = (listed[below] + listed[below + 1]) / 2
-    place = below + ((magnitude > middle) | ((magnitude == middle) & (below % 2 == 1)))
-    listed[-1] = np.inf if row.infinities else np.nan if row.nans else row.max
-    rounded = (
-        np.copysign(listed[place], x) if row.negative_zero else np.where(place == 0, 0.0, np.copysign(listed[place], x))
-    )
-    return np.where(np.isnan(x), np.nan if row.nans else 0.0, rounded).astype(np.float32)
 
 
 def mismatches(ours: Tensor, theirs: np.ndarray) -> int:
@@ -115,18 +99,6 @@ def test_float64_is_rounded_once(name: str) -> None:
     for value, ours in zip(x.tolist(), round_to(x, name, saturate=True).tolist(), strict=True):
         nearest = grid.nearest(value)
         assert ours == (math.copysign(row.max, value) if nearest is None else nearest), value.hex()
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "toward_zero", "stochastic"])
-@pytest.mark.parametrize("name", NAMES)
-def test_values_of_the_format_stay(name: str, rounding: str) -> None:
-    row = FORMATS[name]
-    codes = range(0, 1 << row.bits, max(1, (1 << row.bits) >> 12))
-    x = torch.tensor([row.decode(code) for code in codes], dtype=torch.float64).float()
-    for saturate in (False, True):
-        kept = x[x.isfinite()] if saturate else x
-        assert mismatches(round_to(kept, name, rounding, seed=1, saturate=saturate), kept.numpy()) == 0
-        assert mismatches(round_to(kept.double(), name, rounding, seed=1, saturate=saturate), kept.numpy()) == 0
 
 
 @pytest.mark.parametrize("name", sorted(expectations.FLOATS))

@@ -86,22 +86,16 @@ def test_sum_of_squares_over_the_whole_range_of_float32(scale: float) -> None:
     assert exact_norm([x]).item() == (2 * scale if scale < 2.0**127 else math.inf)
 
 
-def test_a_norm_beyond_float32_is_infinite_though_its_square_is_finite() -> None:
-    x = torch.full((4,), torch.finfo(torch.float32).max)
-    assert math.isfinite(sum_of_squares([x]).item())
-    assert exact_norm([x]).item() == math.inf
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_nan_wins_over_infinity_and_infinity_over_numbers(dtype: torch.dtype) -> None:
-    big = torch.ones(3000, dtype=dtype)
-    inf, nan = big.clone(), big.clone()
-    inf[7], nan[2900] = -math.inf, math.nan
-    assert exact_norm([big, inf]).item() == math.inf
-    assert sum_of_squares([inf, big]).item() == math.inf
-    for tensors in ([nan, inf], [inf, nan], [big, nan]):
-        assert math.isnan(exact_norm(tensors).item())
-        assert math.isnan(sum_of_squares(tensors).item())
+def test_nan_wins_over_infinity_and_infinity_over_numbers_and_a_norm_may_be_beyond_float32() -> None:
+    largest = torch.full((4,), torch.finfo(torch.float32).max)
+    assert math.isfinite(sum_of_squares([largest]).item()) and exact_norm([largest]).item() == math.inf
+    for dtype in NARROW:
+        big = torch.ones(3000, dtype=dtype)
+        inf, nan = big.clone(), big.clone()
+        inf[7], nan[2900] = -math.inf, math.nan
+        assert exact_norm([big, inf]).item() == sum_of_squares([inf, big]).item() == math.inf
+        for tensors in ([nan, inf], [inf, nan], [big, nan]):
+            assert math.isnan(exact_norm(tensors).item()) and math.isnan(sum_of_squares(tensors).item())
 
 
 SHAPES = [(3,), (0,), (), (64, 64), (4098,), (4097,), (71, 73), (190, 180)]
@@ -113,8 +107,7 @@ def mixed(dtypes: tuple[torch.dtype, ...], scale: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("joined", [1 << 16, 100, 0])
-@pytest.mark.parametrize("scale", [1e-30, 1e-2, 1e3])
-@pytest.mark.parametrize("dtypes", [NARROW[:1], NARROW[1:2], NARROW[2:], NARROW], ids=str)
+@pytest.mark.parametrize(("dtypes", "scale"), [(NARROW[:1], 1e-30), (NARROW, 1e-2)], ids=str)
 def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
     dtypes: tuple[torch.dtype, ...], scale: float, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +123,6 @@ def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
 
 def test_compiled_passes_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_sums, "COMPILE_ELEMENTS", 1 << 12)
-    for dtype in (torch.bfloat16, torch.float32):
-        tensors = [wild(9001, 1, dtype), wild(80_000, 2, dtype), wild(70_001, 3, dtype), wild(80_000, 4, dtype)[1:]]
-        assert scalar_bits(exact_norm(tensors)) == scalar_bits(exact_norm(tensors, compile=False))
+    tensors = [wild(count, seed, torch.bfloat16) for seed, count in enumerate((9001, 80_000, 70_001, 80_001))]
+    tensors[3] = tensors[3][1:]
+    assert scalar_bits(exact_norm(tensors)) == scalar_bits(exact_norm(tensors, compile=False))

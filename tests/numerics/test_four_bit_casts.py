@@ -19,7 +19,6 @@ from narrowgauge.numerics.quantization import (
     quantize,
     quantize_blocks,
     random_signs,
-    random_words,
     rotate,
 )
 from narrowgauge.spec import computes
@@ -135,18 +134,3 @@ def test_every_rotation_is_orthogonal_and_leaves_products_as_they_are(rotation: 
     one, two = (rotate(v * signs, dim, kind) for v in lying)
     assert not one.equal(lying[0])
     assert (one @ two.t() if dim == 1 else one.t() @ two).equal(a @ b.t())
-
-
-# ── compiled, and what is refused ───────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("cast", CASTS, ids=str)
-def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
-    """What the emulation multiplies is exact, so that it multiplies the numbers that a chip would."""
-    for x in (gaussian(64, 64), gaussian(64, 64) * torch.exp2(torch.arange(64) - 32.0)):
-        words = random_words(64, 64, KEY) if cast.rounding != "nearest" else None
-        found = quantize(x, cast, words=words)
-        values = found.operand()
-        assert values.bfloat16().float().equal(values) and values.count_nonzero() > 0
-        if found.inner is not None and cast.scale == "float8_e4m3fn":
-            assert found.inner.to(torch.float8_e4m3fn).float().equal(found.inner)

@@ -45,13 +45,6 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
 # -- known answers of an update --
 
 
-def test_half_of_each_change_is_taken() -> None:
-    d = gaussian(1000)
-    reading = read(update_sums(d, d / 2, 2 * d))
-    assert reading["edq"] == reading["noise"] == 0.5
-    assert reading["visible_edq"] == 2.0
-
-
 def test_only_elements_that_meant_to_move_can_be_lost() -> None:
     d = torch.tensor([0.0, -0.0, 1.0, 1.0, 1.0, 1.0])
     e = torch.tensor([0.0, 5.0, 0.0, 1.0, 1.0, 1.0])
@@ -120,18 +113,12 @@ def test_sums_of_a_cast_count_what_it_loses() -> None:
     assert sums[1, 1].item() == 16.0**2 + 52.0**2
 
 
-@pytest.mark.parametrize("name", ["float8-row", "float8-tensor", "int8-row", "mxfp8", "nvfp4", "float8-block"])
+@pytest.mark.parametrize("name", ["float8-row", "int8-row"])
 def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
-    cast = COMPUTES[name].output.left
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    rows = 128 if cast.block and cast.block[0] > 1 else 8
-    x = x.repeat(rows // 8, 1) if rows != 8 else x
-    sums = metrics.cast_sums(x, cast).sum(0)
-    if cast.rounding == "nearest" and cast.rotation == "none" and cast.block is None:
-        kept = quantize(x, cast, 1).values().double()
-        expected = 10 * math.log10(float(x.double().square().sum() / (x.double() - kept).square().sum()))
-        assert metrics.sqnr_of_sums(sums).item() == pytest.approx(expected, rel=1e-9)
-    assert 10 < metrics.sqnr_of_sums(sums).item() < 60
+    cast, x = COMPUTES[name].output.left, gaussian(8, 64, seed=1)
+    kept = quantize(x, cast, 1).values().double()
+    expected = 10 * math.log10(float(x.double().square().sum() / (x.double() - kept).square().sum()))
+    assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_updates_against_weight_and_spacing() -> None:

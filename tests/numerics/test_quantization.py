@@ -28,7 +28,7 @@ from narrowgauge.numerics.quantization import (
     uniform,
 )
 from narrowgauge.numerics.rounding import round_nearest, round_stochastic, round_to
-from narrowgauge.spec.computes import COMPUTES, Cast
+from narrowgauge.spec.computes import COMPUTES, VARIANTS, Cast
 from narrowgauge.spec.formats import FORMATS, Format
 from oracles import casting as oracle
 from oracles.codes import hashed
@@ -37,6 +37,7 @@ from tensors import gaussian
 
 CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values()))
 NARROW = [cast for cast in CASTS if not cast.is_wide]
+OF_VARIANTS = {cast for row in VARIANTS.values() for cast in row.casts.values() if not cast.is_wide} - set(NARROW)
 # Ways to combine the table's words that no row goes yet.
 UNUSED = [
     Cast("int8", "row", rotation="hadamard"),
@@ -201,7 +202,7 @@ def ours(
     amax: Tensor | None = None,
 ) -> Quantized:
     words = random_words(x.shape[0], x.shape[1], torch.tensor(key, dtype=torch.int32), first_row)
-    return quantize(x, cast, dim, words=words if cast.rounding == "stochastic" else None, fold=fold, amax=amax)
+    return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, fold=fold, amax=amax)
 
 
 def theirs(
@@ -409,7 +410,7 @@ def is_bfloat16(x: Tensor) -> Tensor:
     return x.double() == x.double().bfloat16().double()
 
 
-@each_narrow
+@exhaustive("cast", [*NARROW, *OF_VARIANTS])
 def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
     """Every code and every scale; the product in float64, rounded to nothing narrower than 2^-126."""
     codes = numbers(cast.format).double()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -61,32 +60,12 @@ def test_cut_to_the_nearest_is_division_with_remainder(numbers: oracle.Integers,
     assert np.array_equal(result, expected)
 
 
-def test_cut_takes_ties_away_from_zero_and_carries_into_infinity() -> None:
-    cases = {
-        1.0 + 2.0**-8: 1.0 + 2.0**-7,  # a tie that torch's rounding to even takes down
-        1.0 + 2.0**-8 - 2.0**-23: 1.0,
-        1.0 + 3 * 2.0**-8: 1.0 + 2.0**-6,
-        2.0**-149: 0.0,
-        2.0**-134: 2.0**-133,
-        3.3895313892515355e38: 3.3895313892515355e38,
-        3.4028234663852886e38: math.inf,
-        math.inf: math.inf,
-    }
-    for value, expected in cases.items():
-        for sign in (1.0, -1.0):
-            found = float_of(cut(torch.tensor([sign * value]), 16, half(16))).item()
-            assert found == sign * expected and math.copysign(1, found) == sign, value
-
-
 @pytest.mark.parametrize("dropped", [8, 16, 18, 20])
-@pytest.mark.parametrize("addend", ["none", "one", "most"])
-def test_cut_with_an_addend_rounds_up_where_the_remainder_fills_a_step(
-    numbers: oracle.Integers, dropped: int, addend: str
-) -> None:
-    amount = {"none": 0, "one": 1, "most": 2**dropped - 1}[addend]
+def test_cut_with_an_addend_rounds_up_where_the_remainder_fills_a_step(numbers: oracle.Integers, dropped: int) -> None:
     some = numbers[::7]
-    result = unsigned(cut(float_of(from_unsigned(some)), dropped, amount))
-    assert np.array_equal(result, oracle.cut(some, dropped, amount))
+    for addend in (0, 1, 2**dropped - 1):
+        result = unsigned(cut(float_of(from_unsigned(some)), dropped, addend))
+        assert np.array_equal(result, oracle.cut(some, dropped, addend))
 
 
 @pytest.mark.parametrize("dropped", [d for d in DROPPED if d < 23])  # 23 leave no mantissa to tell it from infinity

@@ -65,17 +65,10 @@ def test_integers_add_up_exactly(terms: int, transposed: bool) -> None:
     assert torch.equal(sum_integers(a, b), torch._int_mm(a, b).float())
 
 
-@pytest.mark.parametrize("terms", [1024, 4096])
+@pytest.mark.parametrize("terms", [1024, 4096, 140_000])  # more than int32 holds
 def test_the_largest_integers_add_up_exactly(terms: int) -> None:
     a, b = torch.full((2, terms), -128, dtype=torch.int8), torch.full((terms, 2), -128, dtype=torch.int8)
-    b[0] = 127
-    wanted = 16384 * (terms - 1) - 128 * 127
-    assert torch.equal(sum_integers(a, b), torch.full((2, 2), wanted, dtype=torch.int32).float())
-
-
-def test_more_terms_than_int32_holds_add_up_exactly() -> None:
-    a, b = torch.full((2, 140_000), -128, dtype=torch.int8), torch.full((140_000, 2), -128, dtype=torch.int8)
-    assert torch.equal(sum_integers(a, b), torch.full((2, 2), 140_000.0 * 16384))
+    assert torch.equal(sum_integers(a, b), torch.full((2, 2), terms * 16384.0))
 
 
 def test_a_model_traced_with_fake_tensors_leaves_no_buffers_behind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,14 +53,6 @@ def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
     assert (stalled.edq, stalled.noise, stalled.lost_fraction, stalled.visible_edq) == (0.0, 1.0, 1.0, 0.0)
 
 
-def test_equal_weights_give_the_textbook_standard_error() -> None:
-    shares = [0.2, 0.9, 1.4, 0.7, 1.1, 0.3]
-    reading = read(steps(shares))
-    deviation = torch.tensor(shares, dtype=torch.float64).std()
-    assert reading.edq == pytest.approx(sum(shares) / 6)
-    assert reading.edq_error == pytest.approx(float(deviation) / math.sqrt(6))
-
-
 def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
     """Two standard errors over 20 steps hold the true EDQ in 94 % of 1,000 windows (Student's t); |z| < 5."""
     hits = 0
@@ -72,9 +65,7 @@ def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
 def test_nothing_intended_judges_nothing() -> None:
     reading = read([row()] * 10)
     assert math.isnan(reading.edq) and math.isnan(reading.edq_error) and not reading.stalls
-    assert math.isnan(read(steps([0.0])).edq_error)
-    broken = read([row(dd=math.nan, de=math.nan)] * 10)
-    assert not broken.stalls
+    assert not read([row(dd=math.nan, de=math.nan)] * 10).stalls
 
 
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -86,20 +77,15 @@ def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
     assert not read(steps([MIN_EDQ] * WINDOW)).stalls
 
 
-@pytest.mark.parametrize("deviation", [0.5, 50.0])
-@pytest.mark.parametrize("count", [FEWEST, WINDOW])
+@pytest.mark.parametrize(("count", "deviation"), [(FEWEST, 50.0), (WINDOW, 0.5)])
 def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviation: float) -> None:
     """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors would raise 20."""
     false = sum(read(noisy(count, 1.0, deviation, seed)).stalls for seed in range(1000))
     assert false <= 2  # the chance of three is below 2 in 10,000
 
 
-def tensors(count: int) -> list[Tensor]:
-    return [torch.zeros(1) for _ in range(count)]
-
-
 def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered() -> None:
-    healthy, stalling = tensors(2)
+    healthy, stalling = torch.zeros(1), torch.zeros(1)
     names, rows = {healthy: "a", stalling: "b"}, {healthy: STORAGES["word"], stalling: STORAGES["naive"]}
     auditor, raised = Auditor(), []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
@@ -113,21 +99,15 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     assert raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
 
 
-def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm() -> None:
-    (tensor,) = tensors(1)
-    names, rows = {tensor: "b"}, {tensor: STORAGES["naive"]}
-    stalled, fresh = torch.stack(steps([0.0] * 8)), torch.stack(steps([0.0] * (FEWEST - 1)))
-    auditor = Auditor()
+@pytest.mark.parametrize(("num_stalled", "alarms"), [(8, []), (FEWEST - 1, ["b"])])
+def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm(num_stalled: int, alarms: list[str]) -> None:
+    tensor, auditor = torch.zeros(1), Auditor()
+    stalled = torch.stack(steps([0.0] * num_stalled))
     auditor.restore(tensor, stalled)
     assert torch.equal(torch.stack(list(auditor.windows[tensor])), stalled)
     auditor.add(tensor, kernel_sums(0.0), 64)
     auditor.collect()
-    assert auditor.alarms(names, rows) == []
-    young = Auditor()
-    young.restore(tensor, fresh)
-    young.add(tensor, kernel_sums(0.0), 64)
-    young.collect()
-    assert [a.tensor for a in young.alarms(names, rows)] == ["b"]
+    assert [a.tensor for a in auditor.alarms({tensor: "b"}, {tensor: STORAGES["naive"]})] == alarms
 
 
 def test_audit_reads_each_tensor_and_all_of_them() -> None:
@@ -150,10 +130,9 @@ def test_audit_reads_each_tensor_and_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
-@pytest.mark.parametrize("shapes", [[(64, 66), (3, 4, 5)], [(5,), (1,), (2, 2)]], ids=str)
-def test_the_sums_are_those_of_what_is_kept(storage: str, shapes: list[tuple[int, ...]]) -> None:
+def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
     """Words that were filled up count nothing; every element counts once, whatever lane, part, piece or bucket it is in."""
-    params = parameters(storage, shapes)
+    params = parameters(storage, [(64, 66), (3, 4, 5), (5,), (1,), (2, 2)])
     optimizer = ng.AdamW(params, lr=1e-3, storage=storage, audit_every=1, compile=False)
     optimizer.adopt({p: p.detach().float() for p in params})
     for step in range(3):
@@ -178,10 +157,8 @@ def test_the_sums_are_those_of_what_is_kept(storage: str, shapes: list[tuple[int
 # ── weight decay ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lost_decay_of_two(
-    storage: str, rule: Callable[..., Any], lr: float, decay: float, less: float
-) -> tuple[float, float]:
-    """A step's lost decay as audited, and in fractions from two optimizers, the second with ``less`` decay than the first.
+def lost_decay_of_two(storage: str, rule: Callable[..., Any], lr: float, decay: float) -> tuple[float, float]:
+    """A step's lost decay as audited, and in fractions from two optimizers, the second without decay.
 
     Both begin with the same weights, states and random bits, so what they store differs by what the difference in decay did.
     """
@@ -189,7 +166,7 @@ def lost_decay_of_two(
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
     start = start.to(getattr(torch, STORAGES[storage].visible))
     pair = []
-    for weight_decay in (decay, decay - less):
+    for weight_decay in (decay, 0.0):
         weight = torch.nn.Parameter(start.clone())
         optimizer = rule([weight], lr=lr, weight_decay=0.0, storage=storage, audit_every=1, compile=False)
         for step in range(3):
@@ -202,7 +179,7 @@ def lost_decay_of_two(
     (before, visible, after, optimizer), (_, _, without, _) = pair
     # An element-wise rule reads the leading part of a pair, as the sources' do; a matrix rule gets the whole weight.
     is_leading = rule in (ng.AdamW, ng.Lion) and STORAGES[storage].weight.parts > 1
-    intended = [-Fraction(lr) * Fraction(less) * Fraction(w) for w in (visible if is_leading else before)]
+    intended = [-Fraction(lr) * Fraction(decay) * Fraction(w) for w in (visible if is_leading else before)]
     stored = [Fraction(a) - Fraction(b) for a, b in zip(after, without, strict=True)]
     along = sum((c * t for c, t in zip(intended, stored, strict=True)), Fraction(0))
     exact = 1 - along / sum((c * c for c in intended), Fraction(0))
@@ -221,40 +198,26 @@ OTHERS = [(rule, name) for rule in (ng.Lion, ng.Muon, ng.Adafactor, ng.optim.GaL
 def test_lost_decay_is_what_an_optimizer_without_it_stores_otherwise(storage: str, rule: Callable[..., Any]) -> None:
     """In fractions, where a step's decay is a 16th of the weight's spacing or more; powers of two, so that C is exact."""
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
-    audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1, 2.0**-1)
+    audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)
 
 
 # ── whose optimizer it is ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Wrapper:
+def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> None:
     """As Accelerate's and Lightning's: the optimizer is their attribute, and others go through them."""
-
-    def __init__(self, optimizer: object) -> None:
-        self.optimizer = optimizer
-
-
-def stalling(storage: str = "naive") -> tuple[torch.nn.Module, ng.AdamW]:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)).bfloat16()
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(1.0)
-    return model, ng.AdamW(model.parameters(), lr=1e-5, storage=storage, audit_every=1, compile=False)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors(depth: int) -> None:
-    model, optimizer = stalling()
-    outer: object = optimizer
-    for _ in range(depth):
-        outer = Wrapper(outer)
-    assert ng.audit(outer, model) == {}  # type: ignore[arg-type]
+    optimizer = ng.AdamW(model.parameters(), lr=1e-5, storage="naive", audit_every=1, compile=False)
+    outer: Any = SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))
+    assert ng.audit(outer, model) == {}
     named: list[str] = []
     optimizer.on_alarm = lambda alarms: named.extend(alarm.tensor for alarm in alarms)
     for _ in range(FEWEST):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-    assert named == ["0.weight", "1.weight"]
-    assert list(ng.audit(outer)) == ["0.weight", "1.weight"]  # type: ignore[arg-type]
+    assert named == list(ng.audit(outer)) == ["0.weight", "1.weight"]

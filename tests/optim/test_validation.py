@@ -11,6 +11,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.optim.validation import refuse_capture
 from optim.pairs import build, everything, parameters
+from tables import exhaustive
 from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
 # ── read at every step ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -32,10 +33,9 @@ LATER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What shows only in the steps of vectors, or beside another option.
 BESIDE = {"adafactor": {"relative_step": {"lr": 2.0}}}
-CASES = [(rule, option) for rule, options in LATER.items() for option in options]
 
 
-@pytest.mark.parametrize(("rule", "option"), CASES, ids=["-".join(case) for case in CASES])
+@exhaustive(("rule", "option"), [(rule, option) for rule, options in LATER.items() for option in options])
 def test_an_option_set_later_is_that_of_a_new_optimizer_with_the_same_state(rule: str, option: str) -> None:
     """And makes a difference, so that the comparison says something."""
     beside = BESIDE.get(rule, {}).get(option, {})
@@ -78,38 +78,34 @@ def test_a_tensor_rate_is_a_rate(rule: str) -> None:
     assert_same_bits(everything(one), everything(other))
 
 
-def test_momentum_after_steps_without_it_is_refused() -> None:
-    optimizer = ng.SGD(parameters("word"), lr=0.1, compile=False)
+@pytest.mark.parametrize(
+    ("rule", "option", "value", "words"),
+    [("plain sgd", "momentum", 0.9, "momentum_buffer.* before the first step"),
+     ("galore", "proj_type", "full", "projected_exp_avg")],
+)  # fmt: skip
+def test_options_that_need_other_states_are_refused(rule: str, option: str, value: object, words: str) -> None:
+    optimizer = build(rule, parameters("word"), "word")
     take_steps(optimizer, range(1))
-    optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(
-        ng.errors.RecipeError, match=r"rule 'sgd' with states .*momentum_buffer.* before the first step"
-    ):
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(ng.errors.RecipeError, match=words):
         take_steps(optimizer, range(1, 2))
 
 
 # ── what a group may not say ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("make", [ng.AdamW, ng.Adam, ng.SGD, ng.Lion, ng.Muon, ng.Adafactor, ng.optim.GaLore])
-def test_flags_of_torch_are_tolerated_where_they_are_off(make: Any) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion", "Muon", "Adafactor"])
+def test_flags_and_defaults_are_torchs(name: str) -> None:
+    """Flags are tolerated where they are off."""
     off = {"fused": False, "foreach": None, "capturable": False, "differentiable": False, "amsgrad": False}
-    optimizer = make(parameters("word"), **off)
-    optimizer.add_param_group({"params": parameters("word"), **off})
-    take_steps(optimizer, range(1))
+    ours = getattr(ng, name)(parameters("float32"), storage="float32", **off)
+    ours.add_param_group({"params": parameters("float32"), **off})
+    take_steps(ours, range(1))
     with pytest.raises(ng.errors.RecipeError, match="foreach = True"):
-        make(parameters("word"), foreach=True)
-
-
-TORCHS = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Muon, torch.optim.Adafactor]
-
-
-@pytest.mark.parametrize("theirs", TORCHS)
-def test_defaults_are_torchs(theirs: type[torch.optim.Optimizer]) -> None:
-    ours = getattr(ng, theirs.__name__)(parameters("float32"), storage="float32").defaults
-    said = theirs(parameters("float32")[:1]).defaults
-    for name in ours.keys() & said.keys() - {"eps"}:
-        assert ours[name] == said[name], name
+        getattr(ng, name)(parameters("word"), foreach=True)
+    theirs = getattr(torch.optim, name)(parameters("float32")[:1]).defaults if hasattr(torch.optim, name) else {}
+    for option in ours.defaults.keys() & theirs.keys() - {"eps", "foreach", "fused"}:
+        assert ours.defaults[option] == theirs[option], option
 
 
 def test_a_step_that_a_cuda_graph_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

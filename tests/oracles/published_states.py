@@ -12,8 +12,6 @@ fp8-lm                     e4m3 and float16, a power of two per tensor          
 coat                       e4m3 twice, in groups of 128 whose range is expanded       float32
 flashoptim                 companded int8 and uint8 of the root, in groups of 32      8 bits of half a spacing
 bitsandbytes               the dynamic map of 256 values, in blocks of 256            float32
-torchao-8bit               the same map, with other ties                              float32
-torchao-fp8                e4m3 twice, in blocks of 256                               float32
 =========================  =========================================================  ==================================
 
 Every scale here comes from the largest of the *new* values, so a step needs two passes: one to find it, one to write. Ours are
@@ -63,7 +61,7 @@ class PublishedStates:
         source: publication, and the code where a formula is from there.
         weight: of a matrix; the first tensor held is the bfloat16 one that the model sees.
         exp_avg, exp_avg_sq: of its moments.
-        least: tensors of fewer values keep float32 moments, or those of a length that is no multiple of ``multiple``.
+        least: tensors of fewer values keep float32 moments.
     """
 
     name: str
@@ -72,12 +70,10 @@ class PublishedStates:
     exp_avg: Kept
     exp_avg_sq: Kept
     least: int = 0
-    multiple: int = 1
 
     def codes(self, count: int) -> tuple[Kept, Kept]:
         """How both moments of a tensor of ``count`` values are kept."""
-        is_plain = count < self.least or count % self.multiple
-        return (FLOAT32, FLOAT32) if is_plain else (self.exp_avg, self.exp_avg_sq)
+        return (FLOAT32, FLOAT32) if count < self.least else (self.exp_avg, self.exp_avg_sq)
 
     def bytes_per_param(self, *shape: int) -> float:
         """Bytes per parameter of a matrix: weight, bfloat16 gradient and states, counted from tensors."""
@@ -174,21 +170,6 @@ def decode_expanded(parts: Parts, shape: torch.Size) -> Tensor:
 BLOCK = 256
 
 
-def encode_blocks(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Parts:
-    """Codes to the nearest even, with the float32 scale of each block of 256.
-
-    Source: torchao 0.18, ``optim/subclass_fp8.py``, ``quantize_fp8``.
-    """
-    blocks = grouped(x, BLOCK)
-    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / largest_of(dtype)
-    return held((blocks / scale).to(dtype), x.numel()), scale
-
-
-def decode_blocks(parts: Parts, shape: torch.Size) -> Tensor:
-    """Undoes :func:`encode_blocks`."""
-    return ungrouped(grouped(parts[0].float(), BLOCK) * parts[1], shape)
-
-
 @lru_cache
 def dynamic_map(signed: bool) -> Tensor:
     """The 256 values of the dynamic tree code, ascending, float32: 0, 1, and seven decades below 1.
@@ -206,27 +187,14 @@ def dynamic_map(signed: bool) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def nearest_below(shares: Tensor, values: Tensor) -> Tensor:
-    """The places of the nearest values; of a value in the middle of two, the lower (bitsandbytes)."""
-    return torch.bucketize(shares, (values[:-1] + values[1:]) / 2)
-
-
-def nearest_above(shares: Tensor, values: Tensor) -> Tensor:
-    """The same with the upper (torchao)."""
-    down = (torch.bucketize(shares, values, right=True) - 1).clamp(min=0)
-    up = (down + 1).clamp(max=len(values) - 1)
-    return torch.where(shares - values[down] >= (values[up] - values[down]) * 0.5, up, down)
-
-
-def encode_mapped(x: Tensor, *, signed: bool, smallest: float, nearest: Callable[[Tensor, Tensor], Tensor]) -> Parts:
+def encode_mapped(x: Tensor, *, signed: bool) -> Parts:
     """For each value, divided by its block's largest, the place of the nearest in the map; and that largest, float32.
 
-    Source: torchao 0.18, ``optim/quant_utils.py``; bitsandbytes 0.50.2, ``backends/default/ops.py``.
+    A value in the middle of two takes the lower. Source: bitsandbytes 0.50.2, ``backends/default/ops.py``.
     """
-    blocks = grouped(x, BLOCK)
-    scale = blocks.abs().amax(1, keepdim=True).clamp(min=smallest)
-    shares = blocks / scale if nearest is nearest_above else blocks * (1 / scale)
-    places = nearest(shares.clamp(-1, 1), dynamic_map(signed))
+    blocks, values = grouped(x, BLOCK), dynamic_map(signed)
+    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-38)
+    places = torch.bucketize((blocks * (1 / scale)).clamp(-1, 1), (values[:-1] + values[1:]) / 2)
     return held(places.to(torch.uint8), x.numel()), scale
 
 
@@ -246,26 +214,19 @@ def encode_half_master(x: Tensor) -> Parts:
     return times_scale(master, x.shape).bfloat16(), *master
 
 
-def encode_corrected(x: Tensor) -> Parts:
-    """FlashOptim's bfloat16 weight and int8 correction."""
-    return flashoptim.split_weight(x)
-
-
 FLOAT32 = Kept(lambda x: (x.clone(),), lambda parts, shape: parts[0])
 MASTER = Kept(lambda x: (x.bfloat16(), x.clone()), lambda parts, shape: parts[1])
 HALF_MASTER = Kept(encode_half_master, lambda parts, shape: times_scale(parts[1:], shape))
-CORRECTED = Kept(encode_corrected, lambda parts, shape: flashoptim.joined_weight(*parts))
+CORRECTED = Kept(flashoptim.split_weight, lambda parts, shape: flashoptim.joined_weight(*parts))
 EXPANDED = Kept(encode_expanded, decode_expanded)
-FP8_BLOCKS = Kept(encode_blocks, decode_blocks)
 
 
 def _tensor(scaled: Callable[[Tensor, torch.dtype], Parts], dtype: torch.dtype) -> Kept:
     return Kept(partial(scaled, dtype=dtype), times_scale)
 
 
-def _mapped(signed: bool, smallest: float, nearest: Callable[[Tensor, Tensor], Tensor]) -> Kept:
-    encode = partial(encode_mapped, signed=signed, smallest=smallest, nearest=nearest)
-    return Kept(encode, partial(decode_mapped, signed=signed))
+def _mapped(signed: bool) -> Kept:
+    return Kept(partial(encode_mapped, signed=signed), partial(decode_mapped, signed=signed))
 
 
 PUBLISHED: Mapping[str, PublishedStates] = {
@@ -293,14 +254,8 @@ PUBLISHED: Mapping[str, PublishedStates] = {
         PublishedStates(
             "bitsandbytes",
             "Dettmers et al. 2022 (2110.02861); bitsandbytes 0.50.2",
-            MASTER, _mapped(True, 1e-38, nearest_below), _mapped(False, 1e-38, nearest_below), least=4096,
+            MASTER, _mapped(signed=True), _mapped(signed=False), least=4096,
         ),
-        PublishedStates(
-            "torchao-8bit",
-            "torchao 0.18, AdamW8bit",
-            MASTER, _mapped(True, 1e-12, nearest_above), _mapped(False, 1e-12, nearest_above), least=4096, multiple=BLOCK,
-        ),
-        PublishedStates("torchao-fp8", "torchao 0.18, AdamWFp8", MASTER, FP8_BLOCKS, FP8_BLOCKS, least=4096, multiple=BLOCK),
     )
 }  # fmt: skip
 """All rows by name."""

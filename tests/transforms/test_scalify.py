@@ -21,33 +21,20 @@ from narrowgauge.trainer.language_model import build, loss_sum
 from narrowgauge.transforms.scaled_tensor import Scaled
 from narrowgauge.transforms.scalify import attention, scalify
 from oracles import scalify as oracle
+from tables import exhaustive
 from tensors import gradients, random_tokens, relative_error, rms
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "tie_word_embeddings": True,
     },
     "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": 96,
-        "n_positions": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 96, "n_positions": 64, "n_embd": 32,
+        "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0,
     },
-}
+}  # fmt: skip
 FAMILIES = list(CONFIGS)
 # About what a mean over a large batch makes of gradients: their elements are near 1e-6.
 SMALL = 2.0**-20
@@ -138,11 +125,10 @@ def test_gradients_follow_the_same_rules_and_meet_by_addition(scales: tuple[floa
     assert pair_of(a.grad) == oracle.multiply(gradient, pair_of(x))
 
 
-@pytest.mark.parametrize(
+@exhaustive(
     "operation",
     [
         lambda x: x.view(3, 8),
-        lambda x: x.transpose(0, 1),
         lambda x: x.permute(2, 0, 1),
         lambda x: x.reshape(-1).contiguous(),
         lambda x: x.transpose(1, 2).reshape(2, 12),
@@ -150,11 +136,9 @@ def test_gradients_follow_the_same_rules_and_meet_by_addition(scales: tuple[floa
         lambda x: x[..., 1:3],
         lambda x: x.unsqueeze(1).expand(2, 5, 3, 4).clone(),
         lambda x: x[:1].squeeze(0),
-        lambda x: x.split(2, dim=-1)[1] * 1.0 + x.split([2, 2], dim=-1)[0],
-        lambda x: x.chunk(2, dim=-1)[0],
+        lambda x: x.split(2, dim=-1)[1] * 1.0 + x.chunk(2, dim=-1)[0],
         lambda x: x.float().double(),
-        lambda x: -x,
-        lambda x: x.detach() + x,
+        lambda x: x.detach() - x,
     ],
 )
 def test_what_moves_elements_keeps_the_scale(operation: Callable[[Tensor], Tensor]) -> None:
@@ -326,23 +310,18 @@ def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("storage", ["word"])
-def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str, storage: str, tmp_path: Path) -> None:
+def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str, tmp_path: Path) -> None:
     base = tiny(family, tmp_path, torch.float32)
     _, wanted = loss_and_gradients(copy.deepcopy(base).double())
     plain, near = copy.deepcopy(base).half(), {}
-    model, optimizer = prepare(copy.deepcopy(base), f"scalify-float16/{storage}", audit_every=0)
+    model, optimizer = prepare(copy.deepcopy(base), "scalify-float16/word", audit_every=0)
     assert optimizer.loss_scaler is None
     for factor in (1.0, 2.0**-16, 2.0**-24, 2.0**-40):
         near[factor] = float16_case(model, factor, wanted)
         assert near[factor] == near[1.0]  # powers of two change no bit
     # bfloat16 weights are cut to 8 bits before anything is computed.
-    assert near[1.0][0] < (0.03 if storage == "word" else 0.005)
-    assert near[1.0][1] < 1e-3
+    assert near[1.0][0] < 0.03 and near[1.0][1] < 1e-3
     assert float16_case(plain, 1.0, wanted)[0] < 0.005
     assert float16_case(plain, 2.0**-16, wanted)[1] > 0.1
     error, lost = float16_case(plain, 2.0**-24, wanted)
     assert error == 1.0 and lost > 0.95
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------

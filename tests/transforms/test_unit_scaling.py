@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.trainer.language_model import loss_sum
 from narrowgauge.transforms.unit_scaling import (
-    attention_output,
     fix_batch,
     learning_rate_factors,
     plain_state_dict,
@@ -28,27 +25,16 @@ from tensors import gradients, largest_relative_error, random_tokens, rms
 KINDS = ["llama", "llama-tied"]
 
 
-def plain(kind: str, *, width: int = 32, layers: int = 2, vocabulary: int = 48, heads: int = 4, **options: Any) -> Any:
+def plain(kind: str, *, width: int = 32, layers: int = 2, vocabulary: int = 48, heads: int = 4) -> Any:
     """A tiny model as it comes, with grouped heads and an odd MLP width."""
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=5 * width // 2, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads // 2, max_position_embeddings=128,
+        tie_word_embeddings=kind == "llama-tied", use_cache=False,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _plain(kind, width, layers, vocabulary, heads, options)
-
-
-def _plain(kind: str, width: int, layers: int, vocabulary: int, heads: int, options: dict[str, Any]) -> Any:
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=5 * width // 2,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        max_position_embeddings=128,
-        tie_word_embeddings=kind == "llama-tied",
-        use_cache=False,
-        **options,
-    )
-    return LlamaForCausalLM(config).train()
+        return LlamaForCausalLM(config).train()
 
 
 def scaled_model(kind: str, seed: int = 0, **options: Any) -> Any:
@@ -57,10 +43,9 @@ def scaled_model(kind: str, seed: int = 0, **options: Any) -> Any:
     return model
 
 
-def mean_gradients(model: Any, ids: Tensor, divisor: int | None = None, loss: Any = None) -> dict[str, Tensor]:
+def mean_gradients(model: Any, ids: Tensor, divisor: int | None = None) -> dict[str, Tensor]:
     """Gradients of the sum of the losses over the number of tokens, which is the trainer's loss."""
-    summed = loss_sum(model, ids, chunked=False) if loss is None else loss(ids)
-    return gradients(model, summed / (divisor or ids[:, 1:].numel()))
+    return gradients(model, loss_sum(model, ids, chunked=False) / (divisor or ids[:, 1:].numel()))
 
 
 def oracle(model: Any, **options: Any) -> Oracle:
@@ -140,10 +125,9 @@ def operands(model: Any, ids: Tensor) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
-def test_what_is_multiplied_has_unit_variance(kind: str) -> None:
+def test_what_is_multiplied_has_unit_variance() -> None:
     """All within a factor of 3 of 1, but the gradients of queries and keys, which softmax makes small: 0.05 to 0.5."""
-    model = scaled_model(kind, width=96, layers=3, vocabulary=384, heads=6)
+    model = scaled_model("llama-tied", width=96, layers=3, vocabulary=384, heads=6)
     found = operands(model, random_tokens(8, 65, 384))
     assert len(found) == 3 * 7
     for name, (x, weight, gradient) in found.items():
@@ -155,53 +139,7 @@ def test_what_is_multiplied_has_unit_variance(kind: str) -> None:
             assert 1 / 3 < gradient < 3, (name, gradient)
 
 
-class NarrowLinear(nn.Linear):
-    """Casts to float8 without any scale: e4m3 forward, e5m2 backward."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        x, weight = (_Narrow.apply(t, torch.float8_e4m3fn, None) for t in (input, self.weight))
-        return _Narrow.apply(F.linear(x, weight), None, torch.float8_e5m2)
-
-
-class _Narrow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any) -> Tensor:
-        ctx.format = backward
-        return x.view_as(x) if forward is None else x.clamp(-448, 448).to(forward).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return (g if ctx.format is None else g.to(ctx.format).to(g.dtype)), None, None
-
-
-def narrowed(model: Any) -> Any:
-    for module in model.model.layers.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = NarrowLinear
-    return model
-
-
-def test_float8_without_scales_breaks_a_plain_model() -> None:
-    """The same casts where nothing is scaled, in a step of 65,536 tokens: gradients fall below e5m2's smallest, 2^-16."""
-    ids, divisor = random_tokens(8, 65, 384), 65_536
-    for unit, least, most in ((True, 0.01, 0.25), (False, 0.9, 1.1)):
-        model = plain("llama", width=96, layers=3, vocabulary=384, heads=6)
-        if unit:
-            unit_scale(model)
-            fix_batch(model, tokens=divisor)
-        wanted = mean_gradients(model, ids, divisor)
-        found = mean_gradients(narrowed(model), ids, divisor)
-        name = "model.layers.0.mlp.up_proj.weight"
-        assert least < (found[name] - wanted[name]).norm() / wanted[name].norm() < most
-
-
 # -- rules by themselves
-
-
-def test_attentions_constant() -> None:
-    for length in (3, 16, 2048):
-        assert attention_output(length, 10**9) == pytest.approx(math.sqrt(length / math.log(length)), rel=1e-6)
-    assert attention_output(1, 64) == 1.0
 
 
 def test_learning_rates() -> None:

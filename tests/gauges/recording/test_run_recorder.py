@@ -71,7 +71,7 @@ def recorded(run: OwnRun, folder: Path, **options: Any) -> Loop:
 
 
 def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path) -> None:
-    run = reference("bfloat16/word")
+    run = reference()
     loop = recorded(run, tmp_path / "mine", gauges_every=2)
     found = ng.read_run(tmp_path / "mine")
     assert lasting(found.steps) == lasting(run.rows)
@@ -85,7 +85,7 @@ def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path
 
 
 def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path: Path) -> None:
-    run = reference("bfloat16/word")
+    run = reference()
     whole = recorded(run, tmp_path / "whole")
     loop = Loop(run)
     recorder = ng.RunRecorder(

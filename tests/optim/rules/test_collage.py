@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import Expansion, NearestEven, expansion_of, sqrt
+from narrowgauge.numerics.expansions import Expansion, NearestEven, expansion_of
 from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim.rules.collage import published_adamw
 from oracles import released_collage as narrow
@@ -140,14 +139,3 @@ def test_the_released_code_has_two_faults_and_without_them_is_ours(beta2: float,
         theirs, exact = narrow.second_moment(gradients(1024, few, 1.0), beta2)
         assert torch.equal(total(ours), theirs)
         assert ((total(ours) / exact).median() - 1).abs() < 0.005
-
-
-# ── other rules ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def adamw(w: Any, g: Any, m: Any, v: Any, s: Any) -> tuple[Any, ...]:
-    m = m + (g - m) * s["one_minus_beta1"]
-    v = v + (g * g - v) * s["one_minus_beta2"]
-    root = v.sqrt() if isinstance(v, Tensor) else sqrt(v)
-    ratio = m / (root * s["inverse_root_correction2"] + s["eps"])
-    return ratio * s["negative_step_size"] + s["negative_decay"] * w, m, v
