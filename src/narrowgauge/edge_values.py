@@ -81,10 +81,10 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
     return torch.where((place % 17 == 16).to(integers.device), chosen, integers).to(integers.dtype).view(values.dtype)
 
 
-def same_numbers(one: Tensor, other: Tensor) -> bool:
+def same_numbers(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same bits. Any NaN of a float tensor equals any other."""
-    if one.dtype is not other.dtype or one.shape != other.shape:
+    if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    bits = [x.view(_BITS[x.dtype.itemsize]) for x in (one, other)]
+    bits = [x.view(_BITS[x.dtype.itemsize]) for x in (a, b)]
     same = bits[0] == bits[1]
-    return bool((same | (one.isnan() & other.isnan()) if one.is_floating_point() else same).all())
+    return bool((same | (a.isnan() & b.isnan()) if a.is_floating_point() else same).all())

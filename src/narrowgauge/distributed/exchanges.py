@@ -226,9 +226,9 @@ class ExactExchange(Exchange):
             else:
                 output.zero_()  # FSDP2 shows it as a gradient
         if is_last and self.grid.replicas > 1:
-            whole = part.new_empty(self.grid.replicas * part.numel())
-            all_gather(whole, part, self.grid.replica_group)
-            output.copy_(whole[: output.numel()])
+            gathered = part.new_empty(self.grid.replicas * part.numel())
+            all_gather(gathered, part, self.grid.replica_group)
+            output.copy_(gathered[: output.numel()])
 
     def discard(self) -> None:
         self._has_begun = False
@@ -322,9 +322,9 @@ class CompressedSum(Exchange):
         pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
         num_records = self.code.num_records(len(pieces[rank]))
         sent = gradient.new_empty(grid.size, num_records, self.code.record_bytes, dtype=torch.uint8)
-        for owner, piece in enumerate(pieces):
+        for owner, part in enumerate(pieces):
             if owner != rank:
-                sent[owner] = self.code.encode(piece, self._key(_SENT, rank, owner))
+                sent[owner] = self.code.encode(part, self._key(_SENT, rank, owner))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=grid.group)
         total = torch.zeros(len(pieces[rank]), dtype=torch.float32, device=gradient.device)
@@ -333,18 +333,18 @@ class CompressedSum(Exchange):
             total = total + pieces[rank] if sender == rank else self.code.add_decoded(total, records)
         return total
 
-    def _gather(self, piece: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         """Return all pieces of this rank's shard, decoded from records on every rank."""
         group = self.grid.replica_group
         rank = dist.get_rank(self.grid.group)
-        records = self.code.encode(piece, self._key(_GATHERED, rank, 0))
+        records = self.code.encode(part, self._key(_GATHERED, rank, 0))
         gathered = records.new_empty(group.size() * len(records), self.code.record_bytes)
         all_gather(gathered, records, group)
         return self.code.decode(gathered, len(gathered) * RECORD_VALUES)
 
-    def _key(self, stage: int, *others: int) -> int:
+    def _key(self, stage: int, *places: int) -> int:
         key = self.seed
-        for number in (self.step, self.place, self._micro_batch, stage, *others):
+        for number in (self.step, self.place, self._micro_batch, stage, *places):
             key = step_seed(key, number)
         return key
 

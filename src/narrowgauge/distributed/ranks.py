@@ -78,7 +78,7 @@ class Ranks:
             if self.is_first:
                 sent[0] = function()
         except BaseException as error:
-            sent[1] = _told(error)
+            sent[1] = _shared_error(error)
             raise
         finally:
             dist.broadcast_object_list(sent, group=self.group, group_src=0)
@@ -102,7 +102,7 @@ class Ranks:
             results.append(function())
         except Exception as error:
             failure = error
-        failures = self.gather(None if failure is None else _told(failure))
+        failures = self.gather(None if failure is None else _shared_error(failure))
         first = next((rank for rank, error in enumerate(failures) if error is not None), None)
         if failure is not None and first == self.rank:
             raise failure
@@ -120,7 +120,7 @@ class Ranks:
         return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))
 
 
-def _told(error: BaseException) -> NarrowgaugeError | OSError:
+def _shared_error(error: BaseException) -> NarrowgaugeError | OSError:
     """Return the error for the other ranks: the same one if its message explains the problem."""
     return error if isinstance(error, (NarrowgaugeError, OSError)) else ReportedError(status=1)
 

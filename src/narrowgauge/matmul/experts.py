@@ -48,8 +48,8 @@ def _settings(
 ) -> dict[str, Any]:
     """Return what one expert's product takes besides its tensors."""
     keys = None if clock is None or key is None else Keys(clock, key[expert])
-    own = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
-    return {"name": compute, "keys": keys, "history": own, "record": record}
+    expert_history = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
+    return {"name": compute, "keys": keys, "history": expert_history, "record": record}
 
 
 def _place(compute: str, expert: int, tokens: slice) -> slice:
@@ -59,8 +59,8 @@ def _place(compute: str, expert: int, tokens: slice) -> slice:
 
 def _keeps_codes(compute: str) -> bool:
     """Return whether backward takes the codes of the input, one row per token, and not the input itself."""
-    made = REGISTERED[compute]
-    return made.output.left.block is None and made.cast_slots["grad_weight.right"] == "output.left"
+    registered = REGISTERED[compute]
+    return registered.output.left.block is None and registered.cast_slots["grad_weight.right"] == "output.left"
 
 
 @torch.library.custom_op("narrowgauge::grouped_output", mutates_args=("history",))
@@ -73,12 +73,12 @@ def _grouped_output(
     for expert, tokens in groups_of(offsets):
         settings = _settings(expert, len(weights), compute, clock, key, history, record)
         own_bias = None if bias is None else bias[expert]
-        y, kept = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
+        y, saved = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
         result[tokens] = y
         if data.numel():
-            data[tokens] = kept.data
-        if outer.numel() and kept.outer is not None:
-            outer[_place(compute, expert, tokens)] = kept.outer
+            data[tokens] = saved.data
+        if outer.numel() and saved.outer is not None:
+            outer[_place(compute, expert, tokens)] = saved.outer
     return result, data, outer
 
 
@@ -91,11 +91,16 @@ def _grouped_gradients(
     grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, needs)
     for expert, tokens in groups_of(offsets):
         settings = _settings(expert, len(weights), compute, clock, key, history, record)
-        kept = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
+        saved = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
         if not _keeps_codes(compute) and REGISTERED[compute].cast_slots["grad_weight.right"] == "output.left":
-            kept = layer_matmuls.cast_to_slot(kept.data, REGISTERED[compute], "output.left")
+            saved = layer_matmuls.cast_to_slot(saved.data, REGISTERED[compute], "output.left")
         by_token, by_output = gradients(
-            grad[tokens], kept, weights[expert], sequence_length=sequence_length, needs=(needs[0], needs[1]), **settings
+            grad[tokens],
+            saved,
+            weights[expert],
+            sequence_length=sequence_length,
+            needs=(needs[0], needs[1]),
+            **settings,
         )
         if by_token is not None:
             grad_input[tokens] = by_token
@@ -121,11 +126,11 @@ def _empty_output(x: Tensor, weights: Tensor, compute: str) -> tuple[Tensor, Ten
     """Return the output, and what is kept of the cast input; entries that belong to no expert are never read."""
     result, data, outer = x.new_zeros((x.shape[0], weights.shape[1])), x.new_empty(0), None
     if _keeps_codes(compute):
-        one = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
-        data = x.new_empty(x.shape, dtype=one.data.dtype)
-        if one.outer is not None:
+        specimen = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
+        data = x.new_empty(x.shape, dtype=specimen.data.dtype)
+        if specimen.outer is not None:
             scales = x.shape[0] if REGISTERED[compute].output.left.granularity == "row" else len(weights)
-            outer = one.outer.new_empty((scales, one.outer.shape[1]))
+            outer = specimen.outer.new_empty((scales, specimen.outer.shape[1]))
     return result, data, x.new_empty(0, dtype=torch.float32) if outer is None else outer
 
 
@@ -333,11 +338,11 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
 
 def projections(model: nn.Module) -> list[str]:
     return [
-        f"{name}.{own}" if name else own
+        f"{name}.{projection}" if name else projection
         for name, module in model.named_modules()
         if is_experts(module)
-        for own in PROJECTIONS
-        if own in module._parameters
+        for projection in PROJECTIONS
+        if projection in module._parameters
     ]
 
 
@@ -349,17 +354,21 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    names = {own: f"{name}.{own}" if name else own for own in PROJECTIONS if own in module._parameters}
-    computes = {own: compute for own, full in names.items() if (compute := choose(full)) is not None}
+    names = {
+        projection: f"{name}.{projection}" if name else projection
+        for projection in PROJECTIONS
+        if projection in module._parameters
+    }
+    computes = {projection: compute for projection, full in names.items() if (compute := choose(full)) is not None}
     if not computes:
         return {}
     require_reachable(name, module)
     layers = {
-        own: GroupedLinear(module.num_experts, names[own], compute, module.down_proj.device)
-        for own, compute in computes.items()
+        projection: GroupedLinear(module.num_experts, names[projection], compute, module.down_proj.device)
+        for projection, compute in computes.items()
     }
     install(module, layers)
-    return {names[own]: layer for own, layer in layers.items()}
+    return {names[projection]: layer for projection, layer in layers.items()}
 
 
 def install(module: Any, projections: Mapping[str, nn.Module]) -> None:

@@ -9,13 +9,13 @@ writes its result. Eager, this code is the reference. Compiled, it is one fused 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import Compiled, compiled, compiled_for_pattern
+from narrowgauge.compile import Compiled, compiled
 from narrowgauge.edge_values import edge_values, normal_values, with_nan
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.expansions import Expansion, NearestEven
@@ -226,24 +226,6 @@ def make_step(
     return step
 
 
-def row_peaks(*words: Tensor) -> Tensor:
-    """Return the largest magnitude in each row of a bfloat16 matrix, given as words: float32 ``[rows]``."""
-    lanes = [codes.visible_value("bfloat16", lane).abs() for lane in layout.lanes_of_weight("bfloat16", words)]
-    return reduce(torch.maximum, [lane.amax(1) for lane in lanes])
-
-
-def peaks_of_matrices(matrices: Sequence[Tensor], *, compile: bool) -> Tensor:
-    """Return the largest magnitude in each row of bfloat16 matrices: float32 ``[rows]``, all rows in order."""
-    peaks = []
-    for words in matrices:
-        if compile and min(words.shape) > 1:
-            peaks.append(compiled_for_pattern(row_peaks, words))
-        else:
-            rows = max(1, chunk_size(words.device) // max(1, words.shape[1]))
-            peaks += [row_peaks(chunk) for chunk in words.split(rows)]
-    return torch.cat(peaks)
-
-
 Steps = tuple[Step, Step, Step]
 """Three steps: plain, audited, and audited with a table over the words."""
 
@@ -308,9 +290,9 @@ class WordKernel:
             return None
         rows, total = max(1, size // first[0].numel()), None
         for start in range(0, len(first), rows):
-            piece = [tensor[start : start + rows] for tensor in tensors]
+            chunk = [tensor[start : start + rows] for tensor in tensors]
             # A trace for many rows is wrong for one row.
-            sums = (step if run is None or not run.accepts([*piece, values, seed]) else run)(*piece, values, seed)
+            sums = (step if run is None or not run.accepts([*chunk, values, seed]) else run)(*chunk, values, seed)
             total = sums if total is None else total + sums
         return total if audited else None
 

@@ -13,11 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
 from narrowgauge.numerics.rounding import at_least_float32, half, narrowed
 from narrowgauge.optim import codes, layout
-from narrowgauge.optim.kernel import Kernel, peaks_of_matrices
+from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.layout import Bucket
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
 
@@ -302,31 +303,21 @@ def weight_bound(peaks: Tensor) -> Tensor:
 
 def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> Tensor:
     """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order."""
-    peaks: list[Tensor | None] = []
-    matrices, sizes = [], []
-    for state, value in zip(states, values, strict=True):
-        is_words = state.storage.visible == "bfloat16" and value.dtype is torch.bfloat16 and value.numel() > 0
-        parts = layout.parts_of(state.storage, value) if is_words else None
-        if parts is None:
-            peaks.append(_row_peaks(value, layout.matrix_of(state.storage, value.shape)))
-        else:
-            peaks.append(None)
-            matrices += parts
-            sizes.append(sum(map(len, parts)))
-    if matrices:
-        joined = peaks_of_matrices(matrices, compile=states[0].kernel.compiles_for(matrices[0].device))
-        if len(sizes) == len(states):
-            return joined.unsqueeze(1)
-        split = iter(joined.split(sizes))
-        peaks = [next(split) if rows is None else rows for rows in peaks]
-    return torch.cat([rows for rows in peaks if rows is not None]).unsqueeze(1)
+    return torch.cat([_peaks(*pair) for pair in zip(states, values, strict=True)]).unsqueeze(1)
 
 
-def _row_peaks(values: Tensor, matrix: tuple[int, ...]) -> Tensor:
+def _peaks(state: ParameterState, values: Tensor) -> Tensor:
+    matrix = values.contiguous().view(layout.matrix_of(state.storage, values.shape))
     if not values.numel():
-        return values.new_zeros(matrix[0], dtype=torch.float32)
-    pieces = values.reshape(matrix).split(max(1, PIECE_WORDS // matrix[1]))
-    return torch.cat([piece.abs().amax(1) for piece in pieces]).float()
+        return values.new_zeros(len(matrix), dtype=torch.float32)
+    if matrix.dtype is torch.bfloat16 and min(matrix.shape) > 1 and state.kernel.compiles_for(matrix.device):
+        compiled: Tensor = compiled_for_pattern(_row_maxima, matrix)
+        return compiled
+    return torch.cat([_row_maxima(rows) for rows in matrix.split(max(1, PIECE_WORDS // matrix.shape[1]))])
+
+
+def _row_maxima(matrix: Tensor) -> Tensor:
+    return matrix.abs().amax(1).float()
 
 
 def read_leading(states: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:

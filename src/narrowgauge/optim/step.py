@@ -79,11 +79,11 @@ class Stepper:
         A bucket is one kernel call if all its members are in ``states`` and at one step number.
         """
         waiting: dict[ParameterState, None] = dict.fromkeys(states)
-        whole: list[Bucket] = []
+        full_buckets: list[Bucket] = []
         for bucket in dict.fromkeys(state.bucket for state in states if state.bucket is not None):
             counts = {member.step if member in waiting else None for member in bucket.members}
             if len(counts) == 1 and None not in counts:
-                whole.append(bucket)
+                full_buckets.append(bucket)
                 for member in bucket.members:
                     del waiting[member]
         elementwise: list[tuple[ParameterState, StepKernel]] = []
@@ -94,7 +94,7 @@ class Stepper:
         for state, sums in step_matrices(matrices, self.group, self.numbers):
             self._note(state, sums, state.parameter.numel())
         self._bound_rows(elementwise)
-        for bucket in whole:
+        for bucket in full_buckets:
             self._step_bucket(bucket)
         for state, kernel in elementwise:
             tensors, numbers = state.direct(), self.numbers(state)
@@ -120,8 +120,8 @@ class Stepper:
     def _step_audited(self, state: ParameterState, tensors: Sequence[Tensor], numbers: Numbers) -> None:
         turn, length = (state.step + 1) // self.audit_every, len(tensors[0])
         for part, watched in audited_parts(length, turn, tensors[0][0].numel() if length else 1):
-            piece = [tensor[part] for tensor in tensors]
-            sums = state.kernel.run(piece, numbers.values, numbers.seed, audited=watched)
+            chunk = [tensor[part] for tensor in tensors]
+            sums = state.kernel.run(chunk, numbers.values, numbers.seed, audited=watched)
             if sums is not None:
                 self._note(state, sums, state.parameter.numel() * (part.stop - part.start) // max(1, length))
 
