@@ -143,7 +143,7 @@ def two_passes(rank: int) -> dict[str, list[str]]:
     refusals: dict[str, list[str]] = {}
     for kind in KINDS:
         model, called = placed(kind)
-        reduction = ng.reduce_gradients_with(called, "reproducible", average=False)
+        ng.reduce_gradients_with(called, "reproducible", average=False)
 
         def backward(called: nn.Module = called) -> None:
             called(torch.ones(1, 4)).sum().backward()
@@ -151,12 +151,19 @@ def two_passes(rank: int) -> dict[str, list[str]]:
         refusals[kind] = [refusal(backward), refusal(backward)]
         model.zero_grad()
         refusals[kind].append(refusal(backward))
-        model.zero_grad()
-        if kind == "sharded" and dist.get_world_size() > 1:
-            with pytest.raises(RecipeError, match="met in one micro-batch"), reduction.micro_batch():
-                backward()
-                backward()
     return refusals
+
+
+def two_passes_in_a_micro_batch(rank: int) -> str:
+    _, called = placed("sharded")
+    reduction = ng.reduce_gradients_with(called, "reproducible")
+
+    def run() -> None:
+        with reduction.micro_batch():
+            for _ in range(2):
+                called(torch.ones(1, 4)).sum().backward()
+
+    return refusal(run)
 
 
 def test_a_second_pass_in_one_step_is_refused(tmp_path: Path) -> None:
@@ -165,6 +172,8 @@ def test_a_second_pass_in_one_step_is_refused(tmp_path: Path) -> None:
             for kind, (first, second, zeroed) in refusals.items():
                 assert first == zeroed == "", kind
                 assert "a second backward pass was met in one step" in second, kind
+    for message in run_ranks(two_passes_in_a_micro_batch, 2, tmp_path / "block"):
+        assert "two backward passes were met in one micro-batch" in message
 
 
 def unsent(rank: int) -> list[str]:

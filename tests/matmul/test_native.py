@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmul.scenarios import CPU, DIMS, KEY, gaussian, names, words_for
+from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, names
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, multiply, operand_dtype
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import KERNELS, kernel_for, needs_kernel
 from oracles import cuda_matmuls as device_rules
@@ -51,21 +51,6 @@ def untried() -> Iterator[None]:
     native._works.cache_clear()
     yield
     native._works.cache_clear()
-
-
-def operands_of(
-    row: Compute, place: str, shape: tuple[int, int, int], draw: Callable[..., Tensor] = gaussian
-) -> list[Operand]:
-    """Both, cast for a matmul of the row by what the device asks for."""
-    found, matmul, (rows, contraction, columns) = [], row.products[place], shape
-    for seed, (cast, dim, size) in enumerate(
-        zip((matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True)
-    ):
-        x = draw(*((size, contraction) if dim == 1 else (contraction, size)), seed=seed)
-        x = x.float() if cast.format == "tfloat32" else x
-        dtype = operand_dtype(cast, matmul, CPU)
-        found.append(cast_matrix(x, cast, dim, dtype, words=words_for(x, cast, dim, KEY)))
-    return found
 
 
 def values_of(operand: Operand, dim: int) -> Tensor:
@@ -133,7 +118,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str
     bias = gaussian(shape[2], seed=5)
     for dtype, given in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
         with device(NATIVE_ON[row.name]):
-            pair = operands_of(row, place, shape)
+            pair = cast_operands(row, place, shape)
             assert native.takes(KERNELS["tfloat32"] if row.name == "tfloat32" else KERNELS["float8"], *pair)
             found = multiply(*pair, DIMS[place], row.products[place], dtype, given)
         left, right = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))

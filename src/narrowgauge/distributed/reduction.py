@@ -49,7 +49,6 @@ def reduce_gradients_with(
     name: str | Reduction,
     *,
     average: bool = True,
-    accumulator: GradientAccumulator | None = None,
     seed: int = 0,
     mesh: Any = None,
 ) -> GradientReduction:
@@ -61,8 +60,6 @@ def reduce_gradients_with(
         name: a row of ``REDUCTIONS``, or its name.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do. Otherwise the loss of each micro-batch is its part
             of the step's loss.
-        accumulator: sums the micro-batches of a step in its own format. Without it, autograd and FSDP2 do. An order-invariant
-            reduction sums them itself and ignores the accumulator.
         seed: of random bits, if the reduction draws any; the same on all ranks.
         mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has its own.
     Returns:
@@ -93,7 +90,7 @@ def reduce_gradients_with(
             f"reduction '{row.name}' was requested for a model whose gradients are summed by '{installed.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    reduction = GradientReduction(model, row, average, accumulator, seed, mesh)
+    reduction = GradientReduction(model, row, average, seed, mesh)
     _installed[inner] = weakref.ref(reduction)
     return reduction
 
@@ -142,12 +139,12 @@ class GradientReduction:
         model: nn.Module,
         row: Reduction,
         average: bool,
-        accumulator: GradientAccumulator | None,
         seed: int,
         mesh: Any,
     ) -> None:
         settle(model)
-        self.row, self._model, self.accumulator = row, model, accumulator
+        self.row, self._model = row, model
+        self._accumulator: GradientAccumulator | None = None
         self.current: _MicroBatch | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._in_step = self._is_closed = False
@@ -179,7 +176,8 @@ class GradientReduction:
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
         self._use = ParameterUse(self._sharded if self._sums_leaves else (), grid.group)
         if self.size > 1 or self._sums_leaves:
-            self._undo += [p.register_hook(self._begin_pass).remove for p in self._trainable]
+            # Before the gradients of what FSDP2 shards, it allocates memory, see `before_group`.
+            self._undo += [p.register_hook(self._begin_pass).remove for p in whole_params]
             self._undo += [p.register_post_accumulate_grad_hook(self._arrived.add).remove for p in self._trainable]
         self._forwards = ForwardPasses(self._device, self._require_sent)
         if self._sums_leaves and self._trainable:
@@ -221,8 +219,11 @@ class GradientReduction:
             self.current = None
 
     def accumulate_in(self, accumulator: GradientAccumulator) -> None:
-        """Sum the micro-batches of a step in an accumulator. An order-invariant reduction ignores it."""
-        self.accumulator = accumulator
+        """Sum the micro-batches of a step in an accumulator, and not in autograd and FSDP2.
+
+        An order-invariant reduction sums them itself and ignores it.
+        """
+        self._accumulator = accumulator
 
     @property
     def step(self) -> int:
@@ -253,8 +254,8 @@ class GradientReduction:
         self._replicated.discard()
         for exchange in self._exchanges:
             exchange.discard()
-        if self.accumulator is not None:
-            self.accumulator.discard()
+        if self._accumulator is not None:
+            self._accumulator.discard()
         self._in_step = False
         self._lone_pass = None
         self._arrived.clear()
@@ -413,10 +414,10 @@ class GradientReduction:
         else:
             for parameter, gradient in waiting.items():
                 parameter.grad = gradient
-            if self.accumulator is not None:
-                self.accumulator.accumulate()
+            if self._accumulator is not None:
+                self._accumulator.accumulate()
                 if micro_batch.is_last:
-                    self.accumulator.finish()
+                    self._accumulator.finish()
             if micro_batch.is_last:
                 self._replicated.add()
         self._in_step = not micro_batch.is_last

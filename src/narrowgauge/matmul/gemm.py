@@ -125,12 +125,12 @@ class EmulationNotice(UserWarning):
 _WARNED: set[tuple[str, str]] = set()
 
 
-def warn_if_emulated(compute: Compute, device: torch.device, stacklevel: int = 3) -> None:
+def warn_if_emulated(compute: Compute, device: torch.device) -> None:
     if (compute.name, str(device)) in _WARNED or device.type == "meta":
         return
     _WARNED.add((compute.name, str(device)))
     if emulated_formats(compute, device):
-        warnings.warn(describe_matmuls(compute, device), EmulationNotice, stacklevel=stacklevel)
+        warnings.warn(describe_matmuls(compute, device), EmulationNotice, stacklevel=3)
 
 
 def emulated_formats(compute: Compute, device: torch.device) -> list[str]:

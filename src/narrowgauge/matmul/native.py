@@ -104,10 +104,10 @@ def _turned(operand: Operand, dim: int) -> Operand:
     return operand._replace(data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t())
 
 
-def _filled(x: Tensor, rows: int = _SIDE, columns: int = _SIDE) -> Tensor:
-    """Return one-byte codes, row-major, padded with zeros to multiples of ``rows`` and ``columns``."""
+def _filled(x: Tensor) -> Tensor:
+    """Return one-byte codes, row-major, padded with zeros to whole multiples of the kernels' sides."""
     codes = x.view(torch.int8)  # F.pad does not take float8
-    extra = -x.shape[1] % columns, -x.shape[0] % rows
+    extra = -x.shape[1] % _SIDE, -x.shape[0] % _SIDE
     return (F.pad(codes, (0, extra[0], 0, extra[1])) if any(extra) else codes).contiguous().view(x.dtype)
 
 

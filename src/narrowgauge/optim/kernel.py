@@ -161,6 +161,24 @@ def num_scales(storage: Storage) -> int:
     return 2 * len(storage.scaled) * layout.num_parts(storage)
 
 
+def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]) -> list[Lane]:
+    """Return the lanes of words: the parts of the weight, then of the gradient, then the tensors of each plane.
+
+    ``multipliers`` hold, for each scaled code and part, the one into the code's window and the one back.
+    """
+    parts = layout.num_parts(storage)
+    weights = layout.lanes_of_weight(storage.visible, words[:parts])
+    gradients = layout.lanes_of_weight(storage.visible, words[parts : 2 * parts])
+    fields = layout.by_lane(storage, words[2 * parts :])
+    pairs = list(zip(multipliers[::2], multipliers[1::2], strict=True))
+    lanes = []
+    for number, of_lane in enumerate(zip(weights, gradients, fields, strict=True)):
+        part = number // layout.per_word(storage)
+        scales = {name: pairs[index * parts + part] for index, name in enumerate(storage.scaled)}
+        lanes.append(Lane(*of_lane, scales))
+    return lanes
+
+
 def make_step(
     storage: Storage,
     advance: Advance,
@@ -182,32 +200,20 @@ def make_step(
         (:func:`narrowgauge.optim.layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
         plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
         the code's window and back. ``decided`` holds the float32 tensors of the first lane, then of the next. On a CPU the step
-        does
-        not skip: the caller does. The result is the audit, empty without one.
+        does not skip: the caller does. The result is the audit, empty without one.
     """
-    parts, visible, scaled = layout.num_parts(storage), storage.visible, storage.scaled
-    names, lanes = (*CONTROL, *scalars), range(layout.num_lanes(storage))
+    parts, visible = layout.num_parts(storage), storage.visible
+    names, num_lanes = (*CONTROL, *scalars), layout.num_lanes(storage)
     num_words = 2 * parts + sum(layout.num_tensors(storage, plane.bits) for plane in layout.planes(storage))
-    ends = num_words + num_scales(storage), num_words + num_scales(storage) + num_decided * len(lanes)
+    ends = num_words + num_scales(storage), num_words + num_scales(storage) + num_decided * num_lanes
 
     def step(*arguments: Tensor) -> Tensor:
-        words, multipliers, decided = (
-            arguments[:num_words],
-            arguments[num_words : ends[0]],
-            arguments[ends[0] : ends[1]],
-        )
+        words, decided = arguments[:num_words], arguments[ends[0] : ends[1]]
         values, seed = arguments[ends[1] :]
         numbers = {name: values[index] for index, name in enumerate(names)}
-        pairs = [(multipliers[k], multipliers[k + 1]) for k in range(0, len(multipliers), 2)]
-        weights = layout.lanes_of_weight(visible, words[:parts])
-        gradients = layout.lanes_of_weight(visible, words[parts : 2 * parts])
-        fields = layout.by_lane(storage, words[2 * parts :])
         done, decayed = [], []
-        for k in lanes:
-            part = k // layout.per_word(storage)
-            scales = {name: pairs[index * parts + part] for index, name in enumerate(scaled)}
+        for k, lane in enumerate(lanes_of(storage, words, arguments[num_words : ends[0]])):
             values_decided = decided[k * num_decided : (k + 1) * num_decided]
-            lane = Lane(weights[k], gradients[k], fields[k], scales)
             done.append(advance(lane, values_decided, numbers, seed))
             if summarize is not None and decay is not None:
                 decayed.append(decay_terms(*decay(lane, values_decided, numbers, seed, done[k])))

@@ -24,7 +24,7 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import MatrixKernel, num_scales
+from narrowgauge.optim.kernel import MatrixKernel, lanes_of, num_scales
 from narrowgauge.optim.row_bounds import rescaled, set_scales
 from narrowgauge.optim.rules.matrix import PIECE, Options, decay_of, matrix_shape
 from narrowgauge.optim.state import ParameterState, weight_bound
@@ -203,20 +203,8 @@ class Piece:
     tensors: list[Tensor]
 
     def lanes(self) -> list[Lane]:
-        """Return the lanes of its words as a kernel reads them."""
-        storage, parts = self.storage, layout.num_parts(self.storage)
-        words = self.tensors[: len(self.tensors) - num_scales(storage)]
-        scales = self.tensors[len(words) :]
-        weights = layout.lanes_of_weight(storage.visible, words[:parts])
-        gradients = layout.lanes_of_weight(storage.visible, words[parts : 2 * parts])
-        fields = layout.by_lane(storage, words[2 * parts :])
-        pairs = list(zip(scales[::2], scales[1::2], strict=True))
-        lanes = []
-        for number, (weight, gradient, field) in enumerate(zip(weights, gradients, fields, strict=True)):
-            part = number // layout.per_word(storage)
-            of_lane = {name: pairs[index * parts + part] for index, name in enumerate(storage.scaled)}
-            lanes.append(Lane(weight, gradient, field, of_lane))
-        return lanes
+        num_words = len(self.tensors) - num_scales(self.storage)
+        return lanes_of(self.storage, self.tensors[:num_words], self.tensors[num_words:])
 
     def elements(self, values: Tensor, *, of_rows: bool = False) -> list[Tensor]:
         """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows.
@@ -328,11 +316,7 @@ class MatrixStep:
         state = self.state
         if not state.parameter.numel():
             return
-        tensors, weight = state.direct(), None
-        if tensors is None or not all(map(layout.is_aligned, tensors)):
-            weight, words = layout.copied_words(self.storage, state.parameter.detach())
-            _, slopes = layout.copied_words(self.storage, state.gradient)
-            tensors = [*words, *slopes, *state.plane_words, *state.scales]
+        tensors, weight = state.kernel_tensors()
         length, row = len(tensors[0]), tensors[0][0].numel()
         # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
@@ -342,8 +326,7 @@ class MatrixStep:
         for start in range(0, length, size):
             pieces = [tensor[start : start + size] for tensor in tensors]
             yield Piece(self.storage, tuple(state.parameter.shape), start, pieces)
-        if weight is not None:
-            state.parameter.detach().copy_(weight.reshape(state.parameter.shape))
+        state.write_back(weight)
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -43,8 +43,7 @@ class ParameterState:
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
         made_for: its shape, dtype and device.
         words: the words of each plane, by plane name.
-        bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A stochastically
-            rounded
+        bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A rounded
             value may exceed it: the window ends at 1.7 times the power of two above.
         extras: the tensors of separate states, by state and saved name.
         step: number of steps taken.
@@ -270,8 +269,24 @@ class ParameterState:
             pairs = [layout.scales_of_parts(self.storage, shape, scale[name]) for scale in (into, back)]
             self.scales += [scale for pair in zip(*pairs, strict=True) for scale in pair]
 
-    def direct(self) -> list[Tensor] | None:
-        """Return parameter, gradient and states as words in place, or ``None`` if impossible."""
+    def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
+        """Return parameter, gradient and states as the kernel's words: in place, or else as copies.
+
+        After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in place.
+        """
+        tensors = self._in_place()
+        if tensors is not None and all(map(layout.is_aligned, tensors)):
+            return tensors, None
+        weight, words = layout.copied_words(self.storage, self.parameter.detach())
+        _, slopes = layout.copied_words(self.storage, self.gradient)
+        return [*words, *slopes, *self.plane_words, *self.scales], weight
+
+    def write_back(self, weight: Tensor | None) -> None:
+        """Write the copy of the weight that a step has changed."""
+        if weight is not None:
+            self.parameter.detach().copy_(weight.reshape(self.parameter.shape))
+
+    def _in_place(self) -> list[Tensor] | None:
         place = self.parameter.data_ptr()
         if place != self._weight_at:  # the weight has moved, or this is the first call
             self._weight_words, self._weight_at = layout.parts_of(self.storage, self.parameter.detach()), place
