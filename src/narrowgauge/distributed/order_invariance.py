@@ -29,15 +29,15 @@ from narrowgauge.numerics.exact_sums import exact_norm
 from narrowgauge.torch_hooks import OwnHook
 
 IN_MICRO_BATCHES = (
-    "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them exactly, and call "
-    "zero_grad() after each step."
+    "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them, and call zero_grad() "
+    "after each step."
 )
 
 
 def refuse_unsent(how: str) -> None:
     raise RecipeError(
-        f"{how} adds up the gradients of micro-batches on each rank before they are sent, and so other bits come out on another "
-        "number of ranks.",
+        f"{how} adds up the gradients of micro-batches on each rank before they are sent, and the reduction sums each backward "
+        "pass over ranks.",
         IN_MICRO_BATCHES,
     )
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 
@@ -154,11 +153,3 @@ def _pause_at_exit() -> None:
     "terminate called without an active exception".
     """
     atexit.register(time.sleep, 0.2)
-
-
-def largest_of_ranks(values: Tensor) -> Tensor:
-    """Return the elementwise maximum over all ranks of the default group, as a new tensor."""
-    values = values.clone()
-    if has_group():
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values

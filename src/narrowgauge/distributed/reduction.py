@@ -130,7 +130,7 @@ class GradientReduction:
     """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
 
     Attributes:
-        size: the number of ranks whose gradients are summed.
+        size, group: the number of ranks whose gradients are summed, and their process group.
         current: the micro-batch whose block is open.
     """
 
@@ -165,7 +165,7 @@ class GradientReduction:
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
         grid = grid or _grid_of(model, mesh)
-        self.size, self._group = grid.size, grid.group
+        self.size, self.group = grid.size, grid.group
         _require_whole(model, whole_params, grid)
         dtypes = self._dtypes_of_sums() if self._sums_leaves else {}
         self._replicated = Replicated(
@@ -262,13 +262,6 @@ class GradientReduction:
         self._use.discard()
         self._forwards.discard()
 
-    def largest(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over the ranks whose gradients are summed. All of them call it."""
-        values = values.clone()
-        if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
-        return values
-
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter kept between micro-batches and steps, counted from live tensors."""
         total = sum(exchange.num_bytes() for exchange in self._exchanges)
@@ -313,7 +306,8 @@ class GradientReduction:
             return
         if any(p.grad is not None for p in self._trainable):
             raise RecipeError(
-                "a second backward pass was met in one step. Gradients of the first are still there, and were summed over ranks.",
+                "a second backward pass was met in one step, and gradients of the first are still there. (A reentrant checkpoint "
+                "runs one pass inside another.)",
                 IN_MICRO_BATCHES,
             )
         if isinstance(self._model, nn.parallel.DistributedDataParallel) and not self._model.require_backward_grad_sync:
