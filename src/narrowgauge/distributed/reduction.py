@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,17 @@ from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
-if TYPE_CHECKING:
-    from narrowgauge.optim.accumulation import GradientAccumulator
-
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
+
+
+class Accumulator(Protocol):
+    """Sum the gradients of micro-batches, as :class:`narrowgauge.GradientAccumulator` does."""
+
+    def accumulate(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def discard(self) -> None: ...
 
 
 def reduce_gradients_with(
@@ -144,7 +151,7 @@ class GradientReduction:
     ) -> None:
         settle(model)
         self.row, self._model = row, model
-        self._accumulator: GradientAccumulator | None = None
+        self._accumulator: Accumulator | None = None
         self.current: _MicroBatch | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._in_step = self._is_closed = False
@@ -218,7 +225,7 @@ class GradientReduction:
         finally:
             self.current = None
 
-    def accumulate_in(self, accumulator: GradientAccumulator) -> None:
+    def accumulate_in(self, accumulator: Accumulator) -> None:
         """Sum the micro-batches of a step in an accumulator, and not in autograd and FSDP2.
 
         An order-invariant reduction sums them itself and ignores it.
