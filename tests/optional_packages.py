@@ -9,6 +9,7 @@ from importlib.util import find_spec
 # What a name or a package needs to be imported, beyond what pip installs on every machine.
 NEEDS = {"Trainer": "accelerate", "TrainingArguments": "accelerate", "torchtitan": "triton"}
 
+
 def absent_packages(code: str) -> list[str]:
     """Return the packages that code imports anywhere and that are not installed."""
     needed = set()

@@ -44,9 +44,7 @@ def normal_values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Te
     return torch.randn(*shape, dtype=torch.float32, generator=generator).to(dtype)
 
 
-def edge_values(
-    dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, device: torch.device | str = "cpu", finite: bool = False
-) -> Tensor:
+def edge_values(dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, finite: bool = False) -> Tensor:
     """Draw one third edge values of both signs, one third values of every magnitude, one third normal ones. No NaN.
 
     ``seed`` chooses among them. ``finite`` omits infinities.
@@ -63,7 +61,7 @@ def edge_values(
     kinds = torch.randint(3, shape, generator=generator)
     spread = torch.ldexp(1 + torch.rand(shape, dtype=torch.float64, generator=generator), exponents) * normal.sign()
     chosen = torch.where(kinds == 0, edges, torch.where(kinds == 1, spread, normal))
-    return chosen.float().to(dtype).to(device)
+    return chosen.float().to(dtype)
 
 
 def with_nan(values: Tensor, seed: int = 0) -> Tensor:
@@ -81,10 +79,10 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
     return torch.where((place % 17 == 16).to(integers.device), chosen, integers).to(integers.dtype).view(values.dtype)
 
 
-def same_numbers(one: Tensor, other: Tensor) -> bool:
+def same_numbers(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same bits. Any NaN of a float tensor equals any other."""
-    if one.dtype is not other.dtype or one.shape != other.shape:
+    if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    bits = [x.view(_BITS[x.dtype.itemsize]) for x in (one, other)]
+    bits = [x.view(_BITS[x.dtype.itemsize]) for x in (a, b)]
     same = bits[0] == bits[1]
-    return bool((same | (one.isnan() & other.isnan()) if one.is_floating_point() else same).all())
+    return bool((same | (a.isnan() & b.isnan()) if a.is_floating_point() else same).all())

@@ -106,13 +106,13 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}…{text[len(text) - half :]}"
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """Return ``"Did you mean 'compact'?"`` for the nearest known name, or an empty string.
 
     >>> suggestion("compat", ["compact", "word"])
     "Did you mean 'compact'?"
     """
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"Did you mean '{near[0]}'?" if near else ""
 
 

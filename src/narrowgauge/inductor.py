@@ -87,8 +87,8 @@ def few_instructions() -> Iterator[None]:
 
 def _cast_bits(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
     names = {torch.float32: "float", torch.int32: "int32_t"}
-    whole = {dtype, src_dtype} == names.keys() and _intrinsic("") != ""
-    return f"at::vec::cast<{names[dtype]}>({x})" if whole else ""
+    fits = {dtype, src_dtype} == names.keys() and _intrinsic("") != ""
+    return f"at::vec::cast<{names[dtype]}>({x})" if fits else ""
 
 
 def _shift_left(a: Any, b: Any) -> str:
@@ -111,20 +111,20 @@ def _mask(a: Any, b: Any) -> str:
     return f"{moved} & {_value(mask)}" if moved and bits != (1 << (32 - count)) - 1 else moved
 
 
-def _where_nan(condition: Any, nan: Any, other: Any) -> str:
+def _where_nan(condition: Any, nan: Any, rest: Any) -> str:
     from torch._inductor.virtualized import V
 
     test = V.interpreter.current_node.args[1]
     if getattr(test, "target", "") != "ne" or str(_value(test.args[1])) != str(_value(test.args[2])):
         return ""
     x, kind = _value(test.args[1]), _intrinsic("")
-    if x.dtype is not torch.float32 or other.dtype is not torch.int32 or not kind:
+    if x.dtype is not torch.float32 or rest.dtype is not torch.int32 or not kind:
         return ""
     value = f"at::vec::Vectorized<int32_t>({nan})"
     if kind == "_mm512_":
-        chosen = f"_mm512_mask_mov_epi32({other}, _mm512_cmp_ps_mask({x}, {x}, _CMP_UNORD_Q), {value})"
+        chosen = f"_mm512_mask_mov_epi32({rest}, _mm512_cmp_ps_mask({x}, {x}, _CMP_UNORD_Q), {value})"
     else:
-        floats = [f"_mm256_castsi256_ps({bits})" for bits in (other, value)]
+        floats = [f"_mm256_castsi256_ps({bits})" for bits in (rest, value)]
         chosen = f"_mm256_castps_si256(_mm256_blendv_ps({', '.join(floats)}, _mm256_cmp_ps({x}, {x}, _CMP_UNORD_Q)))"
     return f"at::vec::Vectorized<int32_t>({chosen})"
 
@@ -164,8 +164,8 @@ def _intrinsic(name: str) -> str:
     from torch._inductor.virtualized import V
 
     prefix = {256: "_mm256_", 512: "_mm512_"}.get(V.kernel.vec_isa.bit_width(), "")
-    one = V.kernel.tiling_factor * 32 == V.kernel.vec_isa.bit_width()
-    return prefix + name if prefix and one else ""
+    is_one_register = V.kernel.tiling_factor * 32 == V.kernel.vec_isa.bit_width()
+    return prefix + name if prefix and is_one_register else ""
 
 
 def _operands() -> tuple[Any, Any]:

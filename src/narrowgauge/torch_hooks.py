@@ -3,8 +3,7 @@
 All followers share one pair of hooks on an optimizer's step, since PyTorch's own hooks break a loop in two ways:
 
 * PyTorch hooks ``step`` of each class. A subclass that calls ``super().step()`` runs its hooks twice for one step, the inner
-pair
-  within the outer one. Only the outer pair counts here.
+  pair within the outer one. Only the outer pair counts here.
 * PyTorch iterates over its hooks while it calls them. A hook that removes another raises ``RuntimeError: OrderedDict mutated
   during iteration``. Here followers come and go in our own list, at any time.
 """

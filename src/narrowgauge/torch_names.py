@@ -358,7 +358,7 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def graph_dtypes(roots: Iterable[Tensor], most: int = 100_000) -> tuple[set[torch.dtype], bool]:
+def graph_dtypes(roots: Iterable[Tensor]) -> tuple[set[torch.dtype], bool]:
     """Return the floating-point dtypes of all operations that computed some tensors.
 
     Also return whether there may be more: custom autograd functions hide their operations.
@@ -367,7 +367,7 @@ def graph_dtypes(roots: Iterable[Tensor], most: int = 100_000) -> tuple[set[torc
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = {None}
     is_more = False
-    while nodes and len(seen) < most:
+    while nodes and len(seen) < 100_000:
         if (node := nodes.pop()) in seen:
             continue
         seen.add(node)

@@ -139,36 +139,41 @@ def refusal(work: Callable[[], object]) -> str:
 
 
 def two_passes(rank: int) -> dict[str, list[str]]:
-    """Of each kind: a step of one pass, whose gradients are zeroed in place; a second pass in one step; passes apart."""
-    said: dict[str, list[str]] = {}
+    """Of each kind: a step of one pass, a second pass in it, and a pass after the gradients are zeroed."""
+    refusals: dict[str, list[str]] = {}
     for kind in KINDS:
         model, called = placed(kind)
         ng.reduce_gradients_with(called, "reproducible", average=False)
 
-        def run(part: Callable[[], Tensor]) -> None:
-            part().sum().backward()
+        def backward(called: nn.Module = called) -> None:
+            called(torch.ones(1, 4)).sum().backward()
 
-        def whole(called: nn.Module = called) -> Tensor:
-            return called(torch.ones(1, 4))
-
-        messages = []
-        for _ in range(3):
-            messages.append(refusal(lambda: run(whole)))
-            model.zero_grad(set_to_none=False)
-        messages.append(refusal(lambda: run(whole)))
-        messages.append(refusal(lambda: run(whole)))
+        refusals[kind] = [refusal(backward), refusal(backward)]
         model.zero_grad()
-        messages.append(refusal(lambda: run(whole)))
-        said[kind] = messages
-    return said
+        refusals[kind].append(refusal(backward))
+    return refusals
+
+
+def two_passes_in_a_micro_batch(rank: int) -> str:
+    _, called = placed("sharded")
+    reduction = ng.reduce_gradients_with(called, "reproducible")
+
+    def run() -> None:
+        with reduction.micro_batch():
+            for _ in range(2):
+                called(torch.ones(1, 4)).sum().backward()
+
+    return refusal(run)
 
 
 def test_a_second_pass_in_one_step_is_refused(tmp_path: Path) -> None:
     for size in (1, 2):
-        for said in run_ranks(two_passes, size, tmp_path / str(size)):
-            for kind, messages in said.items():
-                assert messages[:4] == [""] * 4 and messages[5] == "", kind
-                assert "a second backward pass was met in one step" in messages[4], kind
+        for refusals in run_ranks(two_passes, size, tmp_path / str(size)):
+            for kind, (first, second, zeroed) in refusals.items():
+                assert first == zeroed == "", kind
+                assert "a second backward pass was met in one step" in second, kind
+    for message in run_ranks(two_passes_in_a_micro_batch, 2, tmp_path / "block"):
+        assert "two backward passes were met in one micro-batch" in message
 
 
 def unsent(rank: int) -> list[str]:

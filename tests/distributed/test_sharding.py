@@ -6,8 +6,6 @@ data of their own must end with equal weights.
 
 from __future__ import annotations
 
-import os
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -145,81 +142,36 @@ def refusals(mesh: Any) -> dict[str, str]:
     return said
 
 
-# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── what the ranks must show ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found; whichever worker of a session comes first starts them for all."""
-    root = tmp_path_factory.getbasetemp()
-    place = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "sharding"
-    place.mkdir(exist_ok=True)
-    with FileLock(place / "lock"):
-        if not (place / "found").exists():
-            (place / "found").write_bytes(pickle.dumps(run_ranks(shard_and_learn, 2, place / "ranks")))
-    result: list[dict[str, Any]] = pickle.loads((place / "found").read_bytes())
-    return result
+def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread: None) -> None:
+    expected = {case: learn(*prepared(case)) for case in RECIPES}
+    expected |= dict.fromkeys(("none", "hybrid", "offload"), expected["word"])
+    expected["unequal"] = expected["float32"]  # ranks begin with the weights of rank 0
+    first, second = run_ranks(shard_and_learn, 2, tmp_path)
+    for result in (first, second):
+        assert [case for case, run in expected.items() if result[case] != run] == []
+    for how in sharding.SHARDINGS:
+        ours, theirs = first["own data"][how], second["own data"][how]
+        assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    check_groups(first["groups"])
+    check_refusals(first["refusals"])
 
 
-@pytest.mark.parametrize("case", RECIPES)
-def test_a_sharded_model_has_the_bits_of_one_process(case: str, found: list[Any], one_thread: None) -> None:
-    expected = learn(*prepared(case))
-    assert all(result[case] == expected for result in found)
-
-
-@pytest.mark.parametrize("how", ["none", "hybrid", "offload"])
-def test_replicas_and_offloaded_states_have_the_bits_of_one_process(
-    how: str, found: list[Any], one_thread: None
-) -> None:
-    expected = learn(*prepared("word"))
-    assert all(result[how] == expected for result in found)
-
-
-@pytest.mark.parametrize("how", sharding.SHARDINGS)
-def test_ranks_with_data_of_their_own_have_equal_weights(how: str, found: list[Any]) -> None:
-    one, other = (result["own data"][how] for result in found)
-    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
-def test_what_is_in_another_format_has_a_group_of_its_own_or_stays_whole(found: list[Any]) -> None:
+def check_groups(groups: dict[str, Any]) -> None:
+    """A layer in another format has a group of its own; vectors in another format stay whole."""
     layers = ["model.layers.0", "model.layers.1"]
-    groups = found[0]["groups"]
     assert groups["word"] == groups["float32"] == (["", *layers], [])
     assert groups["kept head"] == (["", *layers, "lm_head"], [])
     units, whole = groups["kept norms"]
     assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
 
 
-def test_ranks_begin_with_the_weights_of_the_first(found: list[Any], one_thread: None) -> None:
-    assert all(result["unequal"] == learn(*prepared("float32")) for result in found)
-
-
-def test_what_cannot_be_is_refused_with_advice(found: list[Any]) -> None:
-    said = found[0]["refusals"]
-    assert "sharded already" in said["twice"] and "with mesh=" in said["mixed"]
-    assert "mesh_dim_names" in said["unnamed"] and "full, none" in said["word"]
-    assert "DistributedDataParallel" in said["wrapped"] and "divisor" in said["replicas"]
-
-
-def delayed(rank: int, how: str) -> str:
-    """Weights after three steps of six micro-batches whose largest values differ, in a loop of one's own."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    size = dist.get_world_size()
-    batches = torch.randn(3, 6, 4, 16) * torch.arange(1.0, 7.0).view(1, 6, 1, 1)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
-    mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recipe = "float8-delayed/word/reproducible"
-        model, optimizer = ng.prepare(model, recipe, mesh=mesh, shard=how, average=False, compile=False)
-    for leaves in batches.bfloat16():
-        for turn, leaf in enumerate(leaves[rank::size]):
-            with optimizer.reduction.micro_batch(is_last=turn == 6 // size - 1):
-                (model(leaf).float().square().mean() / 6).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return print_of(model, optimizer)
+def check_refusals(refusals: dict[str, str]) -> None:
+    assert "sharded already" in refusals["twice"] and "with mesh=" in refusals["mixed"]
+    assert "mesh_dim_names" in refusals["unnamed"] and "full, none" in refusals["word"]
+    assert "DistributedDataParallel" in refusals["wrapped"] and "divisor" in refusals["replicas"]
 
 
 def on_a_part(rank: int) -> str:

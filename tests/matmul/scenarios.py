@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import tensors
-from narrowgauge.matmul.gemm import EmulationNotice, is_native
+from narrowgauge.matmul.gemm import EmulationNotice, is_native, operand_dtype
 from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.operand import Keys
+from narrowgauge.matmul.operand import Keys, Operand, cast_matrix
 from narrowgauge.matmul.operand import key_of as operand_key
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
@@ -104,6 +104,20 @@ def words_for(
         return None
     x = padded(x, cast, dim)
     return random_words(x.shape[0], x.shape[1], key, first_row)
+
+
+def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list[Operand]:
+    """Both operands of a matmul ``[rows, contraction, columns]``, cast as this device takes them."""
+    matmul, (rows, contraction, columns) = row.products[place], shape
+    operands = []
+    for seed, (cast, dim, side) in enumerate(
+        zip((matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True)
+    ):
+        x = gaussian(*((side, contraction) if dim == 1 else (contraction, side)), seed=seed)
+        x = x.float() if cast.format == "tfloat32" else x
+        words = words_for(x, cast, dim, KEY)
+        operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), words=words))
+    return operands
 
 
 def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tensor | None = None) -> Quantized:

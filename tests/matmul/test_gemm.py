@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from matmul.scenarios import CPU, DIMS, KEY, ROWS, gaussian, off, words_for
+from matmul.scenarios import CPU, DIMS, ROWS, cast_operands, gaussian, off
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import is_native, multiply, operand_dtype
-from narrowgauge.matmul.operand import Operand, cast_matrix
+from narrowgauge.matmul.operand import Operand
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import KERNELS
 from oracles import linear as oracle
@@ -23,23 +23,6 @@ every_place = pytest.mark.parametrize("place", PLACES)
 # [rows, contraction, columns]: not whole blocks, one of each side, and longer than a block of 128.
 SHAPES = [(33, 65, 17), (1, 40, 3), (5, 1, 4), (4, 300, 1)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-
-
-def lying(shape: tuple[int, int], dim: int, seed: int) -> Tensor:
-    """A matrix ``[rows, contraction]``, or its transpose where ``dim`` is 0."""
-    return gaussian(*(shape if dim == 1 else shape[::-1]), seed=seed)
-
-
-def operands_of(row: Compute, place: str, shape: tuple[int, int, int], as_codes: bool = False) -> list[Operand]:
-    """Both, cast for a matmul of the row."""
-    found, matmul, (rows, contraction, columns) = [], row.products[place], shape
-    for seed, (cast, dim, size) in enumerate(
-        zip((matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True)
-    ):
-        dtype = getattr(torch, cast.format) if as_codes else operand_dtype(cast, matmul, CPU)
-        x = lying((size, contraction), dim, seed)
-        found.append(cast_matrix(x, cast, dim, dtype, words=words_for(x, cast, dim, KEY)))
-    return found
 
 
 def values_of(operand: Operand, dim: int, *, folded: bool = False) -> Tensor:
@@ -66,7 +49,7 @@ def bare(operand: Operand, row: Compute, place: str) -> Operand:
 def test_every_matmul_is_within_its_bound_of_float64(
     row: Compute, place: str, shape: tuple[int, int, int], dtype
 ) -> None:
-    left, right = operands_of(row, place, shape)
+    left, right = cast_operands(row, place, shape)
     found = multiply(left, bare(right, row, place), DIMS[place], row.products[place], dtype)
     exactly = oracle.product(
         values_of(left, DIMS[place][0]), values_of(right, DIMS[place][1], folded=is_folded(row, place))
@@ -177,7 +160,7 @@ def test_the_float8_kernels_result_is_rounded_once(name: str, monkeypatch: pytes
 def test_no_rows_give_no_rows_and_no_terms_give_zeros(row: Compute, place: str) -> None:
     matmul = row.products[place]
     for shape in ((0, 64, 17), (33, 0, 17)):
-        left, right = operands_of(row, place, shape)
+        left, right = cast_operands(row, place, shape)
         found = multiply(left, bare(right, row, place), DIMS[place], matmul, torch.bfloat16)
         assert found.shape[0] in (shape[0], -shape[0] // 32 * -32) and not found.any()
 
@@ -186,7 +169,7 @@ def test_no_rows_give_no_rows_and_no_terms_give_zeros(row: Compute, place: str) 
 @exhaustive("side", [0, 1])
 def test_a_scale_that_is_nan_reaches_all_that_it_scales(name: str, side: int) -> None:
     row = COMPUTES[name]
-    pair = operands_of(row, "output", (32, 64, 16))
+    pair = cast_operands(row, "output", (32, 64, 16))
     outer = pair[side].outer
     assert outer is not None
     outer = outer.clone()

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmul.scenarios import CPU, DIMS, KEY, gaussian, names, words_for
+from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, names
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, multiply, operand_dtype
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import KERNELS, kernel_for, needs_kernel
 from oracles import cuda_matmuls as device_rules
@@ -29,7 +29,6 @@ NATIVE_ON = {
     "mxfp4": "sm100", "nvfp4": "sm120", "tfloat32": "sm80",
 }  # fmt: skip
 """A compute of each way through the code, on a chip that has its kernel."""
-BLOCKS = [COMPUTES[name] for name in ("float8-block", "mxfp8", "mxfp4", "nvfp4")]
 # [rows, contraction, columns]: ragged, one of each side, several tiles, and whole blocks.
 SHAPES = [(33, 65, 17), (5, 1, 4), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
@@ -52,21 +51,6 @@ def untried() -> Iterator[None]:
     native._works.cache_clear()
     yield
     native._works.cache_clear()
-
-
-def operands_of(
-    row: Compute, place: str, shape: tuple[int, int, int], draw: Callable[..., Tensor] = gaussian
-) -> list[Operand]:
-    """Both, cast for a matmul of the row by what the device asks for."""
-    found, matmul, (rows, contraction, columns) = [], row.products[place], shape
-    for seed, (cast, dim, size) in enumerate(
-        zip((matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True)
-    ):
-        x = draw(*((size, contraction) if dim == 1 else (contraction, size)), seed=seed)
-        x = x.float() if cast.format == "tfloat32" else x
-        dtype = operand_dtype(cast, matmul, CPU)
-        found.append(cast_matrix(x, cast, dim, dtype, words=words_for(x, cast, dim, KEY)))
-    return found
 
 
 def values_of(operand: Operand, dim: int) -> Tensor:
@@ -134,7 +118,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str
     bias = gaussian(shape[2], seed=5)
     for dtype, given in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
         with device(NATIVE_ON[row.name]):
-            pair = operands_of(row, place, shape)
+            pair = cast_operands(row, place, shape)
             assert native.takes(KERNELS["tfloat32"] if row.name == "tfloat32" else KERNELS["float8"], *pair)
             found = multiply(*pair, DIMS[place], row.products[place], dtype, given)
         left, right = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))
@@ -156,7 +140,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str
         assert ((found.double() - emulated.double()).abs() <= bound + accumulated).all()
 
 
-# ── each check can fail ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── a kernel that gives another product ──────────────────────────────────────────────────────────────────────────────────
 
 
 def untiled(scales: Tensor) -> Tensor:
@@ -167,26 +151,15 @@ def untiled(scales: Tensor) -> Tensor:
 
 PLANTED: dict[str, tuple[str, str, Callable[..., object]]] = {
     "scales row by row": ("mxfp8", "tiled_scales", untiled),
-    "no tiles filled up": ("mxfp8", "tiled_scales", lambda scales: scales.contiguous().flatten()),
     "columns of a tile as rows": ("nvfp4", "tiled_scales", lambda scales: untiled(scales.flip(0))),
-    "codes not filled up": ("mxfp8", "_filled", lambda x: x.contiguous()),
-    "rows of the right matrix": ("float8-row", "_filled", lambda x: x.t().contiguous().t()),
     "scales in rows": ("float8-block", "scales_in_columns", lambda scales: scales.contiguous()),
-    "square scales not filled up": ("float8-block", "square_scales_in_columns", lambda scales: scales.t()),
-    "scales of another block": (
-        "float8-block",
-        "scales_in_columns",
-        lambda scales: scales.roll(1, 1).t().contiguous().t(),
-    ),
+    "square scales not padded": ("float8-block", "square_scales_in_columns", lambda scales: scales.t()),
 }
-
-
-REFUSED_ALONE = ("rows of the right matrix", "codes not filled up")
-"""What the definition still computes rightly, and the device refuses."""
+"""A compute, a function of its layout, and a wrong one in its place."""
 
 
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("planted", [name for name in PLANTED if name not in REFUSED_ALONE])
+@pytest.mark.parametrize("planted", PLANTED)
 def test_a_kernel_that_is_off_in_its_trial_is_not_used(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a chip would show it: nobody refuses, and the product is another."""
     name, function, wrong = PLANTED[planted]
@@ -199,10 +172,3 @@ def test_a_kernel_that_is_off_in_its_trial_is_not_used(planted: str, monkeypatch
             assert operand_dtype(product.left, product, CPU) == torch.bfloat16
         except IndexError:
             pass  # the stand-in read beyond the scales, which a chip does not tell
-
-
-# ── rules that PyTorch checks on the device alone ───────────────────────────────────────────────────────────────────
-
-
-def float8(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    return torch.ones(rows, columns).to(dtype)

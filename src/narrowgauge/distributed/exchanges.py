@@ -1,7 +1,7 @@
-"""Sums of flat gradients over ranks: whose shards are summed, who keeps which, and by which collectives.
+"""Sum flat gradients over ranks: which shards are summed, who keeps which, and by which collectives.
 
 One picture covers every kind of sharding. The ranks form a table of ``replicas`` rows and ``shards`` columns. Each rank has a
-gradient of the whole, cut into ``shards`` pieces, and gets the sum of its column's piece:
+whole gradient, in ``shards`` pieces, and gets the sum of its column's piece:
 
     FSDP2                    one row
     replicated, and DDP      one column
@@ -31,16 +31,16 @@ SAME_PARAMETERS = (
     "Use the same parameters in every micro-batch, times 0 where one leaves them out, or keep those that some leave out whole on "
     "every rank: ignored_params=… of fully_shard."
 )
-"""What to do where micro-batches use different parameters of what FSDP2 shards."""
+"""Advice if micro-batches use different parameters of an FSDP2 group."""
 
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks that sum a gradient, as a table of replicas and shards.
+    """Describe the ranks that sum a gradient, as a table of replicas and shards.
 
     Args:
-        shards: into how many pieces the gradient is cut.
-        replicas: how many ranks keep each piece.
+        shards: number of pieces of the gradient.
+        replicas: number of ranks that keep each piece.
         group: the process group of all of them; ``None`` for a single process.
         shard_group: the ranks of this rank's row, in the order of the pieces.
         replica_group: the ranks of this rank's column.
@@ -63,7 +63,7 @@ ONE_RANK = RankGrid()
 
 
 def replicated(group: Any = None) -> RankGrid:
-    """Return the ranks of a process group, each of which keeps the whole; without a group, all ranks."""
+    """Return the ranks of a process group, which all keep the whole sum. Without a group, return all ranks."""
     if not has_group() or dist.get_world_size(group) == 1:
         return ONE_RANK
     group = group if group is not None else dist.group.WORLD
@@ -72,7 +72,7 @@ def replicated(group: Any = None) -> RankGrid:
 
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
-    """Return the ranks of a DeviceMesh; ``replicate_dim`` is ``None`` where nothing is replicated."""
+    """Return the ranks of a DeviceMesh. ``replicate_dim`` is ``None`` without replicas."""
     table = mesh.mesh.reshape(1, -1) if replicate_dim is None else mesh.mesh.permute(replicate_dim, shard_dim)
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
@@ -86,11 +86,11 @@ def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-"""By the group of all ranks, which its program may destroy: groups made of its ranks."""
+"""Groups made of some ranks, by the group of all ranks, which a program may destroy."""
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return a process group of these ranks, made once; only they need to call it."""
+    """Return a process group of these ranks, made once. Only they need to call it."""
     key, everyone = tuple(sorted(ranks)), dist.group.WORLD
     if len(key) == dist.get_world_size():
         return everyone
@@ -101,15 +101,15 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 class Exchange:
-    """The sum of one flat gradient over ranks, again and again.
+    """Sum one flat gradient over ranks, in every step.
 
     Args:
         average: divide the sum by the number of ranks.
         seed: of random bits, for reductions that draw some.
     Attributes:
-        sums_leaves: whether it also sums micro-batches; each one's gradient must then be passed to it separately.
-        step, place: optimizer steps done, and this exchange's number among a model's; they seed random bits.
-        on_gradient: called with what this rank is about to send, for verification.
+        sums_leaves: it also sums micro-batches. Pass it the gradient of each separately.
+        step, place: optimizer steps done, and this exchange's number in its model. They key random bits.
+        on_gradient: called with this rank's gradient before it is sent.
     """
 
     sums_leaves = False
@@ -130,8 +130,8 @@ class Exchange:
         """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
 
         Args:
-            gradient: shape [shards * n], of this rank's micro-batch; it may be overwritten.
-            output: shape [n], of the same dtype; may be left as it is if the exchange sums micro-batches and others follow.
+            gradient: shape [shards * n], of this rank's micro-batch. It may be overwritten.
+            output: shape [n], of the same dtype. It may stay unset until the last micro-batch.
             is_last: whether this is the step's last micro-batch.
         """
         raise NotImplementedError
@@ -140,12 +140,12 @@ class Exchange:
         """Forget the micro-batches since the last step."""
 
     def num_bytes(self) -> int:
-        """Bytes kept between micro-batches and steps, counted from live tensors."""
+        """Return the bytes kept between micro-batches and steps, counted from live tensors."""
         return 0
 
 
 class BackendSum(Exchange):
-    """The backend's own sum, in the gradient's format or a wider one, followed by one division."""
+    """Sum by the backend, in the gradient's format or a wider one. Then divide once."""
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         grid = self.grid
@@ -173,9 +173,9 @@ def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
 
 
 def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
-    """Return the piece of each rank of the group, in its order: its replica's share of its shard.
+    """Return each rank's piece of the gradient, in the group's order: its replica's part of its shard.
 
-    Zeros behind each shard make the pieces equally long, a ``multiple``.
+    Zeros behind each shard make all pieces one multiple of ``multiple`` long.
     """
     shards = gradient.view(grid.shards, -1)
     if missing := -shards.shape[1] % (grid.replicas * multiple):
@@ -197,10 +197,10 @@ def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
 
 
 class ExactExchange(Exchange):
-    """Exact sums over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
+    """Sum exactly over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
 
-    Cost: on the wire each micro-batch's gradient once, and with replicas the sum once a step. With several micro-batches in a
-        step, 16 bytes for each element that this rank keeps.
+    Cost: it sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a step take
+        16 bytes for each element that this rank keeps.
     """
 
     sums_leaves = True
@@ -226,9 +226,9 @@ class ExactExchange(Exchange):
             else:
                 output.zero_()  # FSDP2 shows it as a gradient
         if is_last and self.grid.replicas > 1:
-            whole = part.new_empty(self.grid.replicas * part.numel())
-            all_gather(whole, part, self.grid.replica_group)
-            output.copy_(whole[: output.numel()])
+            gathered = part.new_empty(self.grid.replicas * part.numel())
+            all_gather(gathered, part, self.grid.replica_group)
+            output.copy_(gathered[: output.numel()])
 
     def discard(self) -> None:
         self._has_begun = False
@@ -271,12 +271,6 @@ class ExactExchange(Exchange):
 #     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  every rank's b
 #     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  every rank's a
 #
-# Not built: *1-bit* methods (1-bit SGD, 1-bit Adam, signSGD, PowerSGD's low rank). They are biased, so each needs the error of
-# every step fed back into the next: a residual of the whole model on every rank, which FSDP2 just saved, and which must be
-# checkpointed and cannot be resharded. The same holds for error feedback under 4 bits. Nor is the method of "Distributed Low
-# Precision Training Without Mixed Precision" (1911.07384): only its abstract was available, which describes training in
-# float16 throughout; a gradient that travels in float16 is what ``native`` sends for such a model.
-#
 # Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
 # reduce_scatter_with_fp32_accumulation; stochastic rounding without feedback: QSGD (1610.02132).
 
@@ -285,13 +279,13 @@ _SENT, _GATHERED = range(2)
 
 
 class CompressedSum(Exchange):
-    """The sum of gradients in records of 8 or 4 bits.
+    """Sum gradients in records of 8 or 4 bits.
 
-    Invariant: all ranks that keep a piece of the sum get the same bits of it. A value that is not finite on any rank makes the
-    sum NaN there. Random bits are a function of the seed, the step, the exchange, the micro-batch, the rank and the place.
+    Invariant: all ranks that keep a piece of the sum get the same bits. A value that is not finite on any rank makes the sum NaN
+    there. Random bits depend only on the seed, the step, the exchange, the micro-batch, the rank and the place.
 
-    Cost: of float32's bytes 0.2588 (8 bits) or 0.1416 (4 bits), once for FSDP2 and twice where several ranks keep the sum; the
-    records of one gradient as temporary memory.
+    Cost: 0.2588 (8 bits) or 0.1416 (4 bits) of float32's bytes, twice if several ranks keep the sum. The records of one gradient
+        are temporary memory.
     """
 
     def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:
@@ -301,7 +295,7 @@ class CompressedSum(Exchange):
 
     @torch.no_grad()
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """See :meth:`Exchange.add`; each micro-batch is summed separately."""
+        """Do :meth:`Exchange.add`. Sum each micro-batch separately."""
         grid = self.grid
         if grid.size > 1:
             total = self._sum_owned(gradient)
@@ -317,14 +311,14 @@ class CompressedSum(Exchange):
         self._micro_batch = 0
 
     def _sum_owned(self, gradient: Tensor) -> Tensor:
-        """Return the float32 sum of the piece that this rank owns: a replica's share of its shard, in whole records."""
+        """Return the float32 sum of this rank's own piece, in whole records."""
         grid, rank = self.grid, dist.get_rank(self.grid.group)
         pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
         num_records = self.code.num_records(len(pieces[rank]))
         sent = gradient.new_empty(grid.size, num_records, self.code.record_bytes, dtype=torch.uint8)
-        for owner, piece in enumerate(pieces):
+        for owner, part in enumerate(pieces):
             if owner != rank:
-                sent[owner] = self.code.encode(piece, self._key(_SENT, rank, owner))
+                sent[owner] = self.code.encode(part, self._key(_SENT, rank, owner))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=grid.group)
         total = torch.zeros(len(pieces[rank]), dtype=torch.float32, device=gradient.device)
@@ -333,18 +327,18 @@ class CompressedSum(Exchange):
             total = total + pieces[rank] if sender == rank else self.code.add_decoded(total, records)
         return total
 
-    def _gather(self, piece: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         """Return all pieces of this rank's shard, decoded from records on every rank."""
         group = self.grid.replica_group
         rank = dist.get_rank(self.grid.group)
-        records = self.code.encode(piece, self._key(_GATHERED, rank, 0))
+        records = self.code.encode(part, self._key(_GATHERED, rank, 0))
         gathered = records.new_empty(group.size() * len(records), self.code.record_bytes)
         all_gather(gathered, records, group)
         return self.code.decode(gathered, len(gathered) * RECORD_VALUES)
 
-    def _key(self, stage: int, *others: int) -> int:
+    def _key(self, stage: int, *places: int) -> int:
         key = self.seed
-        for number in (self.step, self.place, self._micro_batch, stage, *others):
+        for number in (self.step, self.place, self._micro_batch, stage, *places):
             key = step_seed(key, number)
         return key
 
@@ -356,4 +350,4 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "compressed8": CompressedSum,
     "compressed4": CompressedSum,
 }
-"""The exchange that carries out each row of ``REDUCTIONS``."""
+"""The exchange of each row of ``REDUCTIONS``."""

@@ -92,11 +92,11 @@ def require_same(settings: Mapping[str, Any]) -> None:
 
     threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
     software = {"narrowgauge": __version__, "torch": torch.__version__, "threads": threads, "processor": capability}
-    first, *others = all_ranks().gather({**settings, **software})
-    for number, other in enumerate(others, 1):
-        for name in first.keys() | other.keys():
-            if first.get(name) != other.get(name):
+    first, *other_ranks = all_ranks().gather({**settings, **software})
+    for number, settings_there in enumerate(other_ranks, 1):
+        for name in first.keys() | settings_there.keys():
+            if first.get(name) != settings_there.get(name):
                 raise RankError(
-                    f"Cannot train: rank {number} has {name} = {other.get(name)}, and rank 0 has {first.get(name)}.",
+                    f"Cannot train: rank {number} has {name} = {settings_there.get(name)}, and rank 0 has {first.get(name)}.",
                     "Start every rank with the same command, version and environment.",
                 )

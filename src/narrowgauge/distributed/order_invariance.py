@@ -3,7 +3,7 @@
 A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each leaf depends on its sequences
 alone and is added separately. So no forward pass may draw from a generator that earlier work on this rank has advanced. No rank
 may add up gradients before it sends them. All micro-batches must have gradients for the same parameters
-(:class:`GradientUsage`). The clipping norm must not depend on order either (:func:`take_norms`).
+(:class:`ParameterUse`). The clipping norm must not depend on order either (:func:`take_norms`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import ctypes
 import functools
 import math
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,42 +24,20 @@ from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import SAME_PARAMETERS
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.exact_sums import exact_norm
 from narrowgauge.torch_hooks import OwnHook
 
 IN_MICRO_BATCHES = (
-    "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them exactly, and call "
-    "zero_grad() after each step."
+    "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them, and call zero_grad() "
+    "after each step."
 )
-
-
-def require_first(before: Iterable[Tensor]) -> None:
-    """Refuse to add a backward pass's gradients to earlier ones. Zeros count as ``None``.
-
-    Cost: nothing without earlier gradients; otherwise one read, for which the host waits.
-    """
-    if any(map(is_filled, before)):
-        refuse_second()
-
-
-def is_filled(gradient: Tensor) -> bool:
-    """Return whether this rank's shard of a gradient has a nonzero value."""
-    return bool(local_of(gradient.detach()).any())
-
-
-def refuse_second() -> None:
-    raise RecipeError(
-        "a second backward pass was met in one step: its gradients would be added to those of the first, each sum rounded by "
-        "itself, and so other bits come out on another number of ranks.",
-        IN_MICRO_BATCHES,
-    )
 
 
 def refuse_unsent(how: str) -> None:
     raise RecipeError(
-        f"{how} adds up the gradients of micro-batches on each rank before they are sent, and so other bits come out on another "
-        "number of ranks.",
+        f"{how} adds up the gradients of micro-batches on each rank before they are sent, and the reduction sums each backward "
+        "pass over ranks.",
         IN_MICRO_BATCHES,
     )
 
@@ -74,13 +51,13 @@ def generator_state(device: torch.device) -> tuple[bytes, ...]:
     if device.type not in ("cpu", "meta"):
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return ()
-        states.append(torch.get_device_module(device.type).get_rng_state(*([] if device.type == "mps" else [device])))
+        states.append(torch.get_device_module(device.type).get_rng_state(device))
     # Not as tensors: a forward pass may run in a mode that refuses real tensors.
     return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
 
 class ForwardPasses:
-    """Watch the forward passes of a model in training.
+    """Refuse forward passes in training that draw random numbers from PyTorch's default generators.
 
     Args:
         device: returns the current device.
@@ -106,46 +83,45 @@ class ForwardPasses:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Watch a forward pass that calls no watched module."""
-        self.begin(self)
+        self._begin(self, is_training=True)
         try:
             yield
         except BaseException:
             self.discard()
             raise
-        self.end(self)
-
-    def begin(self, part: object) -> None:
-        """Record the generators' state, unless a forward pass has begun already."""
-        if self._outermost is None:
-            is_trained = part.training if isinstance(part, nn.Module) else True
-            self._outermost, self._before = part, generator_state(self._device()) if is_trained else ()
-            self._check()
-
-    def end(self, part: object) -> None:
-        """If ``part`` began the forward pass, refuse a changed state of the generators."""
-        if self._outermost is not part:
-            return
-        self._outermost = None
-        if self._before and self._before != (generator_state(self._device()) or self._before):
-            raise RecipeError(
-                f"a forward pass{f' of {type(part).__name__}' if isinstance(part, nn.Module) else ''} drew random numbers from "
-                "PyTorch's default generator (dropout, sampling, layers left out at random), whose state depends on what this "
-                "rank has computed before: other bits come out on another number of ranks.",
-                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
-                "by the step and the micro-batch's own number; or take another reduction.",
-            )
+        self._end(self, "")
 
     def discard(self) -> None:
         self._outermost = None
 
+    def _begin(self, outermost: object, *, is_training: bool) -> None:
+        """Record the generators' state, unless a forward pass has begun already."""
+        if self._outermost is None:
+            self._outermost, self._before = outermost, generator_state(self._device()) if is_training else ()
+            self._check()
+
+    def _end(self, outermost: object, name: str) -> None:
+        """If ``outermost`` began the forward pass, refuse a changed state of the generators."""
+        if self._outermost is not outermost:
+            return
+        self._outermost = None
+        if self._before and self._before != (generator_state(self._device()) or self._before):
+            raise RecipeError(
+                f"a forward pass{name} drew random numbers from PyTorch's default generator (dropout, sampling, layers left out "
+                "at random), whose state depends on what this rank has computed before: other bits come out on another number "
+                "of ranks.",
+                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
+                "by the step and the micro-batch's own number; or take another reduction.",
+            )
+
     def _enter(self, module: nn.Module, *_: Any) -> None:
         """Begin, unless the forward pass belongs to no leaf: gradients are off, or a checkpoint recomputes it."""
-        if torch.is_grad_enabled() and not torch_names.runs_backward():
-            self.begin(module)
+        if torch.is_grad_enabled() and torch_names.current_backward() == -1:
+            self._begin(module, is_training=module.training)
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if output is not None:
-            self.end(module)
+            self._end(module, f" of {type(module).__name__}")
         elif self._outermost is module:  # it has failed
             self._outermost = None
 
@@ -178,46 +154,24 @@ _NOBODY, _MIXED = -(1 << 40), 1 << 40
 """What ranks send that took no part, or whose own micro-batches differ; others send a checksum of 32 bits."""
 
 
-class GradientUsage:
-    """Record which parameters received gradients since the last :meth:`end_micro_batch`.
+class ParameterUse:
+    """Compare which sharded parameters had gradients, over the micro-batches and ranks of a step.
 
     Args:
         sharded: parameters whose gradients a group sums as one vector, in the same order on all ranks.
         group: the ranks that sum them; ``None`` for one rank.
-    Attributes:
-        summed: parameters whose sum for this step is complete. No gradient may be added.
     """
 
     def __init__(self, sharded: Sequence[Any], group: Any) -> None:
         self._sharded, self._group = list(sharded), group
-        self.summed: set[Any] = set()
-        self._counts: Counter[Tensor] = Counter()
         self._used: bytes | None = None
         self._is_mixed = False
 
-    def install(self, parameters: Iterable[Tensor]) -> list[Callable[[], None]]:
-        """Attach to parameters. Return functions that detach."""
-        return [p.register_post_accumulate_grad_hook(self._note).remove for p in parameters]
-
-    def __iter__(self) -> Any:
-        return iter(self._counts)
-
-    def begin_micro_batch(self) -> None:
-        self._counts.clear()
-        self.summed.clear()
-
-    def end_micro_batch(self, *, is_absent: bool) -> None:
-        """Record the used parameters, unless the micro-batch is absent. Refuse a gradient that arrived twice."""
-        used = bytes(min(self._counts[p], 2) for p in self._sharded)
-        self._counts.clear()
-        if 2 in used:
-            raise RecipeError(
-                "two backward passes were met in one micro-batch, whose gradients are one addend of an exact sum.",
-                "Add the losses, and call backward() once.",
-            )
-        if not is_absent:
-            self._is_mixed |= self._used not in (None, used)
-            self._used = used
+    def add(self, parameters: Collection[Tensor]) -> None:
+        """Record the parameters that had gradients in a micro-batch."""
+        used = bytes(p in parameters for p in self._sharded)
+        self._is_mixed |= self._used not in (None, used)
+        self._used = used
 
     def end_step(self) -> None:
         """Compare the micro-batches of all ranks.
@@ -244,14 +198,7 @@ class GradientUsage:
             )
 
     def discard(self) -> None:
-        self._counts.clear()
-        self.summed.clear()
         self._used, self._is_mixed = None, False
-
-    def _note(self, parameter: Tensor) -> None:
-        if parameter in self.summed:
-            refuse_second()
-        self._counts[parameter] += 1
 
 
 # ── the norm by which gradients are clipped ────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 
@@ -78,7 +77,7 @@ class Ranks:
             if self.is_first:
                 sent[0] = function()
         except BaseException as error:
-            sent[1] = _told(error)
+            sent[1] = _shared_error(error)
             raise
         finally:
             dist.broadcast_object_list(sent, group=self.group, group_src=0)
@@ -102,7 +101,7 @@ class Ranks:
             results.append(function())
         except Exception as error:
             failure = error
-        failures = self.gather(None if failure is None else _told(failure))
+        failures = self.gather(None if failure is None else _shared_error(failure))
         first = next((rank for rank, error in enumerate(failures) if error is not None), None)
         if failure is not None and first == self.rank:
             raise failure
@@ -120,7 +119,7 @@ class Ranks:
         return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))
 
 
-def _told(error: BaseException) -> NarrowgaugeError | OSError:
+def _shared_error(error: BaseException) -> NarrowgaugeError | OSError:
     """Return the error for the other ranks: the same one if its message explains the problem."""
     return error if isinstance(error, (NarrowgaugeError, OSError)) else ReportedError(status=1)
 
@@ -154,11 +153,3 @@ def _pause_at_exit() -> None:
     "terminate called without an active exception".
     """
     atexit.register(time.sleep, 0.2)
-
-
-def largest_of_ranks(values: Tensor) -> Tensor:
-    """Return the elementwise maximum over all ranks of the default group, as a new tensor."""
-    values = values.clone()
-    if has_group():
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values

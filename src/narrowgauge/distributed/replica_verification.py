@@ -43,14 +43,14 @@ class Verifier:
     Invariant: it changes no value and leaves no gradient behind. All ranks call each method at the same place.
 
     Args:
-        held: returns name, tensor and parameter of everything that this rank holds between steps. Names and order must be the
-            same on all ranks. A DTensor parameter determines which other ranks hold the same.
+        list_tensors: returns name, tensor and parameter of everything that this rank holds between steps, in the same order on
+            all ranks. A DTensor parameter determines which other ranks hold the same.
         every: steps between verifications, see :meth:`is_due`; 0 verifies nothing.
     Cost: a verification reads all replicated tensors once and computes one micro-batch. Other steps cost nothing.
     """
 
-    def __init__(self, held: Callable[[], Iterable[tuple[str, Tensor, Tensor]]], every: int) -> None:
-        self._held, self.every, self.size = held, every, all_ranks().size
+    def __init__(self, list_tensors: Callable[[], Iterable[tuple[str, Tensor, Tensor]]], every: int) -> None:
+        self._list_tensors, self.every, self.size = list_tensors, every, all_ranks().size
 
     def is_due(self, step: int) -> bool:
         """Return whether to verify the step with this number, from 1."""
@@ -67,7 +67,7 @@ class Verifier:
         if self.size == 1 or self.every == 0:
             return
         replicas: dict[Any, list[tuple[str, Tensor]]] = {}
-        for name, tensor, owner in self._held():
+        for name, tensor, owner in self._list_tensors():
             for group in replica_groups(owner):
                 replicas.setdefault(group, []).append((name, memory_hash(tensor)))
         _agree([damage for group, hashes in replicas.items() for damage in _compare(group, dict(hashes), step)])
@@ -97,8 +97,8 @@ def _agree(damages: Sequence[Damage]) -> None:
         return
     of_all = [damage for some in ranks.gather(list(damages)) for damage in some]
     worst = min(of_all, key=lambda damage: damage.rank is None)
-    others = len({damage.tensor for damage in of_all} - {worst.tensor})
-    more = f"; so do {others} more tensors" if others > 1 else "; so does one more tensor" if others else ""
+    num_others = len({damage.tensor for damage in of_all} - {worst.tensor})
+    more = f"; so do {num_others} more tensors" if num_others > 1 else "; so does one more tensor" if num_others else ""
     who = (
         "Test the memory of these machines"
         if worst.rank is None

@@ -1,10 +1,9 @@
-"""Sharding: a model's parameters shared out over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
+"""Shard a model's parameters over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
 
-FSDP2 gathers a group's parameters before they are used and reduce-scatters its gradients after backward; nothing of it is
-rewritten here. What is decided here is which parameters form a group. A group's gradients have one dtype, so a module that a
-recipe's ``keep`` leaves in float32 beside bfloat16 gets a group of its own. Single float32 vectors in a module of bfloat16
-matrices stay whole on every rank: a message for each would cost more than its memory. The gradient reduction sums what stays
-whole.
+FSDP2 gathers a group's parameters before they are used, and reduce-scatters its gradients after backward. This module decides
+which parameters form a group. A group's gradients have one dtype. So a module that a recipe's ``keep`` leaves in float32 beside
+bfloat16 gets a group of its own. Single float32 vectors in a module of bfloat16 matrices stay whole on every rank: a message
+for each would cost more than its memory. The gradient reduction sums them.
 
 A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
 """
@@ -32,15 +31,15 @@ def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", repli
         num_ranks: processes in the default process group, which must exist.
         device_type: ``"cpu"`` or ``"cuda"``.
         sharding: one of ``SHARDINGS``.
-        replicas: how many copies of the model all ranks hold together; must divide their number. Only for ``"full"``.
+        replicas: how many copies of the model all ranks hold together. Only for ``"full"``.
     Raises:
         RecipeError: the replicas do not divide the ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    if num_ranks % replicas or (replicas > 1 and sharding == "none"):
-        if sharding == "none":
-            raise RecipeError(f"{replicas} replicas were requested with shard 'none'.", "Omit one of the two.")
+    if replicas > 1 and sharding == "none":
+        raise RecipeError(f"{replicas} replicas were requested with shard 'none'.", "Omit one of the two.")
+    if num_ranks % replicas:
         raise RecipeError(
             f"{replicas} replicas of a sharded model were requested on {num_ranks} ranks, which it does not divide.",
             "Choose a divisor of the number of ranks.",
@@ -50,20 +49,17 @@ def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", repli
     return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("replicate" if sharding == "none" else "shard",))
 
 
-def shard(
-    model: nn.Module, mesh: Any, *, offload: bool = False, is_layer: Callable[[nn.Module], bool] | None = None
-) -> nn.Module:
+def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
     """Shard a model's parameters over a mesh with FSDP2: a group for each decoder layer, and one for the rest.
 
     Args:
-        model: whole on every rank, with equal values; changed in place: its parameters become DTensors.
+        model: whole on every rank, with equal values. Its parameters become DTensors, in place.
         mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
-        offload: keep parameters, gradients and states in the host's memory; a layer is copied to the device when it is used.
-        is_layer: which modules get a group of their own; ``None`` for those of :func:`layers_of`.
+        offload: keep parameters, gradients and states in the host's memory. A layer is copied to the device when it is used.
     Raises:
         RecipeError: the model is sharded already, or the mesh has more than two axes.
-    Cost: per micro-batch two gathers of every layer and one reduction of its gradients; a rank holds its share of the model
-        and two whole layers.
+    Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its share of the model and
+        two whole layers.
     Example:
         >>> import torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -77,35 +73,25 @@ def shard(
 
     require_mesh(model, mesh)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    layers = layers_of(model) if is_layer is None else [m for m in model.modules() if is_layer(m)]
-    layers = [layer for layer in layers if layer is not model and _owns_its_parameters(layer, model)]
-    alone, whole = _exceptions(model, layers)
-    for module in [*alone, *reversed(layers), model]:
-        fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole)
+    layers = [layer for layer in _layers_of(model) if layer is not model and _owns_its_parameters(layer, model)]
+    separate, whole_params = _exceptions(model, layers)
+    for module in [*separate, *reversed(layers), model]:
+        fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole_params)
     for module in fsdp_modules(model):
         # NCCL's average multiplies by 1 / ranks in the gradient's format, which is biased unless the ranks are a power of two.
         module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that are gathered one at a time: a transformers model's decoder layers, else the members of module lists.
-
-    Example:
-        >>> class Net(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
-        >>> len(layers_of(Net()))
-        3
-    """
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in named]
-    if not found:
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules to gather one at a time: a transformers model's decoder layers, else the members of module lists."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
-        found = [layer for each in lists if id(each) not in inner for layer in each]
-    return [layer for layer in found if any(True for _ in layer.parameters())]
+        nested = {id(m) for outer in lists for m in outer.modules() if m is not outer}
+        layers = [layer for outer in lists if id(outer) not in nested for layer in outer]
+    return [layer for layer in layers if any(True for _ in layer.parameters())]
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -117,7 +103,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 class GroupSum:
-    """FSDP2's interface to the sum of one parameter group's gradients (``FSDPModule.set_custom_reduce_scatter``)."""
+    """Implement FSDP2's interface to the sum of one parameter group's gradients (``set_custom_reduce_scatter``)."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -128,44 +114,44 @@ class GroupSum:
         self.sum(input_tensor, output_tensor, group)
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        """Sum the gradient of this rank, shape [shards * n], which may be overwritten, into its piece ``output``, shape [n].
+        """Sum the gradients of the ranks of ``group``, shape [shards * n], into this rank's piece ``output``, shape [n].
 
-        ``group`` is the process group of the shards.
+        ``gradient`` may be overwritten.
         """
         raise NotImplementedError
 
 
 def settle(model: nn.Module) -> None:
-    """Let a model's modules and FSDP2 hold the same parameters, all of them sharded, before an optimizer takes them.
+    """Make a model's modules and FSDP2 hold the same sharded parameters, before an optimizer takes them.
 
-    A forward pass may leave gathered parameters in the modules, and FSDP2 looks only in its first one for parameters that were
-    replaced after ``fully_shard``. One that was replaced by what FSDP2 cannot gather is refused.
+    A forward pass may leave gathered parameters in the modules. FSDP2 looks for replaced parameters only in its first forward
+    pass. Refuse a replaced one that it cannot gather.
     """
     for fsdp_module, group in torch_names.fsdp_groups(model):
         gathered = {id(parameter) for parameter in torch_names.fsdp_gathered(group)}
-        placed = torch_names.fsdp_places(group)
+        locations = torch_names.fsdp_places(group)
         replaced = [
-            (module, name, held)
-            for sharded, places in placed
+            (module, name, current)
+            for sharded, places in locations
             for module, name in places
-            if (held := module._parameters.get(name)) is not sharded and id(held) not in gathered
+            if (current := module._parameters.get(name)) is not sharded and id(current) not in gathered
         ]
         fsdp_module.reshard()  # it also undoes what took the place of a gathered one
-        for module, name, held in replaced:
-            module._parameters[name] = held
+        for module, name, current in replaced:
+            module._parameters[name] = current
         if replaced:
-            for _, places in placed:
+            for _, places in locations:
                 _require_gatherable(model, places)
             torch_names.renew_fsdp_group(group)
 
 
 def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
     """Refuse a parameter that took the place of a sharded one and is not sharded, or only in one place of a tied one."""
-    held = [module._parameters.get(name) for module, name in places]
-    if held[0] is not None and is_sharded(held[0]) and all(each is held[0] for each in held):
+    first, *replacements = [module._parameters.get(name) for module, name in places]
+    if first is not None and is_sharded(first) and all(replacement is first for replacement in replacements):
         return
-    ours = {module: prefix for prefix, module in model.named_modules()}
-    names = [f"{ours.get(module, type(module).__name__)}.{name}".removeprefix(".") for module, name in places]
+    prefixes = {module: prefix for prefix, module in model.named_modules()}
+    names = [f"{prefixes.get(module, type(module).__name__)}.{name}".removeprefix(".") for module, name in places]
     raise RecipeError(
         f"parameter '{' = '.join(names)}' was replaced after fully_shard by one that FSDP2 cannot gather: "
         f"{'not a shard of it' if len(names) == 1 else 'not a shard of it, or not in all of these places'}.",
@@ -174,10 +160,10 @@ def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]
 
 
 def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that uses submodules of a sharded model, with what the root holds gathered while it runs.
+    """Return a function that uses submodules of a sharded model, with the root's parameters gathered while it runs.
 
-    FSDP2 gathers parameters when a module is called; a loss that calls a model's body and multiplies by its head's weight calls
-    neither the model nor the head. ``function`` must not call the model itself.
+    FSDP2 gathers parameters when a module is called. A loss that multiplies by the head's weight calls neither the model nor
+    the head. ``function`` must not call the model itself.
     """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -206,64 +192,60 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
             continue
         for tensor in tensors.values():
             data = tensor.detach()
-            whole = data.contiguous().to(mesh.device_type)
-            torch.distributed.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
-            if whole.data_ptr() != data.data_ptr():
-                data.copy_(whole)
+            sent = data.contiguous().to(mesh.device_type)
+            torch.distributed.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+            if sent.data_ptr() != data.data_ptr():
+                data.copy_(sent)
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """:func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors, some of which are DTensors.
+    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors, some of which are DTensors.
 
-    Every rank of their meshes calls it, with the same names, and gets the same 16 digits as one process that holds all of it.
+    All ranks call it with the same names, and get the same 16 digits as one process that holds all of it.
     """
     return fingerprint_all(fingerprints_whole(named))
 
 
 def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """:func:`~narrowgauge.numerics.hashing.fingerprint` of each tensor; of a DTensor, that of the whole tensor.
-
-    Every rank of their meshes calls it, with the same names in the same order, and gets the same numbers.
-    """
+    """Return the fingerprint of each tensor; of a DTensor, of the whole tensor. All ranks pass the same names in order."""
     return fingerprints_whole_and_own(named)[0]
 
 
 def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-    """:func:`fingerprints_whole`, and the fingerprint of what this rank holds of each tensor, from the same read.
+    """Return :func:`fingerprints_whole`, and the fingerprint of this rank's part of each tensor, from the same read.
 
-    Cost: one read of what this rank holds, and one sum over the ranks of 8 bytes for each tensor.
+    Cost: one read of this rank's parts, and one sum over the ranks of 8 bytes for each tensor.
     """
-    numbers: dict[str, int] = {}
-    waiting: dict[Any, list[str]] = {}
+    local: dict[str, int] = {}
+    names_of: dict[Any, list[str]] = {}
     for name, tensor in named.items():
-        numbers[name], group = _own_fingerprint(tensor)
+        local[name], group = _local_fingerprint(tensor)
         if group is not None:
-            waiting.setdefault(group, []).append(name)
-    own = dict(numbers)
-    for group, names in waiting.items():
+            names_of.setdefault(group, []).append(name)
+    totals = dict(local)
+    for group, names in names_of.items():
         # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
-        signed = torch.tensor([numbers[name] - (numbers[name] >> 63 << 64) for name in names], dtype=torch.int64)
+        signed = torch.tensor([local[name] - (local[name] >> 63 << 64) for name in names], dtype=torch.int64)
         total = signed.to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
-        numbers.update({name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)})
-    return {name: numbers[name] for name in named}, own
+        totals.update({name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)})
+    return totals, local
 
 
-def _own_fingerprint(tensor: Any) -> tuple[int, Any]:
-    """Return the fingerprint of what this rank holds of a tensor, and the group over which it must be added up."""
+def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
+    """Return the fingerprint of this rank's part of a tensor, and the group over which it must be added up."""
     if not is_sharded(tensor):
         return fingerprint(tensor), None
-    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not cut:
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not axes:
         return fingerprint(tensor.to_local()), None
-    if len(cut) > 1 or not tensor.placements[cut[0]].is_shard(0):
+    if len(axes) > 1 or not tensor.placements[axes[0]].is_shard(0):
         return fingerprint(tensor.full_tensor()), None
-    mesh, axis = tensor.device_mesh, cut[0]
+    mesh, axis = tensor.device_mesh, axes[0]
     rows = -(-tensor.shape[0] // mesh.size(axis))
     first = min(mesh.get_local_rank(axis) * rows, tensor.shape[0])
-    return fingerprint(tensor.to_local(), offset=first * (tensor.numel() // max(1, tensor.shape[0]))), mesh.get_group(
-        axis
-    )
+    offset = first * (tensor.numel() // max(1, tensor.shape[0]))
+    return fingerprint(tensor.to_local(), offset=offset), mesh.get_group(axis)
 
 
 def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
@@ -287,46 +269,43 @@ def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
 
 
 def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
-    """Return whether no module outside a layer uses its parameters: FSDP2 wants those that are tied in one group."""
-    own = set(layer.parameters())
-    inside = set(layer.modules())
-    return not any(
-        p in own for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None
-    )
+    """Return whether no module outside a layer uses its parameters. FSDP2 needs tied parameters in one group."""
+    inner_params, inner_modules = set(layer.parameters()), set(layer.modules())
+    outer = [module for module in model.modules() if module not in inner_modules]
+    return not any(p in inner_params for module in outer for p in module._parameters.values() if p is not None)
 
 
-def _left_to(unit: nn.Module, units: Iterable[int]) -> Iterator[nn.Parameter]:
-    """A unit's parameters without those of units inside it."""
+def _members(unit: nn.Module, units: Iterable[int]) -> Iterator[nn.Parameter]:
+    """Yield a unit's parameters without those of units inside it."""
     yield from (parameter for parameter in unit._parameters.values() if parameter is not None)
     for child in unit.children():
         if id(child) not in units:
-            yield from _left_to(child, units)
+            yield from _members(child, units)
 
 
 def _exceptions(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Modules that get a group of their own, and parameters that stay whole: those of another dtype than their group's."""
+    """Return modules that get a group of their own, and parameters that stay whole: both of another dtype than their group."""
     units = {id(module) for module in layers}
     owners: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(parameter, []).append(module)
-    alone: dict[nn.Module, None] = {}
-    whole: set[nn.Parameter] = set()
+    separate: dict[nn.Module, None] = {}
+    whole_params: set[nn.Parameter] = set()
     for unit in [*layers, model]:
-        members = list(_left_to(unit, units))
+        members = list(_members(unit, units))
         usual = _usual_dtype(members)
         for parameter in members:
-            if parameter.ndim == 0:
-                whole.add(parameter)
-            elif parameter.dtype is not usual:
-                (owner, *others) = owners[parameter]
-                kinds = {p.dtype for p in owner.parameters()}
-                if parameter.ndim > 1 and not others and len(kinds) == 1 and not any(True for _ in owner.children()):
-                    alone[owner] = None
-                else:
-                    whole.add(parameter)
-    return list(alone), whole - {p for module in alone for p in module.parameters()}
+            if parameter.ndim and parameter.dtype is usual:
+                continue
+            owner, *other_owners = owners[parameter]
+            is_leaf = not other_owners and not any(True for _ in owner.children())
+            if parameter.ndim > 1 and is_leaf and len({p.dtype for p in owner.parameters()}) == 1:
+                separate[owner] = None
+            else:
+                whole_params.add(parameter)
+    return list(separate), whole_params - {p for module in separate for p in module.parameters()}
 
 
 def _usual_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:

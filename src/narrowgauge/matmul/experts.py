@@ -1,10 +1,10 @@
-"""The experts of a mixture in narrow arithmetic: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and similar models.
+"""Experts of a mixture in low-precision matmuls: Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and similar models.
 
-A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix in
-which the rows from one *offset* to the next belong to one expert: a *grouped linear* is one small matmul per expert, each with
-its own casts. Each expert thus has its own per-tensor scale, delayed or not, and its own key of random bits; an expert without
-tokens costs nothing and gets no gradient. The whole product is one operator, so that a compiler does not see how many tokens
-each expert got, and the graph does not break.
+A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix. The
+rows from one *offset* to the next belong to one expert. A *grouped linear* is one small matmul per expert, with its own casts.
+So each expert has its own scale per tensor, delayed or not, and its own key of random bits. An expert without tokens costs
+nothing and gets no gradient. The whole product is one operator. So a compiler does not see how many tokens each expert got, and
+the graph does not break.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from narrowgauge.spec.notation import get_compute
 
 
 def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that got tokens, each with its rows."""
+    """Yield the experts that got tokens, each with its rows."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
@@ -46,21 +46,21 @@ def _settings(
     history: Tensor | None,
     record: bool,
 ) -> dict[str, Any]:
-    """Return what one expert's product takes besides its tensors."""
+    """Return the arguments of one expert's product, without its tensors."""
     keys = None if clock is None or key is None else Keys(clock, key[expert])
-    own = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
-    return {"name": compute, "keys": keys, "history": own, "record": record}
+    expert_history = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
+    return {"name": compute, "keys": keys, "history": expert_history, "record": record}
 
 
 def _place(compute: str, expert: int, tokens: slice) -> slice:
-    """Where an expert's scales of the input are kept: one per token, or one row per expert."""
+    """Return the rows of an expert's scales of the input: one per token, or one per expert."""
     return tokens if REGISTERED[compute].output.left.granularity == "row" else slice(expert, expert + 1)
 
 
 def _keeps_codes(compute: str) -> bool:
-    """Return whether backward takes the codes of the input, one row per token, and not the input itself."""
-    made = REGISTERED[compute]
-    return made.output.left.block is None and made.cast_slots["grad_weight.right"] == "output.left"
+    """Return whether backward uses the codes of the input, one row per token, and not the input."""
+    registered = REGISTERED[compute]
+    return registered.output.left.block is None and registered.cast_slots["grad_weight.right"] == "output.left"
 
 
 @torch.library.custom_op("narrowgauge::grouped_output", mutates_args=("history",))
@@ -68,17 +68,17 @@ def _grouped_output(
     x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, compute: str, clock: Tensor | None, key: Tensor | None,
     history: Tensor | None, record: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``output [tokens, out]``, zero after the last expert's tokens; and of the cast input the data and outer scales to keep."""
+    """Return ``output [tokens, out]``, zero after the last expert's tokens, and data and outer scales of the cast input."""
     result, data, outer = _empty_output(x, weights, compute)
     for expert, tokens in groups_of(offsets):
         settings = _settings(expert, len(weights), compute, clock, key, history, record)
         own_bias = None if bias is None else bias[expert]
-        y, kept = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
+        y, saved = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
         result[tokens] = y
         if data.numel():
-            data[tokens] = kept.data
-        if outer.numel() and kept.outer is not None:
-            outer[_place(compute, expert, tokens)] = kept.outer
+            data[tokens] = saved.data
+        if outer.numel() and saved.outer is not None:
+            outer[_place(compute, expert, tokens)] = saved.outer
     return result, data, outer
 
 
@@ -91,11 +91,16 @@ def _grouped_gradients(
     grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, needs)
     for expert, tokens in groups_of(offsets):
         settings = _settings(expert, len(weights), compute, clock, key, history, record)
-        kept = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
+        saved = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
         if not _keeps_codes(compute) and REGISTERED[compute].cast_slots["grad_weight.right"] == "output.left":
-            kept = layer_matmuls.cast_to_slot(kept.data, REGISTERED[compute], "output.left")
+            saved = layer_matmuls.cast_to_slot(saved.data, REGISTERED[compute], "output.left")
         by_token, by_output = gradients(
-            grad[tokens], kept, weights[expert], sequence_length=sequence_length, needs=(needs[0], needs[1]), **settings
+            grad[tokens],
+            saved,
+            weights[expert],
+            sequence_length=sequence_length,
+            needs=(needs[0], needs[1]),
+            **settings,
         )
         if by_token is not None:
             grad_input[tokens] = by_token
@@ -118,14 +123,14 @@ def _(grad: Tensor, data: Any, outer: Any, weights: Tensor, offsets: Any, comput
 
 
 def _empty_output(x: Tensor, weights: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and what is kept of the cast input; entries that belong to no expert are never read."""
+    """Return memory for the results of an output. Entries that belong to no expert are never read."""
     result, data, outer = x.new_zeros((x.shape[0], weights.shape[1])), x.new_empty(0), None
     if _keeps_codes(compute):
-        one = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
-        data = x.new_empty(x.shape, dtype=one.data.dtype)
-        if one.outer is not None:
+        specimen = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
+        data = x.new_empty(x.shape, dtype=specimen.data.dtype)
+        if specimen.outer is not None:
             scales = x.shape[0] if REGISTERED[compute].output.left.granularity == "row" else len(weights)
-            outer = one.outer.new_empty((scales, one.outer.shape[1]))
+            outer = specimen.outer.new_empty((scales, specimen.outer.shape[1]))
     return result, data, x.new_empty(0, dtype=torch.float32) if outer is None else outer
 
 
@@ -138,7 +143,7 @@ def _empty_gradients(grad: Tensor, weights: Tensor, needs: list[bool]) -> tuple[
 
 
 class _Product(torch.autograd.Function):
-    """Every expert's ``x · wᵀ + b`` and its gradients, in a compute's casts."""
+    """Compute every expert's ``x · wᵀ + b`` and its gradients, in a compute's casts."""
 
     @staticmethod
     def forward(
@@ -175,22 +180,22 @@ def grouped_linear(
 ) -> Tensor:
     """Return each expert's linear layer over its own tokens, in a compute.
 
-    Invariant: an expert's rows of the output, of the input's gradient and of the weights' are those of a
-    :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone, bit for bit.
+    Invariant: an expert's output and gradients have the bits of a :class:`~narrowgauge.matmul.linear.Linear` of the same compute
+    on that expert's tokens alone.
 
     Args:
         x: ``[tokens, in]``, sorted by expert.
         weights: ``[experts, out, in]``, a view or not.
         offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
         bias: ``[experts, out]``.
-        keys: with a key for each expert; needed where casts take random bits or delayed scales.
+        keys: with a key for each expert. Needed for random bits or delayed scales.
         history: for computes with delayed scales, see :class:`GroupedLinear`.
-        sequence_length: tokens per sequence; with the index of the first sequence it keys random bits.
+        sequence_length: tokens per sequence. With the index of the first sequence it keys random bits.
         record: write the amax of this step into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
-    Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets; bfloat16 uses PyTorch's grouped
-        matmul where that takes the operands.
+    Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets. Bfloat16 uses PyTorch's grouped matmul if
+        that takes the operands.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
@@ -202,7 +207,7 @@ def grouped_linear(
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16 in rows that begin at multiples of 16 bytes.
+    """Return whether PyTorch's grouped matmul takes the operands: bfloat16, in rows that begin at multiples of 16 bytes.
 
     Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
     """
@@ -216,7 +221,7 @@ def _suits_torch(x: Tensor, weights: Tensor) -> bool:
 
 
 class GroupedLinear(NarrowLayer):
-    """One projection of all experts of a mixture, in a compute; the weights stay in the model's own module.
+    """Multiply by one projection of all experts, in a compute. The weights stay in the model's own module.
 
     An expert's key, and so its random bits, comes from the name of its weights and its index.
     """
@@ -227,7 +232,7 @@ class GroupedLinear(NarrowLayer):
         self.begin(layer_keys([f"{name}.{expert}" for expert in range(num_experts)], device), compute)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``; see :func:`grouped_linear`."""
+        """Multiply ``[tokens, in]`` to ``[tokens, out]``, see :func:`grouped_linear`."""
         x = self.cast_stream(x)
         return grouped_linear(
             x, weights, offsets, self.compute, bias, self.keys(), self.amax_history, x.shape[0],
@@ -240,10 +245,10 @@ class GroupedLinear(NarrowLayer):
 
 # ── the experts of transformers' models ────────────────────────────────────────────────────────────────────────────────
 #
-# Transformers stores the experts of a layer as a module with two 3-D parameters, the projection into the experts' hidden width
-# and the one out of it, and a name in the module's config selects the function that multiplies them. Swapping registers a
-# function of ours and sets its name in a config of the module's own, so parameters, names, ``state_dict`` and the model's config
-# stay. The router is not an expert and stays as it is.
+# Transformers stores the experts of a layer as a module with two 3-D parameters: the projection into the experts' hidden width,
+# and the one out of it. A name in the module's config selects the function that multiplies them. Swapping registers our
+# function, and sets its name in a config of the module's own. So parameters, names, ``state_dict`` and the model's config stay.
+# The router does not change.
 
 
 IMPLEMENTATION = "narrowgauge"
@@ -260,7 +265,7 @@ class _Projections(nn.ModuleDict):
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order, each first repeated ``copies`` times; backward applies the inverse order and adds the copies.
+    """Reorder rows, each first repeated ``copies`` times. Backward applies the inverse order and adds the copies.
 
     PyTorch's own indexing adds up gradients row by row, on CUDA in no fixed order.
     """
@@ -282,9 +287,9 @@ _permuted = cast(Callable[..., Tensor], _Permuted.apply)
 
 
 def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum of each token's experts, ``[tokens, hidden]``: transformers' interface of an implementation.
+    """Return the weighted sum of each token's experts, ``[tokens, hidden]``. Transformers calls it.
 
-    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: which experts, and how much of each.
+    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: the experts of a token, and their weights.
     """
     experts: Any = module
     tokens, top_k = top_k_index.shape
@@ -306,7 +311,7 @@ def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
-    """One projection, in its compute or, where it was kept, as PyTorch multiplies it."""
+    """Multiply by one projection, in its compute, or as PyTorch does if it was not swapped."""
     weights: Any = getattr(experts, name, None)  # quantized experts have none
     weights = weights.transpose(1, 2) if experts.is_transposed and weights is not None else weights
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -317,7 +322,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
 
 
 def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    """Swap the experts whose projections ``choose`` gives a compute, and return the projections by name."""
+    """Swap the experts whose projections get a compute from ``choose``. Return the projections by name."""
     layers: dict[str, GroupedLinear] = {}
     for name, module in list(model.named_modules()):
         if is_experts(module):
@@ -332,12 +337,13 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
 
 
 def projections(model: nn.Module) -> list[str]:
+    """Return the names of the projections of all experts."""
     return [
-        f"{name}.{own}" if name else own
+        f"{name}.{projection}" if name else projection
         for name, module in model.named_modules()
         if is_experts(module)
-        for own in PROJECTIONS
-        if own in module._parameters
+        for projection in PROJECTIONS
+        if projection in module._parameters
     ]
 
 
@@ -349,30 +355,34 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    names = {own: f"{name}.{own}" if name else own for own in PROJECTIONS if own in module._parameters}
-    computes = {own: compute for own, full in names.items() if (compute := choose(full)) is not None}
+    names = {
+        projection: f"{name}.{projection}" if name else projection
+        for projection in PROJECTIONS
+        if projection in module._parameters
+    }
+    computes = {projection: compute for projection, full in names.items() if (compute := choose(full)) is not None}
     if not computes:
         return {}
     require_reachable(name, module)
     layers = {
-        own: GroupedLinear(module.num_experts, names[own], compute, module.down_proj.device)
-        for own, compute in computes.items()
+        projection: GroupedLinear(module.num_experts, names[projection], compute, module.down_proj.device)
+        for projection, compute in computes.items()
     }
     install(module, layers)
-    return {names[own]: layer for own, layer in layers.items()}
+    return {names[projection]: layer for projection, layer in layers.items()}
 
 
 def install(module: Any, projections: Mapping[str, nn.Module]) -> None:
-    """Let experts multiply by these projections, each called as a :class:`GroupedLinear` is; others stay PyTorch's."""
+    """Make experts multiply by these projections, called like :class:`GroupedLinear`. Others stay PyTorch's."""
     module.add_module(NARROW, _Projections(projections))
     _register()
-    # A copy: another model of the same config, and experts that are kept, use transformers' own function.
+    # A copy: other models of this config, and experts that are not swapped, use transformers' own function.
     module.config = copy.copy(module.config)
     module.config._experts_implementation = IMPLEMENTATION
 
 
 def uninstall(module: Any, config: Any) -> None:
-    """Let experts multiply as they did with this config, before :func:`install`."""
+    """Undo :func:`install`. ``config`` is the module's config before it."""
     if NARROW in module._modules:
         del module._modules[NARROW]
     module.config = config

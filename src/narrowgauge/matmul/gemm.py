@@ -9,8 +9,6 @@ which the CPU's matmul has already rounded to bfloat16 once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +28,8 @@ _PANEL_ELEMENTS = 1 << 20
 
 
 def multiply(
-    left: Operand,
-    right: Operand,
+    lhs: Operand,
+    rhs: Operand,
     dims: tuple[int, int],
     product: Product,
     dtype: torch.dtype,
@@ -40,27 +38,27 @@ def multiply(
     """Return the matmul of two operands: ``[rows, columns]``, padded like the operands.
 
     Args:
-        left: ``[rows, contraction]`` if ``dims[0]`` is 1, its transpose if it is 0.
-        right: ``[columns, contraction]`` if ``dims[1]`` is 1, its transpose if it is 0.
+        lhs: ``[rows, contraction]`` if ``dims[0]`` is 1, its transpose if it is 0.
+        rhs: ``[columns, contraction]`` if ``dims[1]`` is 1, its transpose if it is 0.
         dims: the contracted dimension of each.
         product: one of a compute's matmuls; gives the accumulation.
         dtype: of the result.
         bias: ``[columns]``, added before the result is rounded.
     """
-    columns = right.data.shape[1 - dims[1]]
+    columns = rhs.data.shape[1 - dims[1]]
     if bias is not None and len(bias) < columns:
         bias = F.pad(bias, (0, columns - len(bias)))
-    kernel = native.kernel_here(product, left.data.device)
-    if kernel is not None and native.takes(kernel, left, right):
+    kernel = native.kernel_here(product, lhs.data.device)
+    if kernel is not None and native.takes(kernel, lhs, rhs):
         # Add the bias before the result is rounded.
         result_dtype = dtype if bias is None else torch.float32
         fast = product.accumulation == "fast"
-        sums = native.multiply_codes(kernel, left, right, dims, result_dtype, fast=fast)
+        sums = native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, fast=fast)
         return _scaled(*sums, bias, dtype)
-    a, b = _widened(left, dims[0]), _widened(right, dims[1])
+    a, b = _widened(lhs, dims[0]), _widened(rhs, dims[1])
     a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
-    by_row = None if left.outer is None else left.outer.reshape(-1, 1)
-    by_column = None if right.outer is None else right.outer.reshape(1, -1)
+    by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
+    by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
     if a.dtype == torch.int8:
         return _multiply_integers(a, b, by_row, by_column, bias, dtype)
     if is_widened(a.dtype, a.device.type):
@@ -70,28 +68,28 @@ def multiply(
     return _scaled(torch.mm(a, b), by_row, by_column, bias, dtype)
 
 
-def is_opaque(left: Operand, right: Operand, product: Product) -> bool:
+def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
     """Return whether the product is opaque to compilers: a native kernel, or the CPU's products by tiles."""
-    kernel = native.kernel_here(product, left.data.device)
-    if kernel is not None and native.takes(kernel, left, right):
+    kernel = native.kernel_here(product, lhs.data.device)
+    if kernel is not None and native.takes(kernel, lhs, rhs):
         return True
-    return left.data.is_cpu and (left.data.dtype == torch.int8 or is_widened(_widened_dtype(left), "cpu"))
+    return lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
 
 
-def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]:
+def with_channels_back(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
     """Move the channel scales of a smoothed left operand into the right one. The product stays the same.
 
     A factor per channel cannot leave the sum, and codes cannot hold it. A code times a power of two is exact in bfloat16. So
     16-bit numbers are multiplied, even on a chip that multiplies the codes.
 
     Args:
-        left: codes, and scales ``[1, channels]``: one number times a power of two per channel.
-        right: ``[columns, channels]``.
+        lhs: codes, and scales ``[1, channels]``: one number times a power of two per channel.
+        rhs: ``[columns, channels]``.
     """
-    assert left.outer is not None
-    powers = power_below(left.outer)
-    columns = right.data.to(torch.bfloat16) * powers.to(torch.bfloat16)
-    return Operand(left.data.to(torch.bfloat16), (left.outer / powers)[:, :1]), Operand(columns, right.outer)
+    assert lhs.outer is not None
+    powers = power_below(lhs.outer)
+    columns = rhs.data.to(torch.bfloat16) * powers.to(torch.bfloat16)
+    return Operand(lhs.data.to(torch.bfloat16), (lhs.outer / powers)[:, :1]), Operand(columns, rhs.outer)
 
 
 def is_native(product: Product, device: torch.device) -> bool:
@@ -127,12 +125,12 @@ class EmulationNotice(UserWarning):
 _WARNED: set[tuple[str, str]] = set()
 
 
-def warn_if_emulated(compute: Compute, device: torch.device, stacklevel: int = 3) -> None:
+def warn_if_emulated(compute: Compute, device: torch.device) -> None:
     if (compute.name, str(device)) in _WARNED or device.type == "meta":
         return
     _WARNED.add((compute.name, str(device)))
     if emulated_formats(compute, device):
-        warnings.warn(describe_matmuls(compute, device), EmulationNotice, stacklevel=stacklevel)
+        warnings.warn(describe_matmuls(compute, device), EmulationNotice, stacklevel=3)
 
 
 def emulated_formats(compute: Compute, device: torch.device) -> list[str]:
@@ -184,9 +182,9 @@ def _multiply_widened(
     return result
 
 
-def _part(scale: Tensor | None, which: slice, dim: int) -> Tensor | None:
+def _part(scale: Tensor | None, span: slice, dim: int) -> Tensor | None:
     """Return the scales of some rows or columns. A single scale applies to all."""
-    return scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, which.start, which.stop - which.start)
+    return scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, span.start, span.stop - span.start)
 
 
 def _multiply_integers(
@@ -224,8 +222,8 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
         return values.copy_(sums)
     parts = zip(a.split(native.EXACT_TERMS, 1), b.split(native.EXACT_TERMS, 0), strict=True)
     total = torch.zeros((), dtype=torch.float64)
-    for left, right in parts:
-        total = total + torch._int_mm(left, right)
+    for lhs, rhs in parts:
+        total = total + torch._int_mm(lhs, rhs)
     return values.copy_(total)
 
 
@@ -234,38 +232,29 @@ def _row_major(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, (max(x.shape[1], 1), 1)) if x.is_contiguous() else x
 
 
+def _scaled(
+    values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if by_row is by_column is bias is None:
+        return values.to(dtype)
+    result = torch.empty(values.shape, dtype=dtype, device=values.device)
+    _scale_into(result, values, by_row, by_column, bias)
+    return result
+
+
 def _scale_into(
     out: Tensor, values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None
 ) -> None:
     if by_row is by_column is bias is None:
         out.copy_(values)
     else:
-        fused(values.numel(), _scaling(out.dtype), values, by_row, by_column, bias, out)
+        fused(values.numel(), _scale, values, by_row, by_column, bias, out)
 
 
-def _scaled(
-    values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    if by_row is by_column is bias is None:
-        return values.to(dtype)
-    scaled: Tensor = fused(values.numel(), _scaling(dtype), values, by_row, by_column, bias)
-    return scaled
-
-
-@lru_cache(None)
-def _scaling(dtype: torch.dtype) -> Callable[..., Tensor]:
-    def scale_result(
-        result: Tensor,
-        by_row: Tensor | None,
-        by_column: Tensor | None,
-        bias: Tensor | None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        values = result.float() if by_row is None else result * by_row
-        if by_column is not None:
-            values = values * by_column
-        if bias is not None:
-            values = values + bias.float()
-        return values.to(dtype) if out is None else out.copy_(values)
-
-    return scale_result
+def _scale(values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    values = values.float() if by_row is None else values * by_row
+    if by_column is not None:
+        values = values * by_column
+    if bias is not None:
+        values = values + bias.float()
+    out.copy_(values)

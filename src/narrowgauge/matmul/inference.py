@@ -75,13 +75,13 @@ class Kept(NamedTuple):
 
 
 def multiply_codes(
-    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str, kept: Kept | None = None
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str, wide: Kept | None = None
 ) -> Tensor:
     """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]`` in the dtype of ``x``. Backward raises.
 
-    ``compute`` is the name of a registered compute. ``kept.missed`` counts outliers outside ``kept``.
+    ``compute`` is the name of a registered compute. ``wide.missed`` counts outliers outside ``wide``.
     """
-    return cast(Tensor, _apply(x, codes, scales, bias, compute, *(kept or (None, None, None))))
+    return cast(Tensor, _apply(x, codes, scales, bias, compute, *(wide or (None, None, None))))
 
 
 class _Product(torch.autograd.Function):
@@ -92,15 +92,15 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.x_shape = list(x.shape)
         registered = REGISTERED[compute]
-        left, right = cast_to_slot(x, registered, "output.left"), _operand(codes, scales, registered.output)
-        y = multiply_slots(left, right, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
+        lhs, rhs = cast_to_slot(x, registered, "output.left"), _operand(codes, scales, registered.output)
+        y = multiply_slots(lhs, rhs, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
         if not registered.output.left.outliers:
             return y
-        kept = None if columns is None or weights is None else (columns, weights)
+        wide = None if columns is None or weights is None else (columns, weights)
         if columns is not None and missed is not None:
             is_outlier = outlier_columns(x, registered.output.left.outliers)
             missed.add_(is_outlier.sum() - is_outlier[columns].sum())
-        return add_outliers(y, x, registered, None, right, kept)
+        return add_outliers(y, x, registered, None, rhs, wide)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -163,12 +163,12 @@ class StoredCodes(ExactBuffers):
     outlier_weights: Tensor | None
     missed: Tensor | None
 
-    def store(self, codes: Tensor, scales: Tensor, kept: Kept | None, compute: Compute) -> None:
+    def store(self, codes: Tensor, scales: Tensor, wide: Kept | None, compute: Compute) -> None:
         """Store a compute's codes, and the 16-bit weights beside them."""
         self.registered_name, self.compute = register(compute), compute
         for name, tensor in zip(EXACT, (codes, scales), strict=True):
             self.register_buffer(name, tensor)
-        for name, part in zip((*KEPT, "missed"), kept or (None, None, None), strict=True):
+        for name, part in zip((*KEPT, "missed"), wide or (None, None, None), strict=True):
             self.register_buffer(name, part, persistent=name != "missed")
         self.register_load_state_dict_pre_hook(_check_formats)  # type: ignore[no-untyped-call]
 
@@ -222,17 +222,17 @@ class QuantizedExperts(StoredCodes):
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor, Kept | None]:
         """Return codes, scales and kept weights of one expert."""
-        kept = self.kept
-        kept = None if kept is None else kept._replace(weights=kept.weights[expert])
-        return self.weight_codes[expert], self.weight_scales[expert], kept
+        wide = self.kept
+        wide = None if wide is None else wide._replace(weights=wide.weights[expert])
+        return self.weight_codes[expert], self.weight_scales[expert], wide
 
     def forward(self, x: Tensor, weights: None, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply ``[tokens, in]``, sorted by expert, to ``[tokens, out]``: zero for tokens without an expert."""
         result = x.new_zeros((x.shape[0], self.weight_codes.shape[1]))
         for expert, tokens in groups_of(offsets):
-            codes, scales, kept = self.of_expert(expert)
+            codes, scales, wide = self.of_expert(expert)
             own_bias = None if bias is None else bias[expert]
-            result[tokens] = multiply_codes(x[tokens], codes, scales, own_bias, self.registered_name, kept)
+            result[tokens] = multiply_codes(x[tokens], codes, scales, own_bias, self.registered_name, wide)
         return result
 
     def dequantize(self) -> Tensor:
@@ -244,12 +244,12 @@ class QuantizedExperts(StoredCodes):
         return f"{', '.join(map(str, self.weight_codes.shape))}, compute={self.compute.name!r}"
 
 
-def _dequantized(codes: Tensor, scales: Tensor, kept: Kept | None, compute: Compute) -> Tensor:
+def _dequantized(codes: Tensor, scales: Tensor, wide: Kept | None, compute: Compute) -> Tensor:
     operand = _widened(codes, scales, compute.output.right)
     values = operand.data.float() if operand.outer is None else operand.data.float() * operand.outer
     values = values[: codes.shape[0], : codes.shape[1]]
-    if kept is not None:
-        values[:, kept.columns] = kept.weights.float()
+    if wide is not None:
+        values[:, wide.columns] = wide.weights.float()
     return values
 
 
@@ -435,12 +435,12 @@ def quantize_layer(
     weight, bias, matrix = module._parameters["weight"], module._parameters["bias"], matrix_of(module)
     if weight not in shared:
         shared[weight] = _codes_of(matrix.detach(), compute.output.right)
-    kept = None if columns is None else _kept(matrix.detach(), columns)
+    wide = None if columns is None else _kept(matrix.detach(), columns)
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         entries.clear()
     module.__class__ = QuantizedLinear
     module.out_features, module.in_features = matrix.shape
-    module.store(*shared[weight], kept, compute)
+    module.store(*shared[weight], wide, compute)
     module.register_parameter("bias", bias)
 
 

@@ -56,7 +56,7 @@ def register(compute: Compute) -> str:
             "Scale that weight per row, tensor or block.",
         )
     name, number = compute.name, 1
-    while (known := REGISTERED.setdefault(name, compute)) is not compute and known != compute:
+    while (registered := REGISTERED.setdefault(name, compute)) is not compute and registered != compute:
         number += 1
         name = f"{compute.name} ({number})"
     return name
@@ -91,19 +91,19 @@ def cast_to_slot(
         sequence_length: rows per sequence, which key random bits.
         fold: multiplied into ``x`` first, see :func:`scales_to_fold`.
     """
-    which, cast = SLOTS[slot], compute.casts[slot]
+    slot_row, cast = SLOTS[slot], compute.casts[slot]
     amax = words = None
     if keys is not None and (cast.needs_bits or history is not None):
         if history is not None:
-            amax = delayed_amax(x, cast, history, which.history_index, keys.clock[STEP], record)
-        length = 0 if which.tensor == "weight" else sequence_length
-        words = random_words(cast, x, which.dim, keys, which.random_key, length)
-        signs = drawn_signs(cast, x.shape[which.dim], which.dim, keys, which.matmul)
+            amax = delayed_amax(x, cast, history, slot_row.history_index, keys.clock[STEP], record)
+        length = 0 if slot_row.tensor == "weight" else sequence_length
+        words = random_words(cast, x, slot_row.dim, keys, slot_row.random_key, length)
+        signs = drawn_signs(cast, x.shape[slot_row.dim], slot_row.dim, keys, slot_row.matmul)
         if signs is not None:
             fold = signs if fold is None else fold * signs
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
-    return cast_matrix(x, cast, which.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
+    return cast_matrix(x, cast, slot_row.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
@@ -114,8 +114,8 @@ def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tenso
 
 
 def multiply_slots(
-    left: Operand,
-    right: Operand,
+    lhs: Operand,
+    rhs: Operand,
     compute: Compute,
     matmul: str,
     shape: tuple[int, int],
@@ -125,29 +125,29 @@ def multiply_slots(
     """Multiply the two operands of one of the three matmuls. Return ``shape``, without padding, in ``dtype``."""
     product = compute.products[matmul]
     if product.right.granularity == "column":
-        right = right._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
-    if is_traced() and is_opaque(left, right, product):
-        return cast(Tensor, _multiply_opaque(*left, *right, register(compute), matmul, list(shape), dtype, bias))
+        rhs = rhs._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
+    if is_traced() and is_opaque(lhs, rhs, product):
+        return cast(Tensor, _multiply_opaque(*lhs, *rhs, register(compute), matmul, list(shape), dtype, bias))
     if product.left.smooth:
-        left, right = with_channels_back(left, right)
+        lhs, rhs = with_channels_back(lhs, rhs)
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
-    return multiply(left, right, dims, product, dtype, bias)[: shape[0], : shape[1]].contiguous()
+    return multiply(lhs, rhs, dims, product, dtype, bias)[: shape[0], : shape[1]].contiguous()
 
 
 @torch.library.custom_op("narrowgauge::multiply_opaque", mutates_args=())
 def _multiply_opaque(
-    left: Tensor, left_outer: Tensor | None, left_inner: Tensor | None,
-    right: Tensor, right_outer: Tensor | None, right_inner: Tensor | None,
+    lhs: Tensor, lhs_outer: Tensor | None, lhs_inner: Tensor | None,
+    rhs: Tensor, rhs_outer: Tensor | None, rhs_inner: Tensor | None,
     compute: str, matmul: str, shape: list[int], dtype: torch.dtype, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    operands = Operand(left, left_outer, left_inner), Operand(right, right_outer, right_inner)
+    operands = Operand(lhs, lhs_outer, lhs_inner), Operand(rhs, rhs_outer, rhs_inner)
     return multiply_slots(*operands, REGISTERED[compute], matmul, (shape[0], shape[1]), dtype, bias)
 
 
 @_multiply_opaque.register_fake
-def _(left: Tensor, _a: Any, _b: Any, right: Tensor, _c: Any, _d: Any, compute: str, matmul: str, shape: list[int],
+def _(lhs: Tensor, _a: Any, _b: Any, rhs: Tensor, _c: Any, _d: Any, compute: str, matmul: str, shape: list[int],
       dtype: torch.dtype, bias: Any) -> Tensor:  # fmt: skip
-    return left.new_empty(shape, dtype=dtype)
+    return lhs.new_empty(shape, dtype=dtype)
 
 
 # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,18 +231,18 @@ def add_outliers(
     compute: Compute,
     weight: Tensor | None,
     codes: Operand,
-    kept: tuple[Tensor, Tensor] | None = None,
+    wide: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Add the product of the outlier columns of ``x`` and the compute's weights ``[out, in]`` to ``result``.
 
     Args:
         weight: in 16 bits; ``None`` in inference, where it is not stored.
         codes: of the weight, with a scale per row.
-        kept: int32 ``[kept]``, ascending, and ``[out, kept]``: columns with weights stored in 16 bits beside the codes.
+        wide: int32 ``[kept]``, ascending, and ``[out, kept]``: columns with weights stored in 16 bits beside the codes.
     Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
     """
     weight = weight if keeps_outlier_weights(compute) else None
-    columns, weights = kept or (None, None)
+    columns, weights = wide or (None, None)
     arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer, columns, weights)
     # The variable number of columns would break a graph.
     return cast(Tensor, (_add_opaque if is_traced() else _add_outliers)(*arguments))
@@ -298,45 +298,45 @@ def output(
         unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
     """
     compute = REGISTERED[name]
-    left = cast_to_slot(x, compute, "output.left", keys=keys, history=input_history, record=record)
-    right = cast_weight_to_slot(weight, name, "output.right", keys=keys, history=history, record=record, unit=unit)
-    y = multiply_slots(left, right, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
+    lhs = cast_to_slot(x, compute, "output.left", keys=keys, history=input_history, record=record)
+    rhs = cast_weight_to_slot(weight, name, "output.right", keys=keys, history=history, record=record, unit=unit)
+    y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
-        y = add_outliers(y, x, compute, weight, right)
-    return y, left if compute.cast_slots["grad_weight.right"] == "output.left" else Operand(x)
+        y = add_outliers(y, x, compute, weight, rhs)
+    return y, lhs if compute.cast_slots["grad_weight.right"] == "output.left" else Operand(x)
 
 
 def gradients(
-    grad: Tensor, kept: Operand, weight: Tensor, name: str, *, keys: Keys | None, history: Tensor | None,
+    grad: Tensor, saved: Operand, weight: Tensor, name: str, *, keys: Keys | None, history: Tensor | None,
     record: bool, sequence_length: int, needs: tuple[bool, bool], unit: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Return ``grad_input [tokens, in]`` and ``grad_weight [out, in]`` from the output's gradient, each if needed.
 
     Args:
-        kept: the operand that :func:`output` returned.
+        saved: the operand that :func:`output` returned.
     """
     compute = REGISTERED[name]
     slots = compute.cast_slots
-    grad_input = grad_weight = left = None
+    grad_input = grad_weight = lhs = None
 
-    def cast_grad(slot: str, right: Operand) -> Operand:
-        fold = scales_to_fold(right.outer, compute, SLOTS[slot].matmul)
+    def cast_grad(slot: str, rhs: Operand) -> Operand:
+        fold = scales_to_fold(rhs.outer, compute, SLOTS[slot].matmul)
         return cast_to_slot(
             grad, compute, slot, keys=keys, history=history, record=record, sequence_length=sequence_length, fold=fold
         )
 
     if needs[0]:
-        right = cast_weight_to_slot(weight, name, "grad_input.right", keys=keys, history=history, unit=unit)
-        left = cast_grad("grad_input.left", right)
-        grad_input = multiply_slots(left, right, compute, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
+        rhs = cast_weight_to_slot(weight, name, "grad_input.right", keys=keys, history=history, unit=unit)
+        lhs = cast_grad("grad_input.left", rhs)
+        grad_input = multiply_slots(lhs, rhs, compute, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
     if needs[1]:
-        right = kept
+        rhs = saved
         if slots["grad_weight.right"] == "grad_weight.right":
-            right = cast_to_slot(kept.data, compute, "grad_weight.right", keys=keys)
-        if left is None or slots["grad_weight.left"] == "grad_weight.left":
-            left = cast_grad("grad_weight.left", right)
+            rhs = cast_to_slot(saved.data, compute, "grad_weight.right", keys=keys)
+        if lhs is None or slots["grad_weight.left"] == "grad_weight.left":
+            lhs = cast_grad("grad_weight.left", rhs)
         shape = weight.shape[0], weight.shape[1]
-        grad_weight = multiply_slots(left, right, compute, "grad_weight", shape, weight.dtype)
+        grad_weight = multiply_slots(lhs, rhs, compute, "grad_weight", shape, weight.dtype)
     return grad_input, grad_weight
 
 
@@ -349,10 +349,10 @@ class _Product(torch.autograd.Function):
         history: Tensor | None, input_history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
     ) -> Tensor:  # fmt: skip
         keys = None if clock is None or key is None else Keys(clock, key)
-        y, kept = output(
+        y, saved = output(
             x, weight, bias, name, keys=keys, history=history, record=record, input_history=input_history, unit=unit
         )
-        ctx.save_for_backward(*kept, weight, clock, key, unit)
+        ctx.save_for_backward(*saved, weight, clock, key, unit)
         # Not saved for backward: autograd would refuse it after another layer or pass writes to it.
         ctx.history = history
         ctx.name, ctx.sequence_length, ctx.record, ctx.has_bias = name, sequence_length, record, bias is not None

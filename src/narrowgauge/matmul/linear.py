@@ -90,11 +90,9 @@ class NarrowLayer(ExactBuffers):
         reads = self.compute.is_stochastic or self.compute.is_delayed
         self.clock_words = clock.words(self.key.device) if reads else None
 
-    def keys(self, expert: int | None = None) -> Keys | None:
-        """Return the keys of random bits, optionally of one expert; ``None`` if no cast needs them."""
-        if self.clock_words is None:
-            return None
-        return Keys(self.clock_words, self.key if expert is None else self.key[expert])
+    def keys(self) -> Keys | None:
+        """Return the keys of random bits; ``None`` if no cast needs them."""
+        return None if self.clock_words is None else Keys(self.clock_words, self.key)
 
     def load_history(self, history: Tensor) -> None:
         """Load a history, even if the current compute delays no scale: a later compute may."""

@@ -73,14 +73,14 @@ def architecture_of(device: torch.device) -> str | None:
     return f"sm{major}{minor}"
 
 
-def takes(kernel: Kernel, left: Operand, right: Operand) -> bool:
+def takes(kernel: Kernel, lhs: Operand, rhs: Operand) -> bool:
     """Return whether the kernel reads two operands' dtypes. It does not if a cast is shared with an emulated product."""
     dtypes = (torch.float32,) if kernel.name == "tfloat32" else CODES
-    return left.data.dtype in dtypes and right.data.dtype in dtypes
+    return lhs.data.dtype in dtypes and rhs.data.dtype in dtypes
 
 
 def multiply_codes(
-    kernel: Kernel, left: Operand, right: Operand, dims: tuple[int, int], dtype: torch.dtype, *, fast: bool = False
+    kernel: Kernel, lhs: Operand, rhs: Operand, dims: tuple[int, int], dtype: torch.dtype, *, fast: bool = False
 ) -> Sums:
     """Return the product of two operands that the kernel takes.
 
@@ -90,10 +90,10 @@ def multiply_codes(
             return float32 sums (``mxfp4``: bfloat16).
         fast: accumulate in the tensor core's register alone, if the kernel can.
     """
-    rows, columns = left.data.shape[1 - dims[0]], right.data.shape[1 - dims[1]]
-    if not (left.data.numel() and right.data.numel()):
-        return Sums(left.data.new_zeros((rows, columns), dtype=dtype))
-    values, by_row, by_column = _FUNCTIONS[kernel.name](_turned(left, dims[0]), _turned(right, dims[1]), dtype, fast)
+    rows, columns = lhs.data.shape[1 - dims[0]], rhs.data.shape[1 - dims[1]]
+    if not (lhs.data.numel() and rhs.data.numel()):
+        return Sums(lhs.data.new_zeros((rows, columns), dtype=dtype))
+    values, by_row, by_column = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast)
     return Sums(values[:rows, :columns], by_row, by_column)
 
 
@@ -104,30 +104,30 @@ def _turned(operand: Operand, dim: int) -> Operand:
     return operand._replace(data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t())
 
 
-def _filled(x: Tensor, rows: int = _SIDE, columns: int = _SIDE) -> Tensor:
-    """Return one-byte codes, row-major, padded with zeros to multiples of ``rows`` and ``columns``."""
-    whole = x.view(torch.int8)  # F.pad does not take float8
-    extra = -x.shape[1] % columns, -x.shape[0] % rows
-    return (F.pad(whole, (0, extra[0], 0, extra[1])) if any(extra) else whole).contiguous().view(x.dtype)
+def _filled(x: Tensor) -> Tensor:
+    """Return one-byte codes, row-major, padded with zeros to whole multiples of the kernels' sides."""
+    codes = x.view(torch.int8)  # F.pad does not take float8
+    extra = -x.shape[1] % _SIDE, -x.shape[0] % _SIDE
+    return (F.pad(codes, (0, extra[0], 0, extra[1])) if any(extra) else codes).contiguous().view(x.dtype)
 
 
 # ── the kernels: operands [side, contraction], and the right one is transposed for them ────────────────────────────────
 
 
-def _float8(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
-    (rows, _), (columns, _) = left.data.shape, right.data.shape
-    a, b = _filled(left.data), _filled(right.data)
-    one = torch.ones((), dtype=torch.float32, device=a.device)
-    by_row = None if left.outer is None else left.outer.reshape(-1, 1)
-    by_column = None if right.outer is None else right.outer.reshape(1, -1)
-    whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
+    (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
+    a, b = _filled(lhs.data), _filled(rhs.data)
+    unit = torch.ones((), dtype=torch.float32, device=a.device)
+    by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
+    by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
+    is_whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
     # With scales of rows, older libraries' kernel writes only bfloat16.
-    if dtype == torch.float32 or (dtype != torch.bfloat16 and not whole):
-        sums = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+    if dtype == torch.float32 or (dtype != torch.bfloat16 and not is_whole):
+        sums = torch._scaled_mm(a, b.t(), unit, unit, out_dtype=torch.float32, use_fast_accum=fast)
         return Sums(sums, by_row, by_column)
-    first, second = (one if scale is None else scale for scale in (by_row, by_column))
-    if whole:
+    first, second = (unit if scale is None else scale for scale in (by_row, by_column))
+    if is_whole:
         first, second = first.reshape(()), second.reshape(())
     else:
         first = F.pad(first.expand(rows, 1), (0, 0, 0, len(a) - rows)).contiguous()
@@ -135,8 +135,8 @@ def _float8(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Su
     return Sums(torch._scaled_mm(a, b.t(), first, second, out_dtype=dtype, use_fast_accum=fast))
 
 
-def _float8_fnuz(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    return _float8(_as_fnuz(left), _as_fnuz(right), dtype, fast)
+def _float8_fnuz(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _float8(_as_fnuz(lhs), _as_fnuz(rhs), dtype, fast)
 
 
 def _as_fnuz(operand: Operand) -> Operand:
@@ -153,10 +153,10 @@ def _as_fnuz(operand: Operand) -> Operand:
     return Operand(data, two if operand.outer is None else operand.outer * 2)
 
 
-def _float8_blocks(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128. Add every 128 terms to the sum in float32."""
-    a, b = _filled(left.data), _filled(right.data)
-    (first, of_first), (second, of_second) = _scales_of_128(left), _scales_of_128(right)
+    a, b = _filled(lhs.data), _filled(rhs.data)
+    (first, of_first), (second, of_second) = _scales_of_128(lhs), _scales_of_128(rhs)
     return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))
 
 
@@ -168,37 +168,37 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
     return scales_in_columns(F.pad(inner, (0, 0, 0, -len(inner) % _SIDE))), F.ScalingType.BlockWise1x128
 
 
-def _micro_scaled(left: Operand, right: Operand, dtype: torch.dtype, scale: torch.dtype) -> Sums:
+def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, scale: torch.dtype) -> Sums:
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any."""
-    a, b = (_filled(x.data) for x in (left, right))
+    a, b = (_filled(x.data) for x in (lhs, rhs))
     if a.dtype == PAIRS:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     block = F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
     scales, recipe, swizzle = [], [block], [F.SwizzleType.SWIZZLE_32_4_4]
-    for _, outer, inner in (left, right):
+    for _, outer, inner in (lhs, rhs):
         assert inner is not None
         scales.append([tiled_scales(inner.to(scale)), *([] if outer is None else [outer.reshape(1)])])
-    if left.outer is not None:
+    if lhs.outer is not None:
         recipe, swizzle = [*recipe, F.ScalingType.TensorWise], [*swizzle, F.SwizzleType.NO_SWIZZLE]
     first, second = scales
     return Sums(F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype))
 
 
-def _mxfp8(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    return _micro_scaled(left, right, dtype, torch.float8_e8m0fnu)
+def _mxfp8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _micro_scaled(lhs, rhs, dtype, torch.float8_e8m0fnu)
 
 
-def _mxfp4(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    return _micro_scaled(left, right, torch.bfloat16, torch.float8_e8m0fnu)
+def _mxfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _micro_scaled(lhs, rhs, torch.bfloat16, torch.float8_e8m0fnu)
 
 
-def _nvfp4(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    return _micro_scaled(left, right, dtype, torch.float8_e4m3fn)
+def _nvfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _micro_scaled(lhs, rhs, dtype, torch.float8_e4m3fn)
 
 
-def _tfloat32(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _tfloat32(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     with tensor_cores():
-        return Sums(torch.mm(left.data, right.data.t()))
+        return Sums(torch.mm(lhs.data, rhs.data.t()))
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
@@ -212,9 +212,9 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     a = F.pad(a, (0, -a.shape[1] % 8, 0, max(17 - rows, 0)))
     b = F.pad(b, (0, -columns % 8, 0, -b.shape[0] % 8))
     parts = zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True)
-    sums = [torch._int_mm(left.contiguous(), right) for left, right in parts]
-    whole = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-    return whole[:rows, :columns]
+    sums = [torch._int_mm(lhs.contiguous(), rhs) for lhs, rhs in parts]
+    total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+    return total[:rows, :columns]
 
 
 _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
@@ -270,15 +270,15 @@ def _side(cast: Cast) -> _Side:
 
 
 @lru_cache(None)
-def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> bool:
+def _works(kernel: Kernel, lhs: _Side, rhs: _Side, device: torch.device) -> bool:
     """Return whether a kernel multiplies two small matrices without error.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
-        a, b = (specimen(side, rows, _TERMS) for side, rows in zip((left, right), _ROWS, strict=True))
+        a, b = (specimen(side, rows, _TERMS) for side, rows in zip((lhs, rhs), _ROWS, strict=True))
         exactly = _values(a) @ _values(b).t()
-        there = [Operand(*(None if part is None else part.to(device) for part in each)) for each in (a, b)]  # type: ignore[arg-type]
+        there = [Operand(*(None if part is None else part.to(device) for part in operand)) for operand in (a, b)]  # type: ignore[arg-type]
         try:
             results = [
                 multiply_codes(kernel, there[0], there[1], (1, 1), dtype) for dtype in (torch.float32, torch.bfloat16)

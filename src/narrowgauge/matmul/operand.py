@@ -87,7 +87,7 @@ def cast_matrix(
     if cast.smooth:
         fold, amax = fused(size, _definition(_smooth, cast), x)
     if cast.block is None:
-        data, *scale = fused(size, _definition(_whole, cast, dim, dtype), x, *(words or (None, None)), fold, amax)
+        data, *scale = fused(size, _definition(_unblocked, cast, dim, dtype), x, *(words or (None, None)), fold, amax)
         return Operand(data, (scale[0] / fold if cast.smooth else scale[0]) if scale else None)
     if fold is not None:
         x = x.float() * fold
@@ -126,7 +126,7 @@ def _words(by_row: Tensor | None, by_column: Tensor | None) -> Words | None:
     return None if by_row is None or by_column is None else (by_row, by_column)
 
 
-def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
+def _unblocked(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
     def cast_whole(
         x: Tensor, by_row: Tensor | None, by_column: Tensor | None, fold: Tensor | None, amax: Tensor | None
     ) -> tuple[Tensor, ...]:
@@ -257,8 +257,8 @@ def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, sequ
 
 def key_of(keys: Keys, operand: int) -> Tensor:
     """Mix seed, step, layer and operand into the key of a cast's random bits: int32 ``[]``."""
-    other = (operand * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
-    return random_bits(keys.layer + other, keys.clock[STEP_SEED])
+    salt = (operand * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
+    return random_bits(keys.layer + salt, keys.clock[STEP_SEED])
 
 
 def drawn_signs(cast: Cast, size: int, dim: int, keys: Keys | None, matmul: str) -> Tensor | None:

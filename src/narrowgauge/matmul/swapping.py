@@ -235,8 +235,8 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
     patterns = chosen.keep if keep is None else keep
 
     def choose(name: str) -> Compute | None:
-        kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        return None if kept else computes.at_layer(chosen, name)
+        is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return None if is_kept else computes.at_layer(chosen, name)
 
     return choose
 

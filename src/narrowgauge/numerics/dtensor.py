@@ -73,15 +73,15 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
         Pairs of process groups and tensors. There is one group for each mesh axis that splits elements. The first pair has no
         groups, and perhaps no tensors.
     """
-    whole: list[Any] = []
-    pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], whole)}
+    unsplit: list[Any] = []
+    pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], unsplit)}
     for tensor in tensors:
         if is_split_over_ranks(tensor):
             mesh, placements = tensor.device_mesh, tensor.placements
             groups = [mesh.get_group(axis) for axis, placement in enumerate(placements) if _splits(placement)]
             pairs.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(tensor)
         else:
-            whole.append(tensor)
+            unsplit.append(tensor)
     return list(pairs.values())
 
 

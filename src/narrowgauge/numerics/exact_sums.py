@@ -40,7 +40,7 @@ from narrowgauge.numerics.dtensor import add_up, by_group, local_of
 from narrowgauge.numerics.rounding import sqrt
 
 JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
-"""Tensors of at most ``SMALL`` elements are joined up to ``JOINED``: one call then serves many tensors."""
+"""Join tensors of at most the first number of elements, up to the second: one call then serves many tensors."""
 
 
 def largest_magnitude(x: Tensor) -> Tensor:

@@ -269,33 +269,33 @@ class Expansion:
         below = (torch.where(self.parts[0] < 0, -part, part) for part in self.parts[1:])
         return Expansion((self.parts[0].abs(), *below), self.rounding)
 
-    def __add__(self, other: Operand) -> Expansion:
-        return Expansion(add(self.parts, self._parts_of(other), self.rounding), self.rounding)
+    def __add__(self, y: Operand) -> Expansion:
+        return Expansion(add(self.parts, self._parts_of(y), self.rounding), self.rounding)
 
-    def __sub__(self, other: Operand) -> Expansion:
-        return Expansion(add(self.parts, negative(self._parts_of(other)), self.rounding), self.rounding)
+    def __sub__(self, y: Operand) -> Expansion:
+        return Expansion(add(self.parts, negative(self._parts_of(y)), self.rounding), self.rounding)
 
-    def __rsub__(self, other: Tensor | float) -> Expansion:
-        return -self + other
+    def __rsub__(self, y: Tensor | float) -> Expansion:
+        return -self + y
 
-    def __mul__(self, other: Operand) -> Expansion:
-        return Expansion(mul(self.parts, self._parts_of(other), self.rounding), self.rounding)
+    def __mul__(self, y: Operand) -> Expansion:
+        return Expansion(mul(self.parts, self._parts_of(y), self.rounding), self.rounding)
 
-    def __truediv__(self, other: Operand) -> Expansion:
-        return Expansion(div(self.parts, self._parts_of(other), self.rounding), self.rounding)
+    def __truediv__(self, y: Operand) -> Expansion:
+        return Expansion(div(self.parts, self._parts_of(y), self.rounding), self.rounding)
 
-    def __rtruediv__(self, other: Tensor | float) -> Expansion:
-        return Expansion(div(self._parts_of(other), self.parts, self.rounding), self.rounding)
+    def __rtruediv__(self, y: Tensor | float) -> Expansion:
+        return Expansion(div(self._parts_of(y), self.parts, self.rounding), self.rounding)
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def _parts_of(self, other: Operand) -> Parts:
-        if isinstance(other, Expansion):
-            return other.parts
-        if not isinstance(other, Tensor):
+    def _parts_of(self, y: Operand) -> Parts:
+        if isinstance(y, Expansion):
+            return y.parts
+        if not isinstance(y, Tensor):
             # Make it a tensor: torch divides a number by a tensor through its reciprocal, which rounds twice.
-            other = torch.full((), other, dtype=torch.float64, device=self.parts[0].device)
-        return expansion_of(other, len(self), self.rounding) if len(self) > 1 else (other.float(),)
+            y = torch.full((), y, dtype=torch.float64, device=self.parts[0].device)
+        return expansion_of(y, len(self), self.rounding) if len(self) > 1 else (y.float(),)
 
 
 @overload

@@ -132,8 +132,7 @@ def quantize_blocks(
     """Quantize a matrix in blocks. It is already rotated and split by :func:`blocked`, as the words are.
 
     With the blocks' sides as tensor dims, a compiler makes loops of constant length. Scales and their inverses are returned, so
-    it
-    computes them once, not at each value: four times faster.
+    it computes them once, not at each value: four times faster.
 
     Args:
         blocks: ``[row blocks, rows, column blocks, columns]``.

@@ -289,21 +289,18 @@ def round_to(
     Every result is a value of the format, and a value of the format is unchanged. Other values:
 
     * ``nearest``: Ties go to the even mantissa. A scale has no mantissa: its ties go up, as do all values between its two
-    smallest
-      powers. PyTorch and ml_dtypes do the same.
+      smallest powers. PyTorch and ml_dtypes do the same.
     * ``toward_zero``: Take the neighbour nearer to zero. Finite values never leave the range.
     * ``stochastic``: Take one of the two neighbours. The nearer is more probable, so the mean is the value, to 2^-30 of a step.
       The random bits are a hash of the seed, the element's logical index and its bits. They are the same in any memory layout
       or chunking (give each chunk its ``offset``), eager and compiled.
     * Overflow means a rounded value past the largest, or an infinity. It gives infinity if the format has one, else NaN if it
-    has
-      that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers). ``saturate=True`` gives the
-      end of the range in every format, for infinities too.
+      has that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers). ``saturate=True`` gives
+      the end of the range in every format, for infinities too.
     * NaN: It becomes the quiet NaN. In a format without NaN it becomes 0. A scale of such codes must carry the NaN.
     * A zero, or a value that rounds to zero, keeps its sign if the format has −0. Subnormals are values like others.
     * Below zero, an unsigned integer overflows to 0. A scale (``float8_e8m0fnu``) has nothing at or below zero. Such values
-    overflow
-      to NaN, or with ``saturate`` to its smallest power. A smaller positive value becomes the smallest power.
+      overflow to NaN, or with ``saturate`` to its smallest power. A smaller positive value becomes the smallest power.
 
     Args:
         x: floating-point tensor of any shape. Float64 is rounded once, not through float32.

@@ -33,8 +33,7 @@ class LossScaler:
     * A step that overflows spends one of ``hysteresis`` lives and restarts the count of good steps. If no life is left, it
       multiplies the scale by ``backoff_factor``, but never below ``floor``.
     * A step that does not overflow restores all lives. So only ``hysteresis`` overflows *in a row* lower the scale. If a
-    fraction
-      p of steps overflows, two in a row come after about 1/p² steps.
+      fraction p of steps overflows, two in a row come after about 1/p² steps.
     * After ``growth_interval`` steps in a row without an overflow the scale is multiplied by ``growth_factor``, but never above
       ``ceiling``. Then the count restarts.
 

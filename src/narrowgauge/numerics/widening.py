@@ -54,11 +54,11 @@ def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
     side = min(max(_TILE_ELEMENTS // max(a.shape[1], 1), _LEAST_SIDE), math.isqrt(_TILE_ELEMENTS))
     for top in range(0, a.shape[0], side):
         rows = slice(top, min(top + side, a.shape[0]))
-        left = _widened("left", a[rows])
+        lhs = _widened("left", a[rows])
         for start in range(0, b.shape[1], side):
             columns = slice(start, min(start + side, b.shape[1]))
             values = SCRATCH.take("values", torch.float32, rows.stop - top, columns.stop - start)
-            yield (rows, columns), torch.mm(left, _widened("right", b[:, columns]), out=values)
+            yield (rows, columns), torch.mm(lhs, _widened("right", b[:, columns]), out=values)
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     wide = torch.int32 if a.shape[1] <= INT32_TERMS else torch.float64
     total = SCRATCH.take("total", wide, *values.shape).zero_()
     part = SCRATCH.take("part", wide, *values.shape)
-    for left, right in zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True):
-        total += part.copy_(torch.mm(_widened("left", left), _widened("right", right), out=values))
+    for lhs, rhs in zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True):
+        total += part.copy_(torch.mm(_widened("left", lhs), _widened("right", rhs), out=values))
     return values.copy_(total)
 
 
@@ -127,12 +127,12 @@ def float32_attention() -> Iterator[None]:
 
 def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Run a kernel on widened operands and round its results to their format. Log-sums and the like stay float32."""
-    dtype = next(each.dtype for each in args if isinstance(each, Tensor))
+    dtype = next(value.dtype for value in args if isinstance(value, Tensor))
     if dtype not in _NARROW:
         return kernel(*args, **options)
     results = kernel(*map(_as_float32, args), **{name: _as_float32(value) for name, value in options.items()})
     is_forward = len(results) == 2  # output and log-sums; backward gives three gradients
-    return tuple(each if is_forward and index else each.to(dtype) for index, each in enumerate(results))
+    return tuple(value if is_forward and index else value.to(dtype) for index, value in enumerate(results))
 
 
 def _as_float32(value: Any) -> Any:
@@ -170,11 +170,11 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
+def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return ``x + a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
-        return torch.addmm(x, a, b, beta=beta, alpha=alpha)
-    return torch.addmm(x.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(x.dtype)
+        return torch.addmm(x, a, b)
+    return torch.addmm(x.float(), a.float(), b.float()).to(x.dtype)
 
 
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())

@@ -57,8 +57,7 @@ class AccumulationWarning(UserWarning):
 def add_stochastic(gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
     """Add a gradient to a bfloat16 sum with stochastic rounding. Return the new buffer: int32 bits, the lower half zero.
 
-    ``gradient`` and the one buffer are float32 values of bfloat16. ``seed`` is 0-d int32, one per
-    micro-batch.
+    ``gradient`` and the one buffer are float32 values of bfloat16. ``seed`` is 0-d int32, one per micro-batch.
     """
     total = buffers[0] + gradient
     # Hash mantissas only: then scaling by a power of two changes nothing. Shift one, so that neither masks the other.
@@ -151,8 +150,7 @@ class GradientAccumulator:
     """Sum micro-batch gradients in a chosen format.
 
     Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to ``None``. Call :meth:`finish`
-    after
-    the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
+    after the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
 
     Invariant: the sum of an element depends only on (seed, step, its gradients in order). Its error is at most
     ``ACCUMULATIONS[dtype].bound(k)``. One micro-batch comes back bit for bit (``kahan`` turns -0 into +0; 8 bits are rounded).

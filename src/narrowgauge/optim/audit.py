@@ -162,14 +162,6 @@ class Auditor:
         self.fresh.clear()
         return table.sum(0)
 
-    def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Discard the windows of parameters."""
-        gone = set(parameters)
-        for parameter in gone:
-            for values in (self.windows, self.alarmed, self._products):
-                values.pop(parameter, None)
-        self.fresh = [sums for sums in self.fresh if sums[0] not in gone]
-
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
         """Restore a saved window. A tensor that stalls in it raises no second alarm."""
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)

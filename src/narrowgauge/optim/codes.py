@@ -80,8 +80,8 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
     if code.is_window:
         return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
     mask = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
-    left = _moved(word, dropped_bits(code) - shift)
-    return float_of(left & mask if code.bits < 32 else left)
+    aligned = _moved(word, dropped_bits(code) - shift)
+    return float_of(aligned & mask if code.bits < 32 else aligned)
 
 
 def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float) -> Tensor:
@@ -90,8 +90,8 @@ def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scal
     magnitude = bits & MAGNITUDE  # also for unsigned codes: -0 and a negative NaN would fill the word
     if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
         # The topmost code of a word needs one shift before the addition, and its sign is already in place.
-        left, steps = shift - dropped, _last_step(code) << shift
-        return (((magnitude.clamp(max=steps >> left) << left) + (addend << left)) & steps) | _sign(bits)
+        offset, steps = shift - dropped, _last_step(code) << shift
+        return (((magnitude.clamp(max=steps >> offset) << offset) + (addend << offset)) & steps) | _sign(bits)
     step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
     if code.hold:
         # Test the unscaled x: scaling flushes the smallest float32 subnormals to zero.
@@ -135,9 +135,9 @@ def _scale(code: Code) -> int:
     return code.lowest + 126
 
 
-def _moved(x: Tensor, left: int) -> Tensor:
+def _moved(x: Tensor, places: int) -> Tensor:
     """Shift left, or right (copying the sign) by a negative number."""
-    return x << left if left > 0 else x >> -left if left < 0 else x
+    return x << places if places > 0 else x >> -places if places < 0 else x
 
 
 def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,11 +221,11 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         total = canonical_bits(scaled) + addend
         visible = (total + half(below)) & -(1 << below)
         return visible, total, visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight)))
-    whole = cut(scaled, dropped_bits(storage.weight), addend)
+    rounded = cut(scaled, dropped_bits(storage.weight), addend)
     # Find the nearest visible value and the signed rest. Adding half of the tail's range carries exactly if the rest is
     # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
-    visible = _in_range(storage, (whole + half(below)) & -(1 << below))
-    return visible, whole - visible, visible_value(storage.visible, whole)
+    visible = _in_range(storage, (rounded + half(below)) & -(1 << below))
+    return visible, rounded - visible, visible_value(storage.visible, rounded)
 
 
 def _in_range(storage: Storage, visible: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ writes its result. Eager, this code is the reference. Compiled, it is one fused 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import Compiled, compiled, compiled_for_pattern
+from narrowgauge.compile import Compiled, compiled
 from narrowgauge.edge_values import edge_values, normal_values, with_nan
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.expansions import Expansion, NearestEven
@@ -161,6 +161,24 @@ def num_scales(storage: Storage) -> int:
     return 2 * len(storage.scaled) * layout.num_parts(storage)
 
 
+def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]) -> list[Lane]:
+    """Return the lanes of words: the parts of the weight, then of the gradient, then the tensors of each plane.
+
+    ``multipliers`` hold, for each scaled code and part, the one into the code's window and the one back.
+    """
+    parts = layout.num_parts(storage)
+    weights = layout.lanes_of_weight(storage.visible, words[:parts])
+    gradients = layout.lanes_of_weight(storage.visible, words[parts : 2 * parts])
+    fields = layout.by_lane(storage, words[2 * parts :])
+    pairs = list(zip(multipliers[::2], multipliers[1::2], strict=True))
+    lanes = []
+    for number, of_lane in enumerate(zip(weights, gradients, fields, strict=True)):
+        part = number // layout.per_word(storage)
+        scales = {name: pairs[index * parts + part] for index, name in enumerate(storage.scaled)}
+        lanes.append(Lane(*of_lane, scales))
+    return lanes
+
+
 def make_step(
     storage: Storage,
     advance: Advance,
@@ -182,32 +200,20 @@ def make_step(
         (:func:`narrowgauge.optim.layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
         plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
         the code's window and back. ``decided`` holds the float32 tensors of the first lane, then of the next. On a CPU the step
-        does
-        not skip: the caller does. The result is the audit, empty without one.
+        does not skip: the caller does. The result is the audit, empty without one.
     """
-    parts, visible, scaled = layout.num_parts(storage), storage.visible, storage.scaled
-    names, lanes = (*CONTROL, *scalars), range(layout.num_lanes(storage))
+    parts, visible = layout.num_parts(storage), storage.visible
+    names, num_lanes = (*CONTROL, *scalars), layout.num_lanes(storage)
     num_words = 2 * parts + sum(layout.num_tensors(storage, plane.bits) for plane in layout.planes(storage))
-    ends = num_words + num_scales(storage), num_words + num_scales(storage) + num_decided * len(lanes)
+    ends = num_words + num_scales(storage), num_words + num_scales(storage) + num_decided * num_lanes
 
     def step(*arguments: Tensor) -> Tensor:
-        words, multipliers, decided = (
-            arguments[:num_words],
-            arguments[num_words : ends[0]],
-            arguments[ends[0] : ends[1]],
-        )
+        words, decided = arguments[:num_words], arguments[ends[0] : ends[1]]
         values, seed = arguments[ends[1] :]
         numbers = {name: values[index] for index, name in enumerate(names)}
-        pairs = [(multipliers[k], multipliers[k + 1]) for k in range(0, len(multipliers), 2)]
-        weights = layout.lanes_of_weight(visible, words[:parts])
-        gradients = layout.lanes_of_weight(visible, words[parts : 2 * parts])
-        fields = layout.by_lane(storage, words[2 * parts :])
         done, decayed = [], []
-        for k in lanes:
-            part = k // layout.per_word(storage)
-            scales = {name: pairs[index * parts + part] for index, name in enumerate(scaled)}
+        for k, lane in enumerate(lanes_of(storage, words, arguments[num_words : ends[0]])):
             values_decided = decided[k * num_decided : (k + 1) * num_decided]
-            lane = Lane(weights[k], gradients[k], fields[k], scales)
             done.append(advance(lane, values_decided, numbers, seed))
             if summarize is not None and decay is not None:
                 decayed.append(decay_terms(*decay(lane, values_decided, numbers, seed, done[k])))
@@ -224,24 +230,6 @@ def make_step(
         return summarize([sum(term[1:], term[0]) for term in zip(*terms, strict=True)])
 
     return step
-
-
-def row_peaks(*words: Tensor) -> Tensor:
-    """Return the largest magnitude in each row of a bfloat16 matrix, given as words: float32 ``[rows]``."""
-    lanes = [codes.visible_value("bfloat16", lane).abs() for lane in layout.lanes_of_weight("bfloat16", words)]
-    return reduce(torch.maximum, [lane.amax(1) for lane in lanes])
-
-
-def peaks_of_matrices(matrices: Sequence[Tensor], *, compile: bool) -> Tensor:
-    """Return the largest magnitude in each row of bfloat16 matrices: float32 ``[rows]``, all rows in order."""
-    peaks = []
-    for words in matrices:
-        if compile and min(words.shape) > 1:
-            peaks.append(compiled_for_pattern(row_peaks, words))
-        else:
-            rows = max(1, chunk_size(words.device) // max(1, words.shape[1]))
-            peaks += [row_peaks(chunk) for chunk in words.split(rows)]
-    return torch.cat(peaks)
 
 
 Steps = tuple[Step, Step, Step]
@@ -308,9 +296,9 @@ class WordKernel:
             return None
         rows, total = max(1, size // first[0].numel()), None
         for start in range(0, len(first), rows):
-            piece = [tensor[start : start + rows] for tensor in tensors]
+            chunk = [tensor[start : start + rows] for tensor in tensors]
             # A trace for many rows is wrong for one row.
-            sums = (step if run is None or not run.accepts([*piece, values, seed]) else run)(*piece, values, seed)
+            sums = (step if run is None or not run.accepts([*chunk, values, seed]) else run)(*chunk, values, seed)
             total = sums if total is None else total + sums
         return total if audited else None
 

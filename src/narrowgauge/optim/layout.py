@@ -148,8 +148,8 @@ def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Seq
     # (Flatten before the view: a dim of one element may have any stride.)
     small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *group, _share(plane.bits))
     elements = small.movedim(-1, 1).reshape(lanes, *group)
-    apart = elements.reshape(parts, neighbours, *group).movedim(1, -1)
-    rows = apart.reshape(parts * group[0], group[1] * neighbours) if len(group) == 2 else apart.reshape(-1)
+    by_part = elements.reshape(parts, neighbours, *group).movedim(1, -1)
+    rows = by_part.reshape(parts * group[0], group[1] * neighbours) if len(group) == 2 else by_part.reshape(-1)
     for dim, size in enumerate(matrix_of(storage, shape)):
         rows = rows.narrow(dim, 0, size)
     return rows.reshape(-1).view(plane.dtype).view(tuple(shape)).clone()
@@ -159,9 +159,9 @@ def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tens
     """Return the words of a plane: the inverse of :func:`to_parameter_order`. Padding is zero."""
     words = allocate(storage, plane, values.shape, values.device)
     group, neighbours, parts = words.shape[1:], per_word(storage), num_parts(storage)
-    whole = (parts * group[0], *group[1:-1], group[-1] * neighbours) if len(group) == 2 else (group[0] * neighbours,)
+    padded = (parts * group[0], *group[1:-1], group[-1] * neighbours) if len(group) == 2 else (group[0] * neighbours,)
     matrix = matrix_of(storage, values.shape)
-    filled = torch.zeros(whole, dtype=INTEGER[plane.bits], device=values.device)
+    filled = torch.zeros(padded, dtype=INTEGER[plane.bits], device=values.device)
     target = filled
     for dim, size in enumerate(matrix):
         target = target.narrow(dim, 0, size)

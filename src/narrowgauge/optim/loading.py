@@ -105,10 +105,10 @@ def _take_plain(
             lossy[f"{name} to {state.code(name).bits} bits in '{state.storage.name}'"] = None
 
 
-def _refusal(state: ParameterState, entry: Mapping[str, Tensor], what: str) -> RecipeError:
+def _refusal(state: ParameterState, entry: Mapping[str, Tensor], reason: str) -> RecipeError:
     rule, needed = state.kernel.rule.name, sorted(state.shapes_of_states)
     return RecipeError(
-        f"Cannot load a state with {sorted(entry)} into rule '{rule}', which has {needed}: {what}.", _ADVICE
+        f"Cannot load a state with {sorted(entry)} into rule '{rule}', which has {needed}: {reason}.", _ADVICE
     )
 
 
@@ -141,11 +141,11 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     entries = {parameters[key]: entry for key, entry in state_dict["state"].items() if key in parameters}
     states = make_loaded_states(optimizer, entries, options)
-    others = {key: value for key, value in state_dict["state"].items() if key not in parameters}
-    if strange := [key for key, value in others.items() if isinstance(key, int) or isinstance(value, Mapping)]:
+    extra_entries = {key: value for key, value in state_dict["state"].items() if key not in parameters}
+    if strange := [key for key, value in extra_entries.items() if isinstance(key, int) or isinstance(value, Mapping)]:
         raise RecipeError(f"Cannot load the state because no param group lists its entry {strange[0]!r}.")
     return {
-        "state": {**others, **{key: states[p] for key, p in parameters.items() if p in states}},
+        "state": {**extra_entries, **{key: states[p] for key, p in parameters.items() if p in states}},
         "param_groups": saved,
     }
 
@@ -188,5 +188,5 @@ def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     for parameter, name in optimizer.parameter_names().items():
         state = optimizer.state_of(parameter)
         tensors = [("", local_of(parameter).detach())] if state is None else state.named_tensors()
-        for what, tensor in tensors:
-            yield f"{what} of {name}" if what else name, tensor, parameter
+        for field, tensor in tensors:
+            yield f"{field} of {name}" if field else name, tensor, parameter

@@ -24,7 +24,7 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import MatrixKernel, num_scales
+from narrowgauge.optim.kernel import MatrixKernel, lanes_of, num_scales
 from narrowgauge.optim.row_bounds import rescaled, set_scales
 from narrowgauge.optim.rules.matrix import PIECE, Options, decay_of, matrix_shape
 from narrowgauge.optim.state import ParameterState, weight_bound
@@ -50,13 +50,13 @@ def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[Par
     measures: list[Tensor | None] = []
     for place, step in enumerate(steps):
         measure = step.rule.measure(step.options)
-        whole = None if measure is None else ranks.gather(place, step.owner, step.weight())
-        measures.append(None if measure is None or whole is None else measure(whole))
-        del whole
+        weight = None if measure is None else ranks.gather(place, step.owner, step.weight())
+        measures.append(None if measure is None or weight is None else measure(weight))
+        del weight
     wholes = [[ranks.gather(place, step.owner, part) for part in step.averaged()] for place, step in enumerate(steps)]
     results: list[list[Tensor] | None] = []
     for place, step in enumerate(steps):
-        matrices = [whole for whole in wholes.pop(0) if whole is not None]
+        matrices = [weight for weight in wholes.pop(0) if weight is not None]
         results.append(step.direction(matrices, measures[place]) if matrices else None)
         del matrices
     for place, step in enumerate(steps):
@@ -89,10 +89,10 @@ class Alone:
         """Return a whole tensor shaped like ``owner``, as a matrix, on the rank that owns ``place``. Else return ``None``."""
         return gathered(owner, part).reshape(matrix_shape(owner.shape))
 
-    def scatter(self, place: int, owner: Tensor, whole: Tensor | None) -> Tensor:
+    def scatter(self, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
         """Return this rank's part of a float32 matrix from the rank that owns ``place``."""
-        assert whole is not None
-        return own_part(owner, whole.view(owner.shape))
+        assert matrix is not None
+        return own_part(owner, matrix.view(owner.shape))
 
     def broadcast(self, place: int, tensor: Tensor) -> None:
         """Overwrite a tensor by the copy of the rank that owns ``place``."""
@@ -127,17 +127,17 @@ class Shared(Alone):
         dist.gather(_padded(part, height), into, group=self.shards, group_dst=shard)
         return None if buffer is None else buffer[:rows]
 
-    def scatter(self, place: int, owner: Tensor, whole: Tensor | None) -> Tensor:
+    def scatter(self, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
         import torch.distributed as dist
 
         replica, shard = divmod(place, self.num_shards)
         rows, columns = matrix_shape(owner.shape)
         height, local = -(-rows // self.num_shards), local_of(owner)
         part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
-        if self.shards is None and whole is not None:
-            part = whole.contiguous()
+        if self.shards is None and matrix is not None:
+            part = matrix.contiguous()
         elif self.shards is not None and replica == self.replica:
-            pieces = None if whole is None else list(_padded(whole, height * self.num_shards).split(height))
+            pieces = None if matrix is None else list(_padded(matrix, height * self.num_shards).split(height))
             dist.scatter(part, pieces, group=self.shards, group_src=shard)
         if self.replicas is not None:
             dist.broadcast(part, group=self.replicas, group_src=replica)
@@ -203,20 +203,8 @@ class Piece:
     tensors: list[Tensor]
 
     def lanes(self) -> list[Lane]:
-        """Return the lanes of its words as a kernel reads them."""
-        storage, parts = self.storage, layout.num_parts(self.storage)
-        words = self.tensors[: len(self.tensors) - num_scales(storage)]
-        scales = self.tensors[len(words) :]
-        weights = layout.lanes_of_weight(storage.visible, words[:parts])
-        gradients = layout.lanes_of_weight(storage.visible, words[parts : 2 * parts])
-        fields = layout.by_lane(storage, words[2 * parts :])
-        pairs = list(zip(scales[::2], scales[1::2], strict=True))
-        lanes = []
-        for number, (weight, gradient, field) in enumerate(zip(weights, gradients, fields, strict=True)):
-            part = number // layout.per_word(storage)
-            of_lane = {name: pairs[index * parts + part] for index, name in enumerate(storage.scaled)}
-            lanes.append(Lane(weight, gradient, field, of_lane))
-        return lanes
+        num_words = len(self.tensors) - num_scales(self.storage)
+        return lanes_of(self.storage, self.tensors[:num_words], self.tensors[num_words:])
 
     def elements(self, values: Tensor, *, of_rows: bool = False) -> list[Tensor]:
         """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows.
@@ -268,18 +256,18 @@ class MatrixStep:
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
         weight = self._empty()
-        for piece in self._pieces():
-            piece.fill(weight, [codes.read_weight(self.storage, lane) for lane in piece.lanes()])
+        for chunk in self._pieces():
+            chunk.fill(weight, [codes.read_weight(self.storage, lane) for lane in chunk.lanes()])
         return weight
 
     def averaged(self) -> list[Tensor]:
         """Return the direction's inputs for this rank's shard: the gradient, and states beside the weight."""
         tensors = [self._empty() for _ in range(1 + len(self.in_direction))]
-        for piece in self._pieces():
-            lanes = [self._average(lane) for lane in piece.lanes()]
+        for chunk in self._pieces():
+            lanes = [self._average(lane) for lane in chunk.lanes()]
             for number, tensor in enumerate(tensors):
                 name = self.in_direction[number - 1] if number else ""
-                piece.fill(tensor, [states[name] if name else gradient for gradient, states in lanes])
+                chunk.fill(tensor, [states[name] if name else gradient for gradient, states in lanes])
         return tensors
 
     def direction(self, wholes: list[Tensor], measure: Tensor | None) -> list[Tensor]:
@@ -297,17 +285,17 @@ class MatrixStep:
         if self.state.bounds:
             self._set_scales(self._row_peaks(parts))
         decay, totals = decay_of(self.options), []
-        for piece in self._pieces():
+        for chunk in self._pieces():
             decided: list[Tensor] = []
-            steps, *states = (piece.pick(part) for part in parts)
-            for number, lane in enumerate(piece.lanes()):
+            steps, *states = (chunk.pick(part) for part in parts)
+            for number, lane in enumerate(chunk.lanes()):
                 change = steps[number]
                 if self.rule.decays:
                     change = change - codes.read_weight(self.storage, lane) * decay
                 new = self._average(lane)[1] if self.rule.average is not None else {}
                 new |= {name: values[number] for name, values in zip(self.in_direction, states, strict=True)}
                 decided += [change, *(new[name] for name in self.beside)]
-            tensors, numbers = [*piece.tensors, *decided], self.numbers
+            tensors, numbers = [*chunk.tensors, *decided], self.numbers
             sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
             totals += [] if sums is None else [sums]
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
@@ -328,11 +316,7 @@ class MatrixStep:
         state = self.state
         if not state.parameter.numel():
             return
-        tensors, weight = state.direct(), None
-        if tensors is None or not all(map(layout.is_aligned, tensors)):
-            weight, words = layout.copied_words(self.storage, state.parameter.detach())
-            _, slopes = layout.copied_words(self.storage, state.gradient)
-            tensors = [*words, *slopes, *state.plane_words, *state.scales]
+        tensors, weight = state.kernel_tensors()
         length, row = len(tensors[0]), tensors[0][0].numel()
         # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
@@ -342,8 +326,7 @@ class MatrixStep:
         for start in range(0, length, size):
             pieces = [tensor[start : start + size] for tensor in tensors]
             yield Piece(self.storage, tuple(state.parameter.shape), start, pieces)
-        if weight is not None:
-            state.parameter.detach().copy_(weight.reshape(state.parameter.shape))
+        state.write_back(weight)
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -361,10 +344,10 @@ class MatrixStep:
         peaks = {name: state.peaks_of(part) for name, part in zip(self.in_direction, parts[1:], strict=True)}
         if self.rule.average is not None:
             peaks = {name: torch.zeros_like(state.bounds[name]) for name in self.beside if name in state.bounds}
-            for piece in self._pieces() if peaks else ():
-                lanes = [self._average(lane)[1] for lane in piece.lanes()]
+            for chunk in self._pieces() if peaks else ():
+                lanes = [self._average(lane)[1] for lane in chunk.lanes()]
                 for name, peak in peaks.items():
-                    for part, rows in enumerate(piece.elements(peak, of_rows=True)):
+                    for part, rows in enumerate(chunk.elements(peak, of_rows=True)):
                         per_word = layout.per_word(self.storage)
                         row_maxima = [
                             lane[name].abs().amax(1, keepdim=True) for lane in lanes[part * per_word :][:per_word]

@@ -401,9 +401,9 @@ class Optimizer(torch.optim.Optimizer):
             return state.stored(name) if name in state.extras else placed_like(parameter, state.stored(name))
         group = self.group_of(parameter)
         rule = self.rule_in(group, parameter, (name,))
-        known = shapes_of_states(rule, parameter.shape, group)
-        if name != "weight" and name not in known:
-            raise KeyError(f"rule '{rule.name}' has {('weight', *known)}, not '{name}'")
+        shapes = shapes_of_states(rule, parameter.shape, group)
+        if name != "weight" and name not in shapes:
+            raise KeyError(f"rule '{rule.name}' has {('weight', *shapes)}, not '{name}'")
         dtype = value_dtype(self._storage_in(group, parameter))
         return parameter.detach().to(dtype, copy=True) if name == "weight" else torch.zeros_like(parameter, dtype=dtype)
 
@@ -414,8 +414,8 @@ class Optimizer(torch.optim.Optimizer):
             One float32 ``[count]`` per parameter, shorter for small ones. ``None`` if nothing is stored under that name yet.
         """
         states = [self.state_of(parameter) for parameter in parameters]
-        known = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
-        values = dict(zip(known, read_leading(known, count, name), strict=True))
+        readable = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
+        values = dict(zip(readable, read_leading(readable, count, name), strict=True))
         return [None if state is None else values.get(state) for state in states]
 
     def num_steps(self, parameter: Tensor) -> int:

@@ -13,11 +13,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
 from narrowgauge.numerics.rounding import at_least_float32, half, narrowed
 from narrowgauge.optim import codes, layout
-from narrowgauge.optim.kernel import Kernel, peaks_of_matrices
+from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.layout import Bucket
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
 
@@ -42,8 +43,7 @@ class ParameterState:
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
         made_for: its shape, dtype and device.
         words: the words of each plane, by plane name.
-        bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A stochastically
-            rounded
+        bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A rounded
             value may exceed it: the window ends at 1.7 times the power of two above.
         extras: the tensors of separate states, by state and saved name.
         step: number of steps taken.
@@ -269,8 +269,24 @@ class ParameterState:
             pairs = [layout.scales_of_parts(self.storage, shape, scale[name]) for scale in (into, back)]
             self.scales += [scale for pair in zip(*pairs, strict=True) for scale in pair]
 
-    def direct(self) -> list[Tensor] | None:
-        """Return parameter, gradient and states as words in place, or ``None`` if impossible."""
+    def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
+        """Return parameter, gradient and states as the kernel's words: in place, or else as copies.
+
+        After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in place.
+        """
+        tensors = self._in_place()
+        if tensors is not None and all(map(layout.is_aligned, tensors)):
+            return tensors, None
+        weight, words = layout.copied_words(self.storage, self.parameter.detach())
+        _, slopes = layout.copied_words(self.storage, self.gradient)
+        return [*words, *slopes, *self.plane_words, *self.scales], weight
+
+    def write_back(self, weight: Tensor | None) -> None:
+        """Write the copy of the weight that a step has changed."""
+        if weight is not None:
+            self.parameter.detach().copy_(weight.reshape(self.parameter.shape))
+
+    def _in_place(self) -> list[Tensor] | None:
         place = self.parameter.data_ptr()
         if place != self._weight_at:  # the weight has moved, or this is the first call
             self._weight_words, self._weight_at = layout.parts_of(self.storage, self.parameter.detach()), place
@@ -302,31 +318,21 @@ def weight_bound(peaks: Tensor) -> Tensor:
 
 def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> Tensor:
     """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order."""
-    peaks: list[Tensor | None] = []
-    matrices, sizes = [], []
-    for state, value in zip(states, values, strict=True):
-        is_words = state.storage.visible == "bfloat16" and value.dtype is torch.bfloat16 and value.numel() > 0
-        parts = layout.parts_of(state.storage, value) if is_words else None
-        if parts is None:
-            peaks.append(_row_peaks(value, layout.matrix_of(state.storage, value.shape)))
-        else:
-            peaks.append(None)
-            matrices += parts
-            sizes.append(sum(map(len, parts)))
-    if matrices:
-        joined = peaks_of_matrices(matrices, compile=states[0].kernel.compiles_for(matrices[0].device))
-        if len(sizes) == len(states):
-            return joined.unsqueeze(1)
-        split = iter(joined.split(sizes))
-        peaks = [next(split) if rows is None else rows for rows in peaks]
-    return torch.cat([rows for rows in peaks if rows is not None]).unsqueeze(1)
+    return torch.cat([_peaks(*pair) for pair in zip(states, values, strict=True)]).unsqueeze(1)
 
 
-def _row_peaks(values: Tensor, matrix: tuple[int, ...]) -> Tensor:
+def _peaks(state: ParameterState, values: Tensor) -> Tensor:
+    matrix = values.contiguous().view(layout.matrix_of(state.storage, values.shape))
     if not values.numel():
-        return values.new_zeros(matrix[0], dtype=torch.float32)
-    pieces = values.reshape(matrix).split(max(1, PIECE_WORDS // matrix[1]))
-    return torch.cat([piece.abs().amax(1) for piece in pieces]).float()
+        return values.new_zeros(len(matrix), dtype=torch.float32)
+    if matrix.dtype is torch.bfloat16 and min(matrix.shape) > 1 and state.kernel.compiles_for(matrix.device):
+        compiled: Tensor = compiled_for_pattern(_row_maxima, matrix)
+        return compiled
+    return torch.cat([_row_maxima(rows) for rows in matrix.split(max(1, PIECE_WORDS // matrix.shape[1]))])
+
+
+def _row_maxima(matrix: Tensor) -> Tensor:
+    return matrix.abs().amax(1).float()
 
 
 def read_leading(states: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:

@@ -19,7 +19,7 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import codes
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.kernel import MatrixKernel, StepKernel, least_decay
-from narrowgauge.optim.layout import Bucket, copied_words, is_aligned
+from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
@@ -79,11 +79,11 @@ class Stepper:
         A bucket is one kernel call if all its members are in ``states`` and at one step number.
         """
         waiting: dict[ParameterState, None] = dict.fromkeys(states)
-        whole: list[Bucket] = []
+        full_buckets: list[Bucket] = []
         for bucket in dict.fromkeys(state.bucket for state in states if state.bucket is not None):
             counts = {member.step if member in waiting else None for member in bucket.members}
             if len(counts) == 1 and None not in counts:
-                whole.append(bucket)
+                full_buckets.append(bucket)
                 for member in bucket.members:
                     del waiting[member]
         elementwise: list[tuple[ParameterState, StepKernel]] = []
@@ -94,16 +94,15 @@ class Stepper:
         for state, sums in step_matrices(matrices, self.group, self.numbers):
             self._note(state, sums, state.parameter.numel())
         self._bound_rows(elementwise)
-        for bucket in whole:
+        for bucket in full_buckets:
             self._step_bucket(bucket)
         for state, kernel in elementwise:
-            tensors, numbers = state.direct(), self.numbers(state)
-            if tensors is None or not all(map(is_aligned, tensors)):
-                self._step_copies(state, numbers)
-            elif numbers.audited:
+            (tensors, weight), numbers = state.kernel_tensors(), self.numbers(state)
+            if numbers.audited:
                 self._step_audited(state, tensors, numbers)
             else:
                 kernel.run(tensors, numbers.values, numbers.seed)
+            state.write_back(weight)
 
     def _step_bucket(self, bucket: Bucket) -> None:
         kernel, numbers = bucket.members[0].kernel, self.numbers(bucket.members[0])
@@ -120,22 +119,10 @@ class Stepper:
     def _step_audited(self, state: ParameterState, tensors: Sequence[Tensor], numbers: Numbers) -> None:
         turn, length = (state.step + 1) // self.audit_every, len(tensors[0])
         for part, watched in audited_parts(length, turn, tensors[0][0].numel() if length else 1):
-            piece = [tensor[part] for tensor in tensors]
-            sums = state.kernel.run(piece, numbers.values, numbers.seed, audited=watched)
+            chunk = [tensor[part] for tensor in tensors]
+            sums = state.kernel.run(chunk, numbers.values, numbers.seed, audited=watched)
             if sums is not None:
                 self._note(state, sums, state.parameter.numel() * (part.stop - part.start) // max(1, length))
-
-    def _step_copies(self, state: ParameterState, numbers: Numbers) -> None:
-        """Step copies of the weight and gradient, since the tensor cannot be read as words in place."""
-        if not state.parameter.numel():
-            return
-        weight, words = copied_words(state.storage, state.parameter.detach())
-        _, slopes = copied_words(state.storage, state.gradient)
-        tensors = [*words, *slopes, *state.plane_words, *state.scales]
-        sums = state.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
-        state.parameter.detach().copy_(weight.reshape(state.parameter.shape))
-        if sums is not None:
-            self._note(state, sums, state.parameter.numel())
 
     def _note(self, state: ParameterState, sums: Tensor, num_elements: int) -> None:
         """Pass a kernel's sums over some elements of a parameter to the auditor, with the host's own sums."""

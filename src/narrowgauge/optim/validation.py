@@ -66,12 +66,12 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
             f"decoupled_weight_decay = {decoupled} was requested, and the rule is '{rule.name}'.",
             f"Take ng.{'AdamW' if decoupled else 'Adam'}.",
         )
-    known = [rule.name, *([ADAMW.name] if isinstance(rule, MatrixRule) else [])]
-    if options.get("rule", rule.name) not in known:
+    allowed = [rule.name, *([ADAMW.name] if isinstance(rule, MatrixRule) else [])]
+    if options.get("rule", rule.name) not in allowed:
         raise RecipeError(
             f"rule = {options['rule']!r} was requested in a param group of an optimizer whose rule is '{rule.name}'; it may "
-            f"be {' or '.join(map(repr, known))}.",
-            suggestion(str(options["rule"]).lower(), known) or "Build another optimizer for these parameters.",
+            f"be {' or '.join(map(repr, allowed))}.",
+            suggestion(str(options["rule"]).lower(), allowed) or "Build another optimizer for these parameters.",
         )
     _check_values(options, {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)})
 
@@ -105,8 +105,8 @@ def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
 # ── storages, parameters and gradients ──────────────────────────────────────────────────────────────────────────────
 
 
-def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
-    """Return the row that ``storage`` names or is. ``own`` are rows outside the table, by name."""
+def known_row(storage: object, own_rows: Mapping[str, Storage]) -> Storage:
+    """Return the row that ``storage`` names or is. ``own_rows`` are rows outside the table, by name."""
     if isinstance(storage, Storage):
         if STORAGES.get(storage.name, storage) != storage:
             raise RecipeError(
@@ -114,9 +114,9 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
                 "Give it a name of its own: dataclasses.replace(row, name=…).",
             )
         return storage
-    row = (own.get(storage) or find(storage)) if isinstance(storage, str) else None
+    row = (own_rows.get(storage) or find(storage)) if isinstance(storage, str) else None
     if row is None:
-        names = {**STORAGES, **own}
+        names = {**STORAGES, **own_rows}
         belongs = [name for name in names if name.endswith(f"/{storage}")]  # a compute whose name contains the storage
         near = suggestion(belongs[0] if belongs else storage, names) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
@@ -227,16 +227,16 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
 
 def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
     """Refuse parameters that never get a gradient, since other parameters have replaced them in the model."""
-    held: dict[str, Tensor] = {}
-    own: set[Tensor] = set()
+    model_params: dict[str, Tensor] = {}
+    fsdp_shards: set[Tensor] = set()
     if model is not None:
-        held = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        model_params = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
         # FSDP2's own shards. They are not in the modules while the whole parameters are gathered.
-        own = {p for _, group in fsdp_groups(model) for p in fsdp_parameters(group)}
+        fsdp_shards = {p for _, group in fsdp_groups(model) for p in fsdp_parameters(group)}
     for parameter, name in names.items():
         if not parameter.requires_grad or parameter.grad is not None:
             continue
-        is_replaced = held.get(name, parameter) is not parameter and parameter not in own
+        is_replaced = model_params.get(name, parameter) is not parameter and parameter not in fsdp_shards
         if is_replaced or was_taken_by_fsdp(parameter):
             raise RecipeError(
                 f"parameter '{name}' of the optimizer has no gradient and never gets one: another has taken its place in the "

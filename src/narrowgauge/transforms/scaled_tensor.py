@@ -113,9 +113,9 @@ Rule = Callable[..., Any]
 FUNCTIONS: dict[Any, Rule] = {}
 
 
-def unknown(what: str) -> RecipeError:
+def unknown(reason: str) -> RecipeError:
     return RecipeError(
-        f"Cannot scalify {what} because it has no rule.",
+        f"Cannot scalify {reason} because it has no rule.",
         "Use a Llama or GPT-2 of transformers with sdpa attention and without dropout.",
     )
 
@@ -220,8 +220,8 @@ def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
     """Add at the larger scale: the root of the sum of the squared scales, rounded down to a power of two."""
     if alpha != 1:
         raise unknown(f"{func} of a scaled tensor with alpha = {alpha}")
-    left, right, scale = _aligned(func, [a, b])
-    return Scaled(func(left, right), scale)
+    lhs, rhs, scale = _aligned(func, [a, b])
+    return Scaled(func(lhs, rhs), scale)
 
 
 def _concatenate(func: Any, tensors: Sequence[Any], dim: int = 0) -> Scaled:
@@ -236,8 +236,8 @@ def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
         return [*(x._data for x in operands), first._scale]
     pairs = [_pair(_constant(func, x), operands) for x in operands]
     scale = pairs[0][1]
-    for _, other in pairs[1:]:
-        scale = torch.maximum(scale, other)
+    for _, pair in pairs[1:]:
+        scale = torch.maximum(scale, pair)
     return [*(data * (power / scale) for data, power in pairs), scale]
 
 

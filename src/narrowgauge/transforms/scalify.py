@@ -69,7 +69,7 @@ class _Enter(torch.autograd.Function):
         # An operand without a gradient costs no matmul in the backward pass.
         needs_grad = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(x for x, needs in zip(entered, needs_grad, strict=True) if not needs))
-        return _one(operands[0]), *entered
+        return _unit(operands[0]), *entered
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *vjps: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -84,7 +84,7 @@ class _Enter(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _one(like: Tensor) -> Tensor:
+def _unit(like: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=like.device)
 
 
@@ -192,7 +192,7 @@ def value_of(x: Tensor) -> Tensor:
 @_in_graph
 def scale_of(x: Tensor) -> Tensor:
     """Return the scale of a tensor; 1 for a plain one."""
-    return x._scale if isinstance(x, Scaled) else _one(x)
+    return x._scale if isinstance(x, Scaled) else _unit(x)
 
 
 # ── rules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -179,26 +179,16 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
 
 
 def _orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
-    """:func:`orthogonalise` that overwrites the matrix."""
+    """Do :func:`orthogonalise`, and overwrite the matrix."""
     x = matrix.div_(_length(matrix).float().clamp(min=TINY)).to(dtype)
-    return newton_schulz(x, iterations).float()
-
-
-def newton_schulz(x: Tensor, iterations: int, coefficients: tuple[float, float, float] = NS_COEFFICIENTS) -> Tensor:
-    """Run the iteration of :func:`orthogonalise` in the matrix's own format.
-
-    Args:
-        x: ``[rows, cols]``, of Frobenius norm 1 at most.
-        coefficients: of ``X``, ``AX`` and ``A²X``.
-    """
-    a, b, c = coefficients
+    a, b, c = NS_COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
     for _ in range(iterations):
         gram = matmul(x, x.mT)
         gram = _add_product(gram, gram, gram, b, c)
         x = _add_product(x, gram, x, a, 1.0)
-    return x.mT if tall else x
+    return (x.mT if tall else x).float()
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
