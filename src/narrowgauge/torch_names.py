@@ -293,14 +293,18 @@ def fsdp_lacks_zeros(group: Any) -> bool:
     return is_asked and any(not hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
 
-def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``, permanently."""
+def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Callable[[], None]:
+    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``. Return a function that restores them."""
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
-    new = wrap(clip_grad._get_total_norm)
-    clip_grad._get_total_norm = new
-    utils.get_total_norm = new
+    def set_norm(norm: Callable[..., Tensor]) -> None:
+        clip_grad._get_total_norm = norm
+        utils.get_total_norm = norm
+
+    before = clip_grad._get_total_norm
+    set_norm(wrap(before))
+    return lambda: set_norm(before)
 
 
 def fsdp_columns(group: Any) -> list[tuple[Any, int]]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import utils
 
 import narrowgauge as ng
+from narrowgauge.distributed import order_invariance
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.exact_sums import exact_norm
 from narrowgauge.numerics.hashing import fingerprint_all
@@ -92,3 +93,15 @@ def test_other_gradients_are_clipped_as_ever() -> None:
         parts = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
         assert utils.clip_grad_norm_(model.parameters(), math.inf, norm_type=1.0) > parts.norm()
         assert utils.clip_grad_norm_(model.parameters(), math.inf) == parts.norm()
+
+
+def test_pytorchs_norm_is_back_when_the_last_reduction_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        order_invariance, "_EXACT_NORMS", order_invariance._ExactNorms()
+    )  # without those of other tests
+    before = utils.get_total_norm
+    first, second = (ng.reduce_gradients_with(nn.Linear(2, 2), "reproducible") for _ in range(2))
+    first.close()
+    assert utils.get_total_norm is not before
+    second.close()
+    assert utils.get_total_norm is before and utils.clip_grad._get_total_norm is before

@@ -211,10 +211,36 @@ class ParameterUse:
 _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@functools.cache
-def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
-    """Make ``clip_grad_norm_`` and ``get_total_norm`` compute exact norms for gradients that ``is_summed`` accepts."""
-    torch_names.replace_total_norm(lambda original: functools.partial(_total_norm, original, is_summed))
+class _ExactNorms:
+    """Keep PyTorch's norm replaced while anybody needs it."""
+
+    def __init__(self) -> None:
+        self._users: set[object] = set()
+        self._restore: Callable[[], None] = lambda: None
+
+    def add(self, user: object, is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
+        if not self._users:
+            self._restore = torch_names.replace_total_norm(lambda norm: functools.partial(_total_norm, norm, is_summed))
+        self._users.add(user)
+
+    def remove(self, user: object) -> None:
+        if user in self._users:
+            self._users.remove(user)
+            if not self._users:
+                self._restore()
+
+
+_EXACT_NORMS = _ExactNorms()
+
+
+def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], None]:
+    """Make ``clip_grad_norm_`` and ``get_total_norm`` compute exact norms for gradients that ``is_summed`` accepts.
+
+    PyTorch's norm is back once all who have called this have called the function that they got.
+    """
+    user = object()
+    _EXACT_NORMS.add(user, is_summed)
+    return functools.partial(_EXACT_NORMS.remove, user)
 
 
 def _total_norm(

@@ -189,7 +189,7 @@ class GradientReduction:
         self._forwards = ForwardPasses(self._device, self._require_sent)
         if self._sums_leaves and self._trainable:
             self._undo += self._forwards.install(inner_of(model))
-            take_norms(_are_summed_exactly)
+            self._undo.append(take_norms(_are_summed_exactly))
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
