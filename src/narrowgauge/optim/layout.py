@@ -237,12 +237,11 @@ def is_aligned(tensor: Tensor) -> bool:
     return tensor.is_cpu or tensor.data_ptr() % 16 == 0
 
 
-def scales_of_parts(storage: Storage, shape: Sequence[int], rows: Tensor) -> tuple[Tensor, ...]:
-    """Return a multiplier per row, ``[rows, 1]``, for each part. Odd ends are padded."""
+def scales_of_rows(storage: Storage, shape: Sequence[int], device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return ones for a multiplier per row, float32 ``[rows, 1]``, and the same memory as the kernel reads it, part by part."""
     group, parts = extent(storage, shape)[0], num_parts(storage)
-    missing = parts * group - len(rows)
-    filled = torch.cat([rows, rows.new_ones(missing, 1)]) if missing else rows
-    return filled.view(parts, group, 1).unbind(0)
+    memory = torch.ones(parts * group, 1, dtype=torch.float32, device=device)
+    return memory[: matrix_of(storage, shape)[0]], memory.view(parts, group, 1).unbind(0)
 
 
 def tensors_of_planes(storage: Storage, words: Mapping[str, Tensor]) -> list[Tensor]:

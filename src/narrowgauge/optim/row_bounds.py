@@ -67,10 +67,11 @@ def bound_rows(kernel: StepKernel, batch: Sequence[ParameterState], values: Tens
 def set_scales(batch: Sequence[ParameterState], scales: Mapping[str, Scale]) -> None:
     """Set the scales of states of one storage. A :data:`Scale` has the rows of all states in order."""
     sizes = [state.num_rows for state in batch]
-    parts = {name: [values.view(-1, 1).split(sizes) for values in scale] for name, scale in scales.items()}
-    torch._foreach_copy_(
-        [state.bounds[name] for name in parts for state in batch],
-        [bound for bounds, _, _ in parts.values() for bound in bounds],
-    )
-    for place, state in enumerate(batch):
-        state.set_scales(*({name: parts[name][k][place] for name in parts} for k in (1, 2)))
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for name, scale in scales.items():
+        for memory in zip(*((state.bounds[name], *state.multipliers[name]) for state in batch), strict=True):
+            targets += memory
+        for values in scale:
+            sources += values.view(-1, 1).split(sizes)
+    torch._foreach_copy_(targets, sources)

@@ -26,6 +26,8 @@ NO_GRADIENT = torch.empty(0, dtype=torch.float32)
 """Replaces the gradient between steps, so that the last one can be freed."""
 PIECE_WORDS = 1 << 16
 """Number of words to copy, or to search for their largest magnitude, at a time."""
+LEAST_COMPILED = 1 << 16
+"""Find the largest magnitudes of the rows of fewer elements uncompiled. A call of compiled code costs the host 50 µs."""
 SMALLEST_BOUND = 2.0**-8
 """The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
 
@@ -47,7 +49,9 @@ class ParameterState:
             value may exceed it: the window ends at 1.7 times the power of two above.
         extras: the tensors of separate states, by state and saved name.
         step: number of steps taken.
-        gradient: set during a step. ``scales``, the kernel's multipliers, are too.
+        multipliers: for each code scaled by row, the factors into and out of its window in this step, float32 ``[rows, 1]``.
+        scales: the same memory in the kernel's order.
+        gradient: set during a step.
         requested: the storage name in its param group.
         bucket: shared with other small parameters.
     """
@@ -65,6 +69,7 @@ class ParameterState:
         self.storage, self.kernel, self.requested = storage, kernel, requested
         self.words: dict[str, Tensor] = {}
         self.bounds: dict[str, Tensor] = {}
+        self.multipliers: dict[str, tuple[Tensor, Tensor]] = {}
         self.bucket: Bucket | None = None
         self.step, self.gradient = 0, NO_GRADIENT
         self.scales: list[Tensor] = []
@@ -78,9 +83,13 @@ class ParameterState:
 
     def begin(self) -> None:
         """Set the bounds and the master from the parameter. Allocate words first."""
-        rows = layout.matrix_of(self.storage, self.parameter.shape)[0]
+        shape, device = self.parameter.shape, self.parameter.device
         for name in self.storage.scaled:
-            self.bounds[name] = torch.zeros(rows, 1, dtype=torch.float32, device=self.parameter.device)
+            (into, parts_into), (back, parts_back) = (
+                layout.scales_of_rows(self.storage, shape, device) for _ in range(2)
+            )
+            self.bounds[name], self.multipliers[name] = torch.zeros_like(into), (into, back)
+            self.scales += [part for pair in zip(parts_into, parts_back, strict=True) for part in pair]
         if "weight" in self.bounds:
             self.bounds["weight"].copy_(weight_bound(self.peaks_of(self.parameter.detach())))
         if self.storage.master:
@@ -261,14 +270,6 @@ class ParameterState:
         """Return the state tensors in the kernel's order."""
         return layout.tensors_of_planes(self.storage, self.words)
 
-    def set_scales(self, into: dict[str, Tensor], back: dict[str, Tensor]) -> None:
-        """Set the multipliers of each scaled code, ``[rows, 1]``, in the kernel's order: for each code, each part's pair."""
-        shape = self.parameter.shape
-        self.scales = []
-        for name in self.storage.scaled:
-            pairs = [layout.scales_of_parts(self.storage, shape, scale[name]) for scale in (into, back)]
-            self.scales += [scale for pair in zip(*pairs, strict=True) for scale in pair]
-
     def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
         """Return parameter, gradient and states as the kernel's words: in place, or else as copies.
 
@@ -325,6 +326,8 @@ def _peaks(state: ParameterState, values: Tensor) -> Tensor:
     matrix = values.contiguous().view(layout.matrix_of(state.storage, values.shape))
     if not values.numel():
         return values.new_zeros(len(matrix), dtype=torch.float32)
+    if values.numel() < LEAST_COMPILED:
+        return _row_maxima(matrix)
     if matrix.dtype is torch.bfloat16 and min(matrix.shape) > 1 and state.kernel.compiles_for(matrix.device):
         compiled: Tensor = compiled_for_pattern(_row_maxima, matrix)
         return compiled

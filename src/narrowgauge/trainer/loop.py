@@ -152,7 +152,7 @@ def resume(
 def _shown(config: TrainConfig, screen: Screen | None) -> Any:
     """Return a context with the caller's screen, or standard output. Ranks other than 0 show nothing."""
     if not all_ranks().is_first:
-        return NullScreen()
+        return nullcontext(NullScreen())
     return Console(config.steps, config.log_every) if screen is None else nullcontext(screen)
 
 
