@@ -3,7 +3,7 @@
     NarrowgaugeError           base; carries .advice
     ├── FormatError            a value or shape does not suit a format or cast
     ├── RecipeError            a recipe contradicts itself or the model
-    ├── ChipError              this machine cannot do what was requested
+    ├── ChipError              this machine cannot do what the caller asks
     ├── DataError              a text, tokenizer or model folder cannot be used
     ├── RankError              the ranks of a run contradict each other or do not fit
     ├── MissingPackageError    a package of an extra is not installed
@@ -42,7 +42,7 @@ class RecipeError(NarrowgaugeError, ValueError):
 
 
 class ChipError(NarrowgaugeError):
-    """This machine cannot do what was requested."""
+    """This machine cannot do what the caller asks."""
 
 
 class DataError(NarrowgaugeError):

@@ -170,7 +170,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-# ── saving while the steps go on ────────────────────────────────────────────────────────────────────────────────────
+# ── saving during later steps ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Saver:

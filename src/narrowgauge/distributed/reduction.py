@@ -1,6 +1,6 @@
 """Sum gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
 
-A step has micro-batches, of which each rank computes some. :meth:`GradientReduction.micro_batch` surrounds each backward pass.
+A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch` surrounds each backward pass.
 After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. A ``ReduceScatter`` of our own sums what FSDP2
 shards, during the backward pass. Replicated gradients are summed after it. A backward pass that nothing surrounds is a step of
 one micro-batch.
@@ -206,7 +206,7 @@ class GradientReduction:
                 contributes nothing.
         Raises:
             RecipeError: gradients of an earlier step are still there. An order-invariant reduction also raises it, on all ranks,
-                if micro-batches use different parameters of an FSDP2 group, or if FSDP2 was told to keep gradients on a rank.
+                if micro-batches use different parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
         """
         if self.current is not None:
             raise RuntimeError("micro_batch was entered within another")
@@ -338,7 +338,7 @@ class GradientReduction:
         return device
 
     def _require_sent(self, groups: Sequence[Any] = ()) -> None:
-        """Refuse gradients that FSDP2 was told to keep on their rank, in some of its groups or in all."""
+        """Refuse gradients that FSDP2 is set to keep on their rank, in some of its groups or in all."""
         if any(map(torch_names.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
             refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
 
@@ -360,7 +360,7 @@ class GradientReduction:
     def _require_known(self) -> None:
         """Refuse trainable parameters that were frozen or missing when the reduction was installed.
 
-        Their gradients would not be summed, or summed as another parameter's. Replicas would drift apart.
+        Their gradients would not be summed, or summed as another parameter's. Replicas would drift.
         """
         known_ids = {id(p) for p in self._trainable}
         groups = [group for _, group in torch_names.fsdp_groups(self._model)]
@@ -497,7 +497,7 @@ def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
 
 
 def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGrid) -> None:
-    """Refuse a parameter of which the ranks that would add up its gradients hold different elements."""
+    """Refuse a parameter if the ranks that would add up its gradients hold different elements."""
     summing = set(dist.get_process_group_ranks(grid.group)) if grid.group is not None else set()
     for groups, members in by_group(parameters):
         ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}

@@ -58,7 +58,7 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
         offload: keep parameters, gradients and states in the host's memory. A layer is copied to the device when it is used.
     Raises:
         RecipeError: the model is sharded already, or the mesh has more than two axes.
-    Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its share of the model and
+    Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its part of the model and
         two whole layers.
     Example:
         >>> import torch.distributed as dist
@@ -199,7 +199,7 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors, some of which are DTensors.
+    """Return :func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors. Some may be DTensors.
 
     All ranks call it with the same names, and get the same 16 digits as one process that holds all of it.
     """

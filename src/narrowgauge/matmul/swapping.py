@@ -211,7 +211,7 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
     Args:
         model: any module.
     Returns:
-        The handle, with the layers' seed and step; ``None`` if there are no narrow layers.
+        The handle, with the layers' seed and step; ``None`` if no layer is narrow.
     Example:
         >>> linears_of(nn.Linear(2, 2)) is None
         True

@@ -139,7 +139,7 @@ def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
 
 
 def half(dropped: int) -> int:
-    """Return the addend that rounds to nearest when ``dropped`` bits are cut."""
+    """Return the addend that rounds to nearest if ``dropped`` bits go."""
     return 1 << dropped >> 1
 
 

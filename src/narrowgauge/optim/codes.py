@@ -217,7 +217,7 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)
     if storage.visible == "bfloat16" and dropped_bits(storage.weight):
-        # Use the sum before it is cut. Its lowest bits are never packed, and rounding to bfloat16 ignores them.
+        # Use the sum before rounding. Its lowest bits are never packed, and rounding to bfloat16 ignores them.
         total = canonical_bits(scaled) + addend
         visible = (total + half(below)) & -(1 << below)
         return visible, total, visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight)))

@@ -240,7 +240,7 @@ class Piece:
 
 
 class MatrixStep:
-    """Step one matrix, of which this rank has a shard."""
+    """Step this rank's shard of one matrix."""
 
     def __init__(self, state: ParameterState, options: Options, numbers: Any) -> None:
         assert isinstance(state.kernel, MatrixKernel)

@@ -293,7 +293,7 @@ class GaLore(Optimizer):
     """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
 
     Gradients are projected on the ``rank`` leading singular vectors of the shorter side. Weight decay acts on the whole weight.
-    While all gradients are zero there is no subspace, and the weight only decays.
+    While all gradients are zero no subspace exists, and the weight only decays.
 
     Args:
         params, lr, weight_decay: as in :class:`Muon`.

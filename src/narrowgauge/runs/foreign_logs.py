@@ -230,7 +230,7 @@ class LogFormat:
     is_of_folder: bool = False
 
     def files(self, path: Path) -> list[Path]:
-        """Return the files of the log at a path; none if there is no such log."""
+        """Return the files of the log at a path; none if no log is there."""
         if path.is_file():
             return [path] if any(fnmatchcase(path.name.lower(), pattern) for pattern in self.patterns) else []
         files: list[Path] = []

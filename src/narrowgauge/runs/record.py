@@ -7,7 +7,7 @@
     evals.jsonl         a row per evaluation
     events.jsonl        a row per event
     gauges.jsonl        a row per step that the gauges sampled
-    fingerprints.jsonl  a row per hashed step, if hashing was requested
+    fingerprints.jsonl  a row per hashed step, with --fingerprints-every
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
 
