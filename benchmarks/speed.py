@@ -43,7 +43,7 @@ def optimi_kahan(params: Sequence[Tensor]) -> torch.optim.Optimizer:
 def heavyball_ecc(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     import heavyball
 
-    return heavyball.ForeachAdamW(params, ecc="bf16+8", param_ecc="bf16+8", **OPTIONS)
+    return heavyball.AdamW(params, ecc="bf16+8", param_ecc="bf16+8", **OPTIONS)
 
 
 def bitsandbytes_adamw8(params: Sequence[Tensor]) -> torch.optim.Optimizer:
