@@ -149,7 +149,7 @@ class Child:
 
     @property
     def text(self) -> str:
-        return self.output.read_text(errors="replace")
+        return self.output.read_text(errors="replace") if self.output.is_file() else ""  # killed before it began
 
 
 def start_ranks(folder: Path, words: list[str], size: int, strikes: dict[int, Callable[[], None]]) -> list[Child]:
@@ -184,9 +184,9 @@ def wait_for_ranks(ranks: list[Child], kill_together: bool) -> list[int]:
                 if pid:
                     statuses[number] = os.waitstatus_to_exitcode(status)
         is_late = time.monotonic() > deadline
-        if -signal.SIGKILL not in statuses.values():
+        if not (is_lost := -signal.SIGKILL in statuses.values()):
             lost = time.monotonic()
-        if is_late or time.monotonic() - lost > (0 if kill_together else TORCHRUN_SECONDS):
+        if is_late or is_lost and time.monotonic() - lost > (0 if kill_together else TORCHRUN_SECONDS):
             for number in set(range(len(ranks))) - statuses.keys():
                 os.kill(ranks[number].pid, signal.SIGKILL)
                 statuses[number] = ranks[number].wait()
