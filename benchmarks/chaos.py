@@ -186,7 +186,7 @@ def wait_for_ranks(ranks: list[Child], kill_together: bool) -> list[int]:
         is_late = time.monotonic() > deadline
         if not (is_lost := -signal.SIGKILL in statuses.values()):
             lost = time.monotonic()
-        if is_late or is_lost and time.monotonic() - lost > (0 if kill_together else TORCHRUN_SECONDS):
+        if is_late or (is_lost and time.monotonic() - lost > (0 if kill_together else TORCHRUN_SECONDS)):
             for number in set(range(len(ranks))) - statuses.keys():
                 os.kill(ranks[number].pid, signal.SIGKILL)
                 statuses[number] = ranks[number].wait()
