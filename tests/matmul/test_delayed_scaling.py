@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed, same
-from narrowgauge.matmul.delayed_scaling import count_overflows, delayed_amax, new_history
+from narrowgauge.matmul.delayed_scaling import delayed_amax, new_history
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import NarrowLayers
 from narrowgauge.spec.computes import COMPUTES, HISTORY
@@ -56,22 +56,6 @@ def test_what_is_not_finite_is_nan_now_and_gone_at_the_next_step(bad: float) -> 
     assert seen(5.0, 3, history) == 3.0
 
 
-def test_overflows_are_counted_and_kept_as_long_as_the_steps() -> None:
-    history = new_history(CPU)
-    seen(1.0, 0, history)
-    x = torch.tensor([[1.0, 1.5, -7.0, 0.0], [2.0, -1.0, 0.5, 100.0]])
-    seen(x, 1, history)
-    seen(0.5, 1, history)  # a micro-batch without overflows does not hide the one before
-    assert count_overflows(history).tolist() == [4, 0, 0]
-    seen(x, 1, history)  # nor does computing it again count it twice
-    assert count_overflows(history).tolist() == [4, 0, 0]
-    for step in range(2, HISTORY + 2):
-        seen(1.0, step, history)
-        assert count_overflows(history)[0] == 4
-    seen(1.0, HISTORY + 2, history)
-    assert count_overflows(history)[0] == 0
-
-
 # ── in layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -82,15 +66,6 @@ def train(layer: Linear, linears: NarrowLayers, steps: range, spike: int = -1) -
         scale = 1000.0 if step == spike else 1.0 + 0.1 * (step % 3)
         found.append(passed(layer, gaussian(33, 65, seed=step, scale=scale), gaussian(33, 17, seed=step + 500)))
     return found
-
-
-@every_row
-def test_the_first_step_s_scales_are_the_tensors_own(row) -> None:  # type: ignore[no-untyped-def]
-    current = COMPUTES[row.name.replace("delayed", "tensor")]
-    one, other = train(*make_layer(row), range(1)), train(*make_layer(current), range(1))
-    assert same(one[0], other[0])
-    # And not so later, when the tensors differ from those before.
-    assert not same(train(*make_layer(row), range(3))[2], train(*make_layer(current), range(3))[2])
 
 
 @every_row

@@ -74,7 +74,7 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         assert (ours.grad - theirs.grad).norm() <= 0.01 * theirs.grad.norm()
 
 
-@pytest.mark.parametrize("row", ["float8-row", "int8-row", "float8-tensor", *OUTLIER_ROWS])
+@pytest.mark.parametrize("row", ["float8-row", OUTLIER_ROWS[0]])
 def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: str) -> None:
     model = mixtral()
     experts = model.model.layers[0].mlp.experts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from optim.pairs import FEW, RULES, build, everything, parameters
+from optim.pairs import FEW, build, everything, parameters
 from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
 # ── weights: tied, frozen, late, in groups ──────────────────────────────────────────────────────────────────────────
@@ -70,20 +70,6 @@ def test_frozen_weights_stay_and_may_thaw(rule: str, storage: str) -> None:
 
 
 # ── torch's own optimizer ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@FEW
-def test_before_the_first_step_there_is_no_state(rule: str, storage: str) -> None:
-    optimizer = build(rule, parameters(storage), storage)
-    assert optimizer.defaults.items() >= {**RULES[rule].options, "storage": storage, "maximize": False}.items()
-    assert optimizer.param_groups[0].items() >= optimizer.defaults.items()
-    assert not optimizer.state and optimizer.state_dict()["state"] == {}
-    assert ng.audit(optimizer) == {} and optimizer.num_skipped == 0
-    assert all(torch.equal(optimizer.stored(p), p.detach().float()) for p in parameters_of(optimizer))
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.step()  # no step_gradients at all
-    optimizer.zero_grad()
-    assert not optimizer.state
 
 
 def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:

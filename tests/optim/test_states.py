@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
@@ -116,14 +115,6 @@ def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None
     assert_same_bits(before, everything(optimizer))
 
 
-def test_a_storage_may_change_once_the_states_are_gone() -> None:
-    optimizer = trained("word")
-    otherwise_stored(optimizer)
-    optimizer.state.clear()
-    optimizer.step()
-    assert {state.storage.name for state in optimizer.state.values()} == {"exact", "master"}
-
-
 def test_a_parameter_without_values_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"meta device.*to_empty"):
         ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
@@ -164,31 +155,6 @@ def test_a_saved_state_has_the_parameters_shape_and_is_a_copy(rule: str, storage
             assert name in (*extras, "step") or value.shape in (p.shape, (*p.shape[:-1], 1))
             value.zero_()
     assert_same_bits(everything(optimizer), before)
-
-
-@pytest.mark.parametrize(("storage", "how"), [("word", "clear"), ("compact", "del"), ("master", "clear")])
-def test_clearing_begins_anew(storage: str, how: str) -> None:
-    optimizer = trained(storage)
-    fresh = build("adamw", [nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], storage, lr=1e-3)
-    if how == "clear":
-        optimizer.state.clear()
-    else:
-        for p in parameters_of(optimizer):
-            del optimizer.state[p]
-    assert not optimizer.state_dict()["state"]
-    for each in (optimizer, fresh):
-        take_steps(each, range(2, 4))
-    assert_same_bits(everything(fresh), everything(optimizer))
-
-
-def test_what_users_keep_in_the_state_is_saved_and_loaded() -> None:
-    optimizer, other = trained("word"), trained("word")
-    optimizer.state["epoch"] = 4
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert other.state["epoch"] == 4
 
 
 class LateToSettle(ng.AdamW):

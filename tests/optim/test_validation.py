@@ -70,14 +70,6 @@ def test_momentum_that_goes_and_comes_back_is_torchs(nesterov: bool) -> None:
         torch.testing.assert_close(p.detach().double(), q.detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon", "adafactor"])
-def test_a_tensor_rate_is_a_rate(rule: str) -> None:
-    one, other = (build(rule, parameters("word"), "word", lr=rate) for rate in (0.0625, torch.tensor(0.0625)))
-    for optimizer in (one, other):
-        take_steps(optimizer, range(3))
-    assert_same_bits(everything(one), everything(other))
-
-
 @pytest.mark.parametrize(
     ("rule", "option", "value", "words"),
     [("plain sgd", "momentum", 0.9, "momentum_buffer.* before the first step"),

@@ -81,19 +81,6 @@ def test_every_code_of_narrow_formats(name: str) -> None:
     assert math.isnan(row.decode(row.encode(math.nan))) == row.nans
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_codes_of_sixteen_bits(name: str) -> None:
-    row = FORMATS[name]
-    dtype = getattr(ml_dtypes, name, np.float16)
-    codes = np.arange(0, 1 << 16, 7, dtype=np.uint16)
-    with np.errstate(invalid="ignore"):
-        values = codes.view(dtype).astype(np.float64)
-    for code, value in zip(codes.tolist(), values.tolist(), strict=True):
-        assert same(row.decode(code), value)
-        if not math.isnan(value):
-            assert row.encode(value) == code
-
-
 def awkward_values(name: str, precision: type[np.floating]) -> list[float]:
     """Values of the format, the ties between them, and the next floats beside those; zeros, infinities, extremes."""
     row = FORMATS[name]

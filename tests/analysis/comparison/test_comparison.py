@@ -61,7 +61,6 @@ def test_a_diverged_run_is_named_and_not_averaged(spoil: Callable[[Run], Any]) -
     ("names", "chosen"),
     [
         (("float8-row/word", "bfloat16/word"), "bfloat16/word"),
-        (("bfloat16/word", "bfloat16/naive"), "bfloat16/word"),
         (("bfloat16/word", "float64/float64", "float32/float32"), "float64/float64"),
         (("mine", "yours"), "mine"),
     ],

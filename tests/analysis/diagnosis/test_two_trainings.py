@@ -43,11 +43,6 @@ def other_order(session: Session) -> None:
     session.skipped = [(session.step, 10)]
 
 
-def scaled_gradient(session: Session) -> None:
-    """The gradient of one weight is 1.01 times what it should be, from here on."""
-    session.model.get_parameter(WEIGHT).register_hook(lambda grad: grad * 1.01)
-
-
 @torch.no_grad()
 def flipped_bit(session: Session) -> None:
     """One exponent bit of one weight, as damaged memory flips it: no operation writes the tensor."""
@@ -55,13 +50,11 @@ def flipped_bit(session: Session) -> None:
     bits[3] ^= 1 << 9
 
 
-CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
-    "another seed": (None, {"seed": 1}, 0, "start", "weight:model.embed_tokens.weight", "seed 0 and 1"),
-    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "other code or damaged memory"),
-    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "other code or damaged memory"),
-    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "other code or damaged memory"),
+CASES: dict[str, tuple[Any, str, str]] = {
+    "another order of the data": (other_order, "data", "tokens:batch"),
+    "a flipped bit": (flipped_bit, "between steps", f"held:{WEIGHT}"),
 }  # fmt: skip
-"""By case: what strikes the second run, its settings, then step, stage and tensor of the first difference, and a sentence."""
+"""By case: what strikes the second run, then stage and tensor of the first difference."""
 
 
 def run_with(place: Path, folder: Path, strike: Any, **changes: Any) -> Run:
@@ -84,11 +77,10 @@ def plain(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_changed_is_located(case: str, place: Path, plain: Run, tmp_path: Path) -> None:
-    strike, changes, step, stage, tensor, sentence = CASES[case]
-    found = compare_two(plain, run_with(place, tmp_path / "run", strike, **changes))
+    strike, stage, tensor = CASES[case]
+    found = compare_two(plain, run_with(place, tmp_path / "run", strike))
     first = found.readings[0]
-    assert first.step == step and first.stage == (stage or first.stage), str(found)
-    assert first.tensor == (tensor or first.tensor) and sentence in str(found), str(found)
+    assert (first.step, first.stage, first.tensor) == (AT, stage, tensor), str(found)
 
 
 def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(place: Path, plain: Run, tmp_path: Path) -> None:
@@ -98,20 +90,3 @@ def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(place: Path, pl
     assert compare_two(plain, again).verdict == "The same run, bit for bit to the last weight."
     assert again.fingerprints == plain.fingerprints and [row["step"] for row in again.fingerprints] == list(range(7))
     assert compare_two(plain, unhashed).is_complete and unhashed.fingerprints == []
-
-
-@torch.no_grad()
-def rounded_gradients(session: Session) -> None:
-    """Gradients off by less than rounding, from here on, as another order of their sums makes them."""
-    for parameter in session.model.parameters():
-        parameter.register_hook(lambda grad: grad + grad.flip(0) * 2.0**-22)
-
-
-def test_training_amplifies_rounding_and_stays_within_the_envelope(place: Path, tmp_path: Path) -> None:
-    """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than rounding."""
-    given = {"steps": 16, "recipe": "float32/float32"}
-    runs = [
-        run_with(place, tmp_path / name, strike, **given) for name, strike in (("a", None), ("b", rounded_gradients))
-    ]
-    found = compare_two(*runs)
-    assert found.is_rounding and found.readings[0].step == AT, str(found)

@@ -74,16 +74,6 @@ def compared(one: Run, other: Run) -> TwoRuns:
     return compare_two(one, other)
 
 
-def scaled(name: str, factor: float, at: int) -> Callable[[nn.Module, int], None]:
-    def change(model: nn.Module, step: int) -> None:
-        if step == at:
-            gradient = model.get_parameter(name).grad
-            assert gradient is not None
-            gradient.mul_(factor)
-
-    return change
-
-
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     found, _ = recorded(tmp_path / "a")
     recorded(tmp_path / "b", fingerprints_every=0)
@@ -121,15 +111,6 @@ def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path, audit_e
 
             recorder.step(optimizer.step(closure))  # type: ignore[arg-type]
     assert ng.read_run(tmp_path / "a").fingerprints == plain.fingerprints
-
-
-def test_the_tensor_and_the_step_of_a_change_are_named(tmp_path: Path) -> None:
-    plain, _ = recorded(tmp_path / "plain")
-    other, _ = recorded(tmp_path / "other", before_step=scaled("1.weight", 1.001, 4))
-    found = compared(plain, other)
-    difference = found.difference
-    assert difference is not None
-    assert (difference.step, difference.stage, difference.tensor) == (4, "gradient", "grad:1.weight")
 
 
 def written(folder: Path, at: Iterable[int], num_steps: int = 9) -> Run:
