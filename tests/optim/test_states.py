@@ -79,13 +79,6 @@ def sparse(optimizer: ng.Optimizer) -> None:
     p.grad = p.grad.to_sparse()
 
 
-def reshaped(optimizer: ng.Optimizer) -> None:
-    p = parameters_of(optimizer)[0]
-    p.grad = None
-    p.data = torch.zeros(4, 4, dtype=p.dtype)
-    p.grad = torch.zeros_like(p)
-
-
 def retyped(optimizer: ng.Optimizer) -> None:
     p = parameters_of(optimizer)[0]
     p.grad = None
@@ -99,7 +92,6 @@ def otherwise_stored(optimizer: ng.Optimizer) -> None:
 
 REFUSED = {
     sparse: "gradient is sparse",
-    reshaped: r"parameter is bfloat16 of shape \(4, 4\) on cpu, .* made for bfloat16 of shape \(80, 64\)",
     retyped: "parameter is float32 .* made for bfloat16",
     otherwise_stored: "storage was changed to 'exact', and its states are in 'word'",
 }
@@ -120,7 +112,7 @@ def test_a_parameter_without_values_is_refused() -> None:
         ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
 
 
-@pytest.mark.parametrize("storage", ["word", "compact", "split", "master", "kahan"])
+@pytest.mark.parametrize("storage", ["word", "compact", "master"])
 def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
     """As Accelerate's FSDP2 does with what ``prepare`` returned."""
     torch.manual_seed(0)
