@@ -149,29 +149,6 @@ def test_micro_batches_that_count_two_to_the_n_times_are_counted() -> None:
     assert {r.what for r in result} == {"gradient"} and "Micro-batches count 8, 4, 2 times." in result[0].advice
 
 
-def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_read() -> None:
-    parts = [tokens_of(0, part) for part in range(3)]
-    last = check(Model(), parts, lambda model, parts: (loss(model, parts[-1]) / 3).backward())
-    assert {r.what for r in last} == {"gradient"} and "Micro-batches count 0, 0, " in last[0].advice.replace(
-        "-0,", "0,"
-    )
-    # huggingface/accelerate#3877: micro-batches of unlike token counts, each its own mean.
-    means = check(Model(), parts)
-    assert {r.what for r in means} == {"gradient"} and "Micro-batches count" in means[0].advice
-
-    class Detached(Model):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.embed(tokens) + self.shared(self.norm(self.embed(tokens))).detach())
-
-    assert read(check(Detached(), tokens_of(0))) == [("no-gradient", "norm.bias and 3 others", 1)]
-
-    def without_norm(model: nn.Module, batch: Any) -> None:
-        loss(model, batch).backward()
-        model.norm.weight.grad = None
-
-    assert read(check(Model(), tokens_of(0), without_norm)) == [("no-gradient", "norm.weight", 1)]
-
-
 def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward() -> None:
     def overflow(model: nn.Module, batch: Any) -> None:
         loss(model, batch).backward()

@@ -84,14 +84,6 @@ def test_a_fault_of_a_derived_optimizer_is_read_also_of_parameters_that_the_mode
     assert abs(reading.value - 5) < 1e-2
 
 
-def test_an_error_of_the_comparison_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise MemoryError("no room\nat line 2")
-
-    monkeypatch.setattr("narrowgauge.checks.step_check.complete", fails)
-    assert Loop().run(3).rows[2]["unseen"] == {"the step": "MemoryError: no room"}
-
-
 @pytest.mark.parametrize("limit", [None, 0.25])
 def test_sharded_parameters_are_compared_part_by_part(tmp_path: Path, limit: float | None) -> None:
     """What the optimizer clips is a norm over all ranks, which it tells."""

@@ -151,9 +151,7 @@ def untiled(scales: Tensor) -> Tensor:
 
 PLANTED: dict[str, tuple[str, str, Callable[..., object]]] = {
     "scales row by row": ("mxfp8", "tiled_scales", untiled),
-    "columns of a tile as rows": ("nvfp4", "tiled_scales", lambda scales: untiled(scales.flip(0))),
     "scales in rows": ("float8-block", "scales_in_columns", lambda scales: scales.contiguous()),
-    "square scales not padded": ("float8-block", "square_scales_in_columns", lambda scales: scales.t()),
 }
 """A compute, a function of its layout, and a wrong one in its place."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from optim.pairs import FEW, build, everything, parameters
+from optim.pairs import build, everything, parameters
 from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
 # ── weights: tied, frozen, late, in groups ──────────────────────────────────────────────────────────────────────────
@@ -31,9 +31,9 @@ class Tied(nn.Module):
         return output.float().square().mean()
 
 
-@FEW
-def test_tied_weights_are_one(rule: str, storage: str) -> None:
+def test_tied_weights_are_one() -> None:
     """As ``named_parameters`` gives them, and given twice, of which torch warns: clipped, stepped and counted once."""
+    rule, storage = "adamw", "word"
     model, plain = Tied(storage), parameters(storage, [(12, 10)])
     optimizer, twin = (build(rule, p, storage, max_grad_norm=0.1) for p in (model.named_parameters(), plain))
     names = Tied(storage).named_parameters(remove_duplicate=False)

@@ -42,16 +42,3 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
     }  # fmt: skip
     assert {name: COMPUTES[name].output.left.bits for name in expected} == expected
     assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
-
-
-def test_what_is_stored_without_training_is_counted_to_the_byte() -> None:
-    sizes = {
-        name: computes.stored_bytes(COMPUTES[name], 40, 168)
-        for name in ("int8-row", "float8-tensor", "float8-block", "mxfp8")
-    }
-    scales = {"int8-row": 4 * 40, "float8-tensor": 4, "float8-block": 1 * 2, "mxfp8": 40 * 6}
-    assert sizes == {name: 40 * 168 + number for name, number in scales.items()}
-    assert computes.stored_bytes(COMPUTES["int8-outlier"], 40, 168, 3) == 40 * 168 + 160 + 3 * (2 * 40 + 4)
-    served = {name for name, row in expectations.COMPUTES.items() if "served" in row.has}
-    assert {name for name, row in COMPUTES.items() if computes.stores_codes(row)} == served
-    assert [name for name, row in COMPUTES.items() if computes.keeps_outlier_weights(row)] == ["int8-outlier"]

@@ -37,15 +37,6 @@ def test_the_tables_know_what_they_should() -> None:
     assert all(row.source and row.purpose for row in FORMATS.values())
 
 
-@pytest.mark.parametrize("name", TORCH_FLOATS)
-def test_figures_against_torch(name: str) -> None:
-    row, info = FORMATS[name], torch.finfo(getattr(torch, name))
-    assert (row.bits, row.max, row.smallest_normal) == (info.bits, info.max, info.smallest_normal)
-    # PyTorch gives e5m2fnuz, which has two mantissa bits, the epsilon of three.
-    assert row.epsilon == info.eps or name == "float8_e5m2fnuz"
-    assert row.min == info.min
-
-
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_figures_against_ml_dtypes(name: str) -> None:
     row, info = FORMATS[name], ml_dtypes.finfo(getattr(ml_dtypes, name))

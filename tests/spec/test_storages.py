@@ -48,23 +48,6 @@ def test_stochastic_rows_are_those_with_a_stochastic_code() -> None:
     assert stochastic == {name for name, row in expectations.STORAGES.items() if row.dealt}
 
 
-@pytest.mark.parametrize(
-    ("states", "fields"),
-    [
-        ((), {"tail": 8}),
-        ((("momentum_buffer", "exp_avg"),), {"tail": 8, "momentum_buffer": 12}),
-        ((("sum", "exp_avg_sq"), ("exp_avg", "exp_avg")), {"tail": 8, "sum": 12, "exp_avg": 12}),
-    ],
-)
-def test_a_rule_with_other_states_keeps_those(states: tuple[tuple[str, str], ...], fields: dict[str, int]) -> None:
-    word = STORAGES["word"]
-    row = word.keeping(states)
-    assert dict(row.fields) == fields and (row.name, row.visible, row.weight) == ("word", "bfloat16", word.weight)
-    assert [row.code(name) for name, _ in states] == [getattr(word, role) for _, role in states]
-    assert row.code("weight") is word.weight and row.code("exp_avg_sq") is word.exp_avg_sq
-    assert word.keeping(word.states) is word
-
-
 # ── sharing words ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
