@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet
+from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.accumulation import ACCUMULATIONS
 from narrowgauge.spec.storages import MOMENT_CODES, WEIGHT_CODES, Code, Storage, find
@@ -300,3 +300,15 @@ def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
         field = through_a_word(storage, field, 0)
         assert torch.equal(codes.decode_weight(storage, seen, field)[shown], kept[shown])
         assert (codes.decode_weight(storage, seen, field)[~shown].abs() >= 65520).all()  # it stays where it is seen
+
+
+def test_round_to_float16_is_nearest_with_ties_away() -> None:
+    x = around_float16()
+    for sign in (1.0, -1.0):
+        result = round_to_float16(sign * x)
+        assert result.dtype is torch.float16 and bool((result.signbit() == (sign < 0)).all())
+        assert np.array_equal(result.double().numpy(), sign * nearest_float16(x))
+    result = round_to_float16(torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0]))
+    assert (
+        result[:2].tolist() == [math.inf, -math.inf] and result[2].isnan() and result[3:].signbit().tolist() == [0, 1]
+    )
