@@ -57,24 +57,6 @@ def test_moments_are_cut_and_that_is_told(rule: str, storage: str) -> None:
     take_steps(ours, range(3, 4))
 
 
-@pytest.mark.parametrize("rule", THEIRS)
-def test_in_float32_a_run_goes_on_as_torchs(rule: str) -> None:
-    theirs, ours = trained(rule, "float32"), build(rule, parameters("float32"), "float32", lr=0.01)
-    with torch.no_grad():
-        for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
-            p.copy_(q)
-    ours.load_state_dict(theirs.state_dict())
-    for step in range(3, 6):
-        for p, q, gradient in zip(
-            parameters_of(ours), parameters_of(theirs), step_gradients(parameters_of(ours), step), strict=True
-        ):
-            p.grad, q.grad = gradient, gradient.clone()
-        ours.step()
-        theirs.step()
-    for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
-
-
 def moment(*shape: int) -> Tensor:
     return torch.ones(shape or (12, 10))
 
