@@ -168,14 +168,6 @@ def test_a_healthy_record_gives_none(name: str) -> None:
     assert found.ok and found.verdict.startswith("Nothing found: 160 steps watched, "), str(found)
 
 
-def test_skipped_steps_are_said_first_of_all_and_applied_ones_are_counted() -> None:
-    run = struck("bfloat16/word", both(steps(1, skipped=True, loss=math.nan), event("skip")))
-    found = ng.diagnose(run)
-    assert str(found).startswith("made: 160 of 160 steps were skipped; 1 reading is beyond its bound, at step 1.\n")
-    assert (found.num_steps, found.num_applied) == (160, 0)
-    assert [(r.stage, r.value, r.expected, r.bound) for r in found.readings] == [("optimizer step", 160, 0, 0)]
-
-
 def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
     run = healthy_run()
     run.gauges.clear()
@@ -276,14 +268,3 @@ def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(whole
     (tmp_path / "losses.dat").write_text("step,loss\n1,2.0\n")
     said = call(tmp_path / "losses.dat")
     assert said.exit_code == 2 and "no log that can be read" in said.output
-
-
-def test_the_log_of_another_framework_is_diagnosed_from_what_it_holds(tmp_path: Path) -> None:
-    history = [
-        {"step": step, "loss": 9.0 if step == AT else 4.0 - step / NUM_STEPS, "learning_rate": 1e-3}
-        for step in range(1, NUM_STEPS)
-    ]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": NUM_STEPS}))
-    found = ng.diagnose(tmp_path)
-    assert [(r.step, r.what) for r in found.readings] == [(AT, "loss-spike")]
-    assert found.unseen["gradient norms"] == "a column grad_norm"
