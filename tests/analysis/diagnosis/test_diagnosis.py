@@ -233,7 +233,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
         write("steps.jsonl", rows(*({"step": k, "loss": None} for k in range(1, 60)))), 0, "Not recorded: the loss of 59 of",
     ),
     "rows out of order": (swap_lines, 0, "the order of the steps: row 81 is of step 2, after one of step 160"),
-    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 2, "line 1 of 3 is not a row"),
+    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 2, "line 1 of 3"),
     "short gauges": (
         write("gauges.jsonl", rows({"step": 20, "tensors": {"grad:a": [None, 1]}, "moments": {"x": []}})),
         0, "loss-spike",
