@@ -43,7 +43,7 @@ LOCATES: dict[str, set[str]] = {
 """By stage of a fault, the kinds of readings that point at it."""
 
 
-DELIBERATE = {"sharpness-aware", "gradient noise", "gradient centralization"}
+DELIBERATE = {"sharpness-aware", "gradient noise"}
 """Healthy loops that change their gradients on purpose after the passes: the check is given the passes alone."""
 
 

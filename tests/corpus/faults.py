@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from corpus.loop import IGNORED, LENGTH, WIDTH, Loop, Norm, Settings
+from corpus.loop import IGNORED, LENGTH, Loop, Norm, Settings
 from corpus.optimizers import AdamW, Group, Lion, Muon, adamw, corrected, nesterov, orthogonal, sgd
 
 Apply = Callable[[Loop], object]
@@ -127,11 +127,6 @@ LOSS = (
         "loss", "loss", put("loss", lambda loop, old, *args: old(*args) * loop.settings.micro_batches),
     ),
     fault(
-        "divided-by-accumulation-too", "unslothai/unsloth-zoo/pull/1023",
-        "The loss is divided by the step's tokens and by the number of micro-batches: 1/4.",
-        "loss", "loss", put("loss", lambda loop, old, *args: old(*args) / loop.settings.micro_batches),
-    ),
-    fault(
         "labels-shifted-twice", "huggingface/transformers/pull/37830", "Model and loss both shift the labels.",
         "loss", "loss", shifted_by(2),
     ),
@@ -172,10 +167,6 @@ LOSS = (
 def half_norm(norm: Any, x: Tensor) -> Tensor:
     variance = x.half().square().mean(-1, keepdim=True).float()
     return norm.weight * (x * (variance + 1e-6).rsqrt())
-
-
-def norm_without_gain_gradient(norm: Any, x: Tensor) -> Tensor:
-    return norm.weight.detach() * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class NormOfOtherRows(torch.autograd.Function):
@@ -265,10 +256,6 @@ MODEL = (
         "gradient", "blocks|embedding", set_norms(lambda norm, x: NormOfOtherRows.apply(x, norm.weight)),
     ),
     fault(
-        "gains-without-gradient", "unslothai/unsloth/issues/4533", "The kernel of RMS norms returns no gradient for the gains.",
-        "gradient", "norm", set_norms(norm_without_gain_gradient),
-    ),
-    fault(
         "part-detached", "Cadene/murel.bootstrap.pytorch/issues/7", "The output of an MLP is detached.",
         "gradient", r"blocks.1.(up|down|mlp_norm)", detach_mlp,
     ),
@@ -315,12 +302,6 @@ def scale_gradients(factor: float, part: str = "") -> Callable[..., object]:
     return action
 
 
-def forget_all_but_the_embedding(loop: Loop, number: int) -> None:
-    for p in loop.model.parameters():
-        if p is not loop.model.embedding.weight:
-            p.grad = None
-
-
 def round_gradients(dtype: torch.dtype, part: str = "") -> Callable[..., object]:
     def action(loop: Loop, *args: Any) -> None:
         for p in named(loop, part):
@@ -334,20 +315,6 @@ def reduce_head_early(loop: Loop) -> None:
     head, reduced = loop.model.head.weight, []
     before_backward(lambda loop, number: reduced.append(head.grad.clone()) if number == 3 else None)(loop)
     after("before_clip", lambda loop: head.grad.copy_(reduced.pop()))(loop)
-
-
-def keep_squares_of_one_rank(loop: Loop) -> None:
-    """Leave out of the reduction what fills a bucket: square matrices have the first micro-batch's gradient."""
-    squares, first = [p for p in loop.model.parameters() if p.shape == (WIDTH, WIDTH)], []
-
-    def keep(loop: Loop, loss: Tensor, number: int) -> None:
-        if number == 0:
-            first[:] = [4 * p.grad for p in squares]
-
-    after("backward", keep)(loop)
-    after("before_clip", lambda loop: [p.grad.copy_(gradient) for p, gradient in zip(squares, first, strict=True)])(
-        loop
-    )
 
 
 def step_within(loop: Loop, loss: Tensor, number: int) -> None:
@@ -381,21 +348,6 @@ GRADIENT = (
         "doubled-by-each-micro-batch", "NVIDIA/Megatron-LM/issues/6660",
         "A buffer of the MLPs is added to itself after each micro-batch: micro-batches count 16, 8, 4, 2 times.",
         "gradient", r"up|down", after("backward", lambda loop, *args: scale_gradients(2.0, r"(up|down).weight")(loop)),
-    ),
-    fault(
-        "sum-scaled-with-each-part", "pytorch/torchtitan/pull/1732",
-        "Accumulated gradients are halved at each micro-batch: micro-batches count 1/8, 1/4, 1/2, 1.",
-        "gradient", "", before_backward(scale_gradients(0.5)),
-    ),
-    fault(
-        "buffers-overwritten", "ServiceNow/Fast-LLM/pull/551",
-        "A gradient buffer is copied, not added: all but the tied embedding have the last micro-batch only.",
-        "gradient", r"blocks|^norm", before_backward(forget_all_but_the_embedding), Settings(is_tied=True),
-    ),
-    fault(
-        "full-buckets-not-reduced", "deepspeedai/DeepSpeed/pull/4321",
-        "Parameters of exactly one bucket's size, here the square projections, are not reduced.",
-        "gradient", "query|key|value|output", keep_squares_of_one_rank,
     ),
     fault(
         "head-reduced-early", "NVIDIA/Megatron-LM/issues/1012", "The last part of the head's gradient comes after the reduction.",
@@ -479,12 +431,6 @@ def clip_scaled(loop: Loop) -> None:
     after("clip", lambda loop: loop.scaler.unscale_(loop.optimizer))(loop)
 
 
-def clip_after_step(loop: Loop) -> None:
-    clip, update = loop.clip, loop.update
-    loop.clip = lambda: norm_of(loop.trained())
-    loop.update = lambda: (update(), clip())
-
-
 def clip_each_micro_batch(loop: Loop, loss: Tensor, number: int) -> None:
     if number < 3:
         nn.utils.clip_grad_norm_(loop.trained(), loop.settings.clip)
@@ -504,10 +450,6 @@ CLIPPING = (
         "clip", "", put("clip", lambda loop, old: norm_of(loop.trained())),
     ),
     fault(
-        "clipped-after-the-step", "awslabs/graphstorm/issues/1366", "Gradients are clipped after the optimizer's step.",
-        "clip", "", clip_after_step,
-    ),
-    fault(
         "norm-of-one-stage", "pytorch/torchtitan/issues/596", "Each pipeline stage clips by the norm of its own parameters.",
         "clip", "", put("clip", clip_each_half),
     ),
@@ -515,10 +457,6 @@ CLIPPING = (
         "replicas-counted-often", "mindspore-ai/hyper-parallel/issues/526",
         "The squares of vectors, which every shard holds, are summed over all shards.",
         "clip", "", clipped_by(lambda ps: torch.stack([p.grad.norm() * (1 if p.ndim > 1 else RANKS**0.5) for p in ps]).norm()),
-    ),
-    fault(
-        "largest-shard-only", "facebookresearch/fairscale/pull/167", "The norm over shards is the largest of theirs.",
-        "clip", "", clipped_by(lambda ps: torch.stack([norm_of(half) for half in halves(ps)]).max()),
     ),
     fault(
         "norm-overflows", "tracel-ai/burn/issues/5699", "The norm is summed in float16 and overflows: the factor is 0.",
@@ -738,10 +676,6 @@ STEP = (
         "weights", "norm", line("update", forget_masters), MASTERS,
     ),
     fault(
-        "adapters-do-not-move", "keras-team/keras-hub/issues/2629", "Most elements of bfloat16 adapters never move at this rate.",
-        "weights", "lora", line("update", forget_masters), replace(MASTERS, lr=1e-5, has_adapters=True),
-    ),
-    fault(
         "rate-after-the-cure", "areal-project/AReaL/issues/1634",
         "Masters are introduced and the rate, tuned without them, is kept: 6 times what they need.",
         "settings", "lr", put("factor", lambda loop, old, step: 6.0), MASTERS,
@@ -784,12 +718,6 @@ def go_back_to_start(loop: Loop) -> None:
     """Load the oldest file of weights beside the newest file of states."""
     start = [p.detach().clone() for p in loop.model.parameters()]
     after("resume", lambda loop: [p.copy_(old) for p, old in zip(loop.model.parameters(), start, strict=True)])(loop)
-
-
-def drop_masters(loop: Loop) -> None:
-    if loop.step >= loop.resume_step:
-        for p, state in loop.optimizer.state.items():
-            state["master"].copy_(p)
 
 
 def average_in_bfloat16(loop: Loop) -> None:
@@ -842,10 +770,6 @@ RESTARTS = (
         "resume", "master",
         after("resume", lambda loop: [s["master"].copy_(p) for p, s in loop.optimizer.state.items()]),
         replace(MASTERS, resumes=True),
-    ),
-    fault(
-        "masters-off-after-resume", "NVIDIA/Model-Optimizer/pull/2322", "A resume drops the float32 masters for good.",
-        "state", "master", after("update", drop_masters), replace(MASTERS, resumes=True),
     ),
     fault(
         "loss-scale-not-saved", "huggingface/lerobot/issues/4652", "The scaler is not in the checkpoint and starts at 65,536.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,21 +73,6 @@ def muon_and_adamw(loop: Loop) -> None:
     other = torch.optim.AdamW(rest, lr=loop.settings.lr, betas=BETAS)
     loop.others = [other]
     after("update", lambda loop: (other.step(), other.zero_grad()))(loop)
-
-
-def rates_by_layer(loop: Loop) -> None:
-    """Multiply the rate by 0.7 for each layer further down (microsoft/unilm, BEiT)."""
-    levels = [
-        [loop.model.head, loop.model.norm],
-        [loop.model.blocks[1]],
-        [loop.model.blocks[0]],
-        [loop.model.embedding],
-    ]
-    groups = [
-        {"params": [p for module in level for p in module.parameters()], "rate": 0.7**depth, "weight_decay": 0.1}
-        for depth, level in enumerate(levels)
-    ]
-    loop.optimizer = torch.optim.AdamW(groups, lr=loop.settings.lr, betas=BETAS)
 
 
 def lookahead(loop: Loop) -> None:
@@ -167,21 +151,10 @@ def add_noise(loop: Loop) -> None:
         p.grad.add_(torch.randn_like(p), alpha=1e-3 / (1 + loop.step) ** 0.275)
 
 
-def centralize(loop: Loop) -> None:
-    """Subtract the mean of each row (https://arxiv.org/abs/2004.01461)."""
-    for p in loop.trained():
-        if p.ndim > 1:
-            p.grad.sub_(p.grad.mean(1, keepdim=True))
-
-
 def clip_values(loop: Loop, old: Any) -> Tensor:
     norm = nn.utils.get_total_norm([p.grad for p in loop.trained()])
     nn.utils.clip_grad_value_(loop.trained(), 0.02)
     return norm
-
-
-def clip_groups(loop: Loop, old: Any) -> Tensor:
-    return torch.stack([nn.utils.clip_grad_norm_(group["params"], 0.2) for group in loop.optimizer.param_groups]).norm()
 
 
 def skip_second_step(loop: Loop, old: Any) -> None:
@@ -197,13 +170,6 @@ def overflow_once(loop: Loop, loss: Tensor, number: int) -> None:
 
 
 # ── the loss and the model ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def in_chunks(loop: Loop, old: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    pairs = zip(logits[:, :-1].flatten(0, 1).chunk(4), labels[:, 1:].flatten().chunk(4), strict=True)
-    return torch.stack(
-        [functional.cross_entropy(part.float(), target, reduction="sum") for part, target in pairs]
-    ).sum()
 
 
 def z_loss(loop: Loop, old: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -242,11 +208,6 @@ def drop_path(loop: Loop) -> None:
 def freeze_first_block(loop: Loop, step: int) -> None:
     if step == 3:
         loop.model.blocks[0].requires_grad_(False)
-
-
-def thaw_first_block(loop: Loop) -> None:
-    block = loop.model.blocks[0].requires_grad_(False)
-    after("schedule", lambda loop, step: block.requires_grad_(True) if step == 2 else None)(loop)
 
 
 def predict_within_documents(loop: Loop, old: Any, tokens: Tensor) -> Tensor:
@@ -291,21 +252,9 @@ def evaluate_average(loop: Loop) -> None:
     after("after_evaluation", exchange_average)(loop)
 
 
-def average_at_times(loop: Loop, old: Any) -> None:
-    """Update the average every second step, with the decay of two."""
-    if loop.step % 2 == 0:
-        for mean, p in loop.averages():
-            mean.lerp_(p, 1 - 0.95**2)
-
-
-def cosine(step: int) -> float:
-    return min(1.0, step / 8) * (0.55 + 0.45 * math.cos(math.pi * min(step, 60) / 60))
-
-
 NARROW, HALF = torch.bfloat16, torch.float16
 HEALTHY = (
     Healthy("usual"),
-    Healthy("cosine", Settings(rate_factor=cosine)),
     Healthy("one micro-batch", Settings(micro_batches=1)),
     Healthy("not clipped", Settings(clip=0.0)),
     Healthy("clipped hard", Settings(clip=0.05)),
@@ -322,7 +271,6 @@ HEALTHY = (
     Healthy("resumed", Settings(resumes=True)),
     Healthy("resumed loss scaler", Settings(resumes=True, loss_scale=1024.0)),
     Healthy("average, evaluated", Settings(has_average=True, evaluates=True), evaluate_average),
-    Healthy("average at times", Settings(has_average=True), put("update_average", average_at_times)),
     Healthy("frozen embedding", Settings(frozen=("embedding",))),
     Healthy("adapters, merged for evaluation", Settings(has_adapters=True, evaluates=True), merge_adapters),
     Healthy("adamw by hand", Settings(optimizer=adamw)),
@@ -339,21 +287,16 @@ HEALTHY = (
     Healthy("ours, word", Settings(optimizer=of_ours(ng.AdamW, "word", betas=BETAS), dtype=NARROW)),
     Healthy("ours, master", Settings(optimizer=of_ours(ng.AdamW, "master", betas=BETAS), dtype=NARROW)),
     Healthy("ours, float32 lion", Settings(optimizer=of_ours(ng.Lion, "float32"), lr=3e-4)),
-    Healthy("rates by layer", Settings(), rates_by_layer),
     Healthy("rate of the embedding", Settings(embedding_rate=0.1)),
     Healthy("group added later", Settings(), add_head_later),
     Healthy("frozen later", Settings(), after("schedule", freeze_first_block)),
-    Healthy("thawed", Settings(), thaw_first_block),
     Healthy("lookahead", Settings(), lookahead),
     Healthy("closure", Settings(), closure),
     Healthy("sharpness-aware", Settings(), sharpness_aware),
     Healthy("gradient noise", Settings(), after("before_clip", add_noise)),
-    Healthy("gradient centralization", Settings(), after("before_clip", centralize)),
     Healthy("clipped by value", Settings(clip=0.0), put("clip", clip_values)),
-    Healthy("clipped by group", Settings(), put("clip", clip_groups)),
     Healthy("skipped step", Settings(), put("update", skip_second_step)),
     Healthy("zeroed to zeros", Settings(), put("zero", lambda loop, old: loop.optimizer.zero_grad(set_to_none=False))),
-    Healthy("loss in chunks", Settings(), put("summed", in_chunks)),
     Healthy("z-loss", Settings(), put("summed", z_loss)),
     Healthy("distilled", Settings(), distill),
     Healthy("recomputed, dropout", Settings(dropout=0.2), recompute),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from narrowgauge.gauges.attach import Gauges, attach_gauges
+from narrowgauge.gauges.attach import attach_gauges
 
 WIDTH, HEADS, LENGTH = 32, 4, 16
 
@@ -59,13 +57,6 @@ class Multihead(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
-@pytest.fixture(autouse=True)
-def no_gauges_of_earlier_tests() -> None:
-    """Gauges that an earlier test left as garbage may be in a sampled step, which ends when they are collected: at any moment,
-    also while a model is traced, whose code is guarded on it."""
-    gc.collect()
-
-
 class Model(nn.Module):
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -80,21 +71,6 @@ class Model(nn.Module):
         if isinstance(layer, Llama):
             return layer(x, position_embeddings=(layer.turns[0], layer.turns[1]), attention_mask=None)[0]
         return layer(x)
-
-
-def trained(make: Callable[[], nn.Module], every: int, compiled: bool = False) -> tuple[list[Tensor], Gauges]:
-    """The parameters after two steps, of which the second is watched, and the gauges."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gauges = attach_gauges(model, optimizer, every=every)
-    forward = torch.compile(model, fullgraph=True) if compiled else model
-    for step in range(2):
-        torch.manual_seed(step)
-        forward(torch.randn(2, LENGTH, WIDTH)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return list(model.parameters()), gauges
 
 
 def read(layer: nn.Module, x: Tensor) -> dict[str, list[float]]:

@@ -7,14 +7,11 @@ One start of two ranks serves all tests of the module.
 from __future__ import annotations
 
 import math
-import os
-import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from filelock import FileLock  # torch's own dependency
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -106,15 +103,8 @@ def look(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found; whichever worker of a session comes first starts them for all."""
-    root = tmp_path_factory.getbasetemp()
-    place = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "gauges_sharded"
-    place.mkdir(exist_ok=True)
-    with FileLock(place / "lock"):
-        if not (place / "found").exists():
-            (place / "found").write_bytes(pickle.dumps(run_ranks(look, 2, place / "ranks")))
-    result: list[dict[str, Any]] = pickle.loads((place / "found").read_bytes())
-    return result
+    """What each of two ranks found."""
+    return run_ranks(look, 2, tmp_path_factory.mktemp("gauges_sharded"))
 
 
 def shared(row: Row) -> Row:

@@ -18,7 +18,7 @@ from transformers import (
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.experts import IMPLEMENTATION
-from narrowgauge.matmul.inference import find_outlier_columns, inference_bytes, missed_outliers, quantize_for_inference
+from narrowgauge.matmul.inference import inference_bytes, quantize_for_inference
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.spec.computes import COMPUTES, stored_bytes
 
@@ -28,7 +28,6 @@ SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
 }  # fmt: skip
-EXPERTS = "model.layers.0.mlp.experts"
 OUTLIER_ROWS = ("int8-outlier+threshold=2", "int8-outlier-codes+threshold=2")
 
 
@@ -74,7 +73,7 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         assert (ours.grad - theirs.grad).norm() <= 0.01 * theirs.grad.norm()
 
 
-@pytest.mark.parametrize("row", ["float8-row", "int8-row", "float8-tensor", *OUTLIER_ROWS])
+@pytest.mark.parametrize("row", ["float8-row", OUTLIER_ROWS[0]])
 def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: str) -> None:
     model = mixtral()
     experts = model.model.layers[0].mlp.experts
@@ -144,27 +143,3 @@ def test_quantized_experts_give_what_they_gave_in_training(row: str, make: Any) 
     )
     saved = inference_bytes(make()) - inference_bytes(model)
     assert saved == sum(own.nbytes for own in weights.values()) - after
-
-
-def test_calibration_sees_the_inputs_of_experts_and_leaves_them_as_they_were() -> None:
-    model = mixtral()
-    before, config = model(tokens()).logits, model.model.layers[0].mlp.experts.config
-    row = OUTLIER_ROWS[0].replace("=2", "=1.5")
-    found = find_outlier_columns(model, [tokens()], row, keep=ONLY_EXPERTS)
-    assert sorted(found) == [
-        f"model.layers.{k}.mlp.experts.{own}" for k in (0, 1) for own in ("down_proj", "gate_up_proj")
-    ]
-    assert model.model.layers[0].mlp.experts.config is config and torch.equal(model(tokens()).logits, before)
-    assert not any("narrow" in name for name, _ in model.named_modules())
-    assert any(found.values())
-    trained = mixtral()
-    swap_experts(trained, row)
-    assert find_outlier_columns(trained, [tokens()], row, keep=ONLY_EXPERTS).keys() == found.keys()
-    with torch.no_grad():
-        first = f"{EXPERTS}.gate_up_proj"
-        for columns, missed in ((found, 0), ({}, len(found[first]))):
-            quantized = quantize_for_inference(mixtral(), row, keep=ONLY_EXPERTS, outlier_columns=columns)
-            quantized(tokens())
-            # A column is missed once for each expert whose tokens have an outlier there.
-            counted = missed_outliers(quantized)[first]
-            assert missed <= counted <= missed * SHAPE["num_local_experts"], columns

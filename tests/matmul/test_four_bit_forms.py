@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,16 +35,6 @@ def passed(name: str, step: int = 0, layers: int = 1) -> tuple[Linear, list[Tens
     return layer, [y.detach(), x.grad, layer.weight.grad]
 
 
-@cache
-def exact() -> list[Tensor]:
-    x, w, g = (
-        gaussian(TOKENS, IN).bfloat16(),
-        gaussian(OUT, IN, seed=1).bfloat16(),
-        gaussian(TOKENS, OUT, seed=2).bfloat16(),
-    )
-    return [x.double() @ w.double().t(), g.double() @ w.double(), g.double().t() @ x.double()]
-
-
 def off(found: Tensor, meant: Tensor) -> float:
     return float((found.double() - meant).norm() / meant.norm())
 
@@ -77,18 +65,3 @@ def test_each_product_is_that_of_its_casts(name: str) -> None:
         meant = (values[0] @ values[1].t())[: result.shape[0], : result.shape[1]]
         # The result is rounded to bfloat16 once or twice, and summed in float32.
         assert off(result, meant) < 2.0**-7, matmul
-
-
-def test_the_gradients_of_eden_come_right_on_average_and_each_is_nearer_than_a_stochastic_one() -> None:
-    steps = 48
-    one: dict[str, list[float]] = {}
-    mean: dict[str, list[float]] = {}
-    for name in ("nvfp4", "nvfp4+eden"):
-        drawn = [passed(name, step)[1] for step in range(steps)]
-        one[name] = [sum(off(each[place], exact()[place]) for each in drawn) / steps for place in (1, 2)]
-        average = [torch.stack([each[place].double() for each in drawn]).mean(0) for place in (1, 2)]
-        mean[name] = [off(each, exact()[place]) for place, each in zip((1, 2), average, strict=True)]
-    # Measured: 0.178 and 0.172 against 0.138 and 0.135; of the mean over 48 steps 0.096 and 0.095 against 0.020 and 0.020.
-    for place in (0, 1):
-        assert one["nvfp4+eden"][place] < 0.85 * one["nvfp4"][place] < 0.25
-        assert mean["nvfp4+eden"][place] < 0.3 * mean["nvfp4"][place]

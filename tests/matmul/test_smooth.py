@@ -1,4 +1,4 @@
-"""Smooth-SwiGLU: what a runaway channel costs with and without, in every row; gradients; recipes, runs and inference."""
+"""Smooth-SwiGLU: what a runaway channel costs with and without, its factors, and recipes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,10 @@ def run_away(module: LlamaMLP, by: float = 32.0) -> None:
         module.up_proj.weight[CHANNEL] *= by
 
 
-def after_the_jump(compute: str, narrow: str = "*") -> tuple[float, NarrowLayers]:
+def after_the_jump(compute: str) -> tuple[float, NarrowLayers]:
     """The output's error relative to the plain formula, in the step in which a channel jumps, after three ordinary ones."""
     module, plain = mlp(), mlp().double()
-    keep = () if narrow == "*" else ("gate_proj", "up_proj")
-    linears = swap_linears(module, compute, keep=keep)
+    linears = swap_linears(module, compute, keep=())
     for step in range(3):
         module(tokens(step))
         linears.step = step + 1
@@ -52,13 +51,11 @@ def after_the_jump(compute: str, narrow: str = "*") -> tuple[float, NarrowLayers
     return ((found - wanted).norm() / wanted.norm()).item(), linears
 
 
-@pytest.mark.parametrize("narrow", ["down_proj", "*"])
-@pytest.mark.parametrize("base", ["float8-delayed", "float8-delayed-e5m2"])
-def test_a_channel_that_runs_away_is_lost_to_a_stale_scale_and_kept_smooth(base: str, narrow: str) -> None:
-    without, lost = after_the_jump(base, narrow)
+def test_a_channel_that_runs_away_is_lost_to_a_stale_scale_and_kept_smooth() -> None:
+    without, lost = after_the_jump("float8-delayed")
     assert without > 0.95
     assert sum(map(sum, lost.overflows(3).values())) > 20
-    with_it, kept = after_the_jump(f"{base}+smooth", narrow)
+    with_it, kept = after_the_jump("float8-delayed+smooth")
     assert with_it < 0.1
     # The input's and the weight's: neither takes what the other had.
     assert kept.overflows(3)["down_proj"][:2] == [0, 0]
@@ -81,26 +78,6 @@ def test_factors_of_every_kind_of_channel() -> None:
     plain = COMPUTES["float8-tensor"].output.left
     assert torch.equal(quantize(ordinary, cast).values(), quantize(ordinary, plain).values())
     assert smoothing(ordinary, plain, amax) == (None, amax)
-
-
-@pytest.mark.parametrize("by", [1.0, 32.0])
-def test_gradients_are_those_of_the_plain_formula(by: float) -> None:
-    module, plain = mlp(), mlp().double()
-    run_away(module, by)
-    run_away(plain, by)
-    swap_linears(module, "float8-delayed+smooth")
-    results = []
-    for each in (module, plain):
-        x = tokens().to(each.down_proj.weight.dtype).requires_grad_()
-        each(x).backward(tokens(7).to(x.dtype))
-        results.append({"x": x.grad, **{name: parameter.grad for name, parameter in each.named_parameters()}})
-    for name, wanted in results[1].items():
-        assert wanted is not None
-        off = ((results[0][name].double() - wanted).norm() / wanted.norm()).item()
-        assert off < 0.15, name
-    # Of the down projection's weight, every column has its own channel's size: none is lost beside the one that ran away.
-    found, wanted = (each["down_proj.weight"].double() for each in results)
-    assert ((found - wanted).norm(dim=0) / wanted.norm(dim=0)).max() < 0.25
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -126,6 +103,3 @@ def test_a_recipe_smooths_down_projections_and_refreshes_every_weight() -> None:
         assert row.output.left.smooth == is_down
         assert row.output.left.scaling == ("current" if is_down else "delayed")
         assert row.output.right.scaling == "current" and row.grad_input.left.scaling == "delayed"
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ OURS = tuple(name for name, row in ACCUMULATIONS.items() if row.planes)
 SCALED = tuple(name for name, row in ACCUMULATIONS.items() if row.code is not None)
 """Rows of 8 bits: the first gradient is rounded too, and one that is not finite spoils the scale of its tensor."""
 NUMBERS = tuple(name for name in ROWS if name not in SCALED)
-SHAPES = [(), (0,), (1,), (7,), (64,), (5, 9), (3, 4, 6)]
+SHAPES = [(), (0,), (7,), (3, 4, 6)]
 
 
 def gradients(shape: tuple[int, ...], k: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -119,17 +119,6 @@ def test_float16_sums_are_rounded_once_ties_away_from_zero() -> None:
 
 
 # ── laws ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("row", NUMBERS)
-def test_one_micro_batch_comes_back_bit_for_bit(row: str) -> None:
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    numbers = every[~every.isnan()]
-    result = summed(row, [numbers])
-    if row == "kahan":  # its second plane is +0
-        assert torch.equal(result, numbers)
-    else:
-        assert torch.equal(bits(result), bits(numbers))
 
 
 @pytest.mark.parametrize("row", NUMBERS)

@@ -53,15 +53,6 @@ def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
     assert (stalled.edq, stalled.noise, stalled.lost_fraction, stalled.visible_edq) == (0.0, 1.0, 1.0, 0.0)
 
 
-def test_the_error_covers_the_truth_as_often_as_it_should() -> None:
-    """Two standard errors over 20 steps hold the true EDQ in 94 % of 1,000 windows (Student's t); |z| < 5."""
-    hits = 0
-    for seed in range(1000):
-        reading = read(noisy(20, 0.8, 0.5, seed))
-        hits += abs(reading.edq - 0.8) < 2 * reading.edq_error
-    assert abs(hits - 940) < 5 * math.sqrt(1000 * 0.94 * 0.06)
-
-
 def test_nothing_intended_judges_nothing() -> None:
     reading = read([row()] * 10)
     assert math.isnan(reading.edq) and math.isnan(reading.edq_error) and not reading.stalls
@@ -97,17 +88,6 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
     assert all(len(window) == WINDOW for window in auditor.windows.values())
     assert raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
-
-
-@pytest.mark.parametrize(("num_stalled", "alarms"), [(8, []), (FEWEST - 1, ["b"])])
-def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm(num_stalled: int, alarms: list[str]) -> None:
-    tensor, auditor = torch.zeros(1), Auditor()
-    stalled = torch.stack(steps([0.0] * num_stalled))
-    auditor.restore(tensor, stalled)
-    assert torch.equal(torch.stack(list(auditor.windows[tensor])), stalled)
-    auditor.add(tensor, kernel_sums(0.0), 64)
-    auditor.collect()
-    assert [a.tensor for a in auditor.alarms({tensor: "b"}, {tensor: STORAGES["naive"]})] == alarms
 
 
 def test_audit_reads_each_tensor_and_all_of_them() -> None:
@@ -187,12 +167,12 @@ def lost_decay_of_two(storage: str, rule: Callable[..., Any], lr: float, decay: 
     return audited.item(), float(exact)
 
 
-OTHERS = [(rule, name) for rule in (ng.Lion, ng.Muon, ng.Adafactor, ng.optim.GaLore) for name in ("naive", "kahan")]
+OTHERS = [(ng.Lion, "kahan"), (ng.Muon, "naive"), (ng.optim.GaLore, "kahan")]
 
 
 @pytest.mark.parametrize(
     ("rule", "storage"),
-    [*((ng.AdamW, name) for name in REPRESENTATIVES), *OTHERS],
+    [*((ng.AdamW, name) for name in ("word", "naive", "compact", "collage-plus")), *OTHERS],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_lost_decay_is_what_an_optimizer_without_it_stores_otherwise(storage: str, rule: Callable[..., Any]) -> None:

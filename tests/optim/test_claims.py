@@ -12,7 +12,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.machine import compiler_missing
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import CUT, REPRESENTATIVES, kept, kind, parameters, stall, visible_dtype
+from optim.scenarios import CUT, REPRESENTATIVES, kept, kind, parameters, stall
 from oracles.adamw import AdamW64
 from tensors import assert_same_bits, take_steps
 
@@ -64,10 +64,8 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
 @pytest.mark.parametrize(
     ("storage", "beta2", "bound"),
     [
-        ("word", 0.9, 0.01),
         ("word", 0.999, 0.01),
         ("compact", 0.999, 0.01),
-        ("states8", 0.99, 0.01),
         ("split", 0.999, 1e-3),
     ],
 )
@@ -105,9 +103,8 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
     assert abs(mean / exact - 1) < bound
 
 
-@pytest.mark.parametrize(("shape", "lr"), [((7, 13), 1e-2), ((1, 301), 1e-5)])
-def test_exact_is_master_to_the_bit(shape: tuple[int, int], lr: float) -> None:
-    results = []
+def test_exact_is_master_to_the_bit() -> None:
+    shape, lr, results = (7, 13), 1e-2, []
     for storage in ("exact", "master"):
         optimizer = ng.AdamW(parameters(storage, [shape]), lr=lr, storage=storage, compile=False, max_grad_norm=1.0)
         take_steps(optimizer, range(300), scale=0.01)
@@ -138,25 +135,6 @@ def test_power_of_two_scaled_gradients_give_the_same_weights(storage: str) -> No
         results.append({"seen": weight.detach().clone(), "stored": optimizer.stored(weight)})
     assert torch.isfinite(results[0]["stored"]).all()
     assert_same_bits(*results)
-
-
-def float16_moments(storage: str, gradient: float, beta2: float, steps: int) -> tuple[float, float]:
-    """Both moments of one constant gradient, relative to what they are in float64."""
-    weight = torch.nn.Parameter(torch.full((4, 4), 0.5, dtype=visible_dtype(storage)))
-    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, beta2), storage=storage, compile=False, audit_every=0)
-    for _ in range(steps):
-        weight.grad = torch.full_like(weight, gradient)
-        optimizer.step()
-    found = [float(optimizer.stored(weight, name).double().mean()) for name in ("exp_avg", "exp_avg_sq")]
-    return found[0] / (gradient * (1 - 0.9**steps)), found[1] / (gradient**2 * (1 - beta2**steps))
-
-
-def test_float16_moments_of_small_gradients_are_kept_where_they_have_a_scale_of_their_row() -> None:
-    for storage in ("scalify-float16/scaled16", "tail8+float16-row+float16-row-held"):
-        first, second = float16_moments(storage, 2.0**-20, 0.9, 3)
-        assert abs(first - 1) < 3 * 2.0**-11 and abs(second - 1) < 3 * 2.0**-11
-    # 2^-24 is held where 2^-41.9 is meant.
-    assert float16_moments("float16/naive", 2.0**-20, 0.9, 3)[1] > 1e5
 
 
 @pytest.mark.parametrize(
@@ -192,20 +170,3 @@ def test_the_bounds_of_a_row_are_its_peaks_averaged_and_nothing_saturates(
             code = STORAGES[storage].code(name)
             end = 2.0 ** bound.log2().ceil() * (2 - 2.0**-code.mantissa_bits)
             assert (optimizer.stored(weight, name).abs() < end).all()
-
-
-@pytest.mark.parametrize("storage", ["compact", "states8", "word"])
-def test_second_moments_are_right_over_many_binades(storage: str) -> None:
-    """Gradients whose sizes differ from column to column by up to 2^-12: of each size the mean is right, and none is zero."""
-    sizes, shape = 2.0 ** -torch.arange(13.0), (512, 13)
-    weight = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16())
-    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, 0.99), storage=storage, compile=False, audit_every=0)
-    exact = AdamW64(weight.detach(), 1e-30, betas=(0.9, 0.99))
-    for step in range(300):
-        generator = torch.Generator().manual_seed(step)
-        weight.grad = (torch.randn(shape, generator=generator) * sizes).bfloat16()
-        optimizer.step()
-        exact.step(weight.grad)
-    found = optimizer.stored(weight, "exp_avg_sq").double()
-    assert (found > 0).all()
-    assert ((found.mean(0) / exact.exp_avg_sq.mean(0) - 1).abs() < 0.05).all()

@@ -158,18 +158,11 @@ def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> Non
 
 BOUNDS = [
     2.0**-100,
-    3e-20,
-    2.0**-20,
     1e-3,
-    0.75,
     1 - 2.0**-24,
     1.0,
     1 + 2.0**-23,
-    1.99,
-    2.0,
     448.0,
-    2.0**14 - 1,
-    2.0**14,
 ]
 
 
@@ -181,20 +174,6 @@ def above(bound: float) -> float:
 
 def multipliers(code: Code, bound: float) -> tuple[Tensor, Tensor]:
     return codes.multipliers(code, torch.tensor(bound))
-
-
-@exhaustive("code", SCALED)
-@exhaustive("bound", BOUNDS)
-def test_every_code_of_a_row_comes_back(code: Code, bound: float) -> None:
-    """The values are those of the code's list, times the power of two above the bound, and each is its own code again."""
-    into, back = multipliers(code, bound)
-    values, steps = values_of(code) * above(bound), every_code(code)
-    for shift in shifts(code):
-        garbage = np.random.default_rng(shift).integers(0, 2**32, len(steps)) & ~place_mask(code, shift)
-        x = codes.decode(code, as_int32(steps * 2**shift | garbage), shift, back)
-        assert np.array_equal(x.double().numpy(), np.concatenate([values, -values])[: len(steps)])
-        for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
-            assert np.array_equal(unsigned(codes.encode(code, x, addend, shift, into)), steps * 2**shift)
 
 
 @exhaustive("code", SCALED)
@@ -220,20 +199,6 @@ def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: 
         # What a float32 can say of them, of rows whose largest is above 2^-100.
         assert bound < 2.0**-100 or (codes.decode(code, steps, 0, back) > 0).all()
         assert not codes.encode(code, torch.tensor([0.0, -0.0]), addend, 0, into).any()
-
-
-@exhaustive("code", [c for c in SCALED if c.rounding == "stochastic"])
-@exhaustive("bound", [1e-3, 3.0])
-@exhaustive("where", [2.0**-17.3, 2.0**-9.1, 0.3, 0.9])
-def test_the_mean_over_all_addends_is_the_value_relative_to_any_row(code: Code, bound: float, where: float) -> None:
-    dropped, (into, back) = codes.dropped_bits(code), multipliers(code, bound)
-    if where < 2.0 ** (code.lowest - 2) and code.hold:
-        return
-    value = torch.tensor(where * bound).expand(1 << dropped)
-    every = torch.arange(1 << dropped, dtype=torch.int32)
-    mean = float(codes.decode(code, codes.encode(code, value, every, 0, into), 0, back).double().mean())
-    # Of subnormals the last places of a float32 are lost by scaling: a part in 2^16 at most here.
-    assert mean == pytest.approx(float(value[0]), rel=2.0**-20 if where > 2.0**code.lowest else 2.0**-15)
 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -343,9 +308,7 @@ def test_round_to_float16_is_nearest_with_ties_away() -> None:
         result = round_to_float16(sign * x)
         assert result.dtype is torch.float16 and bool((result.signbit() == (sign < 0)).all())
         assert np.array_equal(result.double().numpy(), sign * nearest_float16(x))
-    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
-    result = round_to_float16(special)
-    assert torch.equal(result.isnan(), special.isnan()) and result[:2].tolist() == [math.inf, -math.inf]
-    assert result[3:].signbit().tolist() == [False, True]
-    crossed = torch.arange(6.0).reshape(2, 3).t()
-    assert torch.equal(round_to_float16(crossed).float(), crossed)
+    result = round_to_float16(torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0]))
+    assert (
+        result[:2].tolist() == [math.inf, -math.inf] and result[2].isnan() and result[3:].signbit().tolist() == [0, 1]
+    )

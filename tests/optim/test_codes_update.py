@@ -162,12 +162,6 @@ def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:
         return one, (torch.arange(128, dtype=torch.int32) << 16)[:, None], seeds(1 << 11)
     if name == "powers of two":
         return 2.0 ** torch.arange(-64, 64)[:, None].float(), bits_of(one), seeds(1 << 11)
-    if name == "every bfloat16 near one":
-        return (
-            float_of((torch.arange(256, dtype=torch.int32) << 16) + 0x3F800000)[:, None],
-            bits_of(one),
-            seeds(1 << 10),
-        )
     generator = torch.Generator().manual_seed(11)
     normal = torch.randn(1 << 16, 1, generator=generator)
     weight = float_of(torch.unique(bits_of(normal) & -256))[:, None]
@@ -179,7 +173,6 @@ REGIMES = (
     "zero weight",
     "all weights 1, every gradient",
     "powers of two",
-    "every bfloat16 near one",
     "gaussian",
 )
 

@@ -13,7 +13,7 @@ from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import kept
 from tensors import assert_same_bits
 
-KEPT = pytest.mark.parametrize("storage", ["word", "compact", "collage-plus"])
+KEPT = pytest.mark.parametrize("storage", ["word", "compact"])
 
 
 class Layers(nn.Module):

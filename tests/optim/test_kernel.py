@@ -8,8 +8,7 @@ import torch
 import narrowgauge as ng
 from narrowgauge import compile
 from narrowgauge.machine import compiler_missing
-from narrowgauge.spec.storages import STORAGES, Storage
-from optim.scenarios import kept, parameters, row_of, storage_error
+from optim.scenarios import kept, parameters
 from tensors import assert_same_bits, step_gradients, take_steps
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing to compare with")
@@ -49,33 +48,6 @@ def test_a_chunk_boundary_changes_nothing(monkeypatch: pytest.MonkeyPatch, stora
         results.append(kept(optimizer))
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])
-
-
-@pytest.mark.parametrize(
-    "storage",
-    [
-        STORAGES["compact"],
-        row_of("tail8+bfloat16+float32"),
-        row_of("bfloat16-pair+e4m3-row+e8m15"),
-        row_of("tail16+float32+e5m3-row"),
-    ],
-    ids=lambda row: row.name,
-)
-def test_composed_rows_are_stepped_as_their_codes_say(storage: Storage) -> None:
-    """Against `float32` from the same start: 60 steps, no error is larger than two of the coarsest code."""
-    shapes = [(6, 10), (7, 5)]
-    optimizers = [
-        ng.AdamW(parameters(row, shapes), lr=1e-2, storage=row, compile=False) for row in (STORAGES["float32"], storage)
-    ]
-    for optimizer in optimizers:
-        take_steps(optimizer, range(60), scale=0.01)
-    exact, found = map(kept, optimizers)
-    limit = 2 * max(storage_error(storage, role) for role in ("weight", "exp_avg", "exp_avg_sq"))
-    for name, value in found.items():
-        assert value.shape == exact[name].shape
-        if not name.endswith("visible"):
-            error = float((value - exact[name]).norm() / exact[name].norm())
-            assert error < limit, name
 
 
 def test_without_a_compiler_the_definition_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

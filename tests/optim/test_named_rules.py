@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from narrowgauge.assembly.preparation import class_of, outer_names, prepare
+from narrowgauge.assembly.preparation import class_of
 from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule
@@ -41,28 +40,3 @@ def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_step
     if isinstance(optimizer.rule, MatrixRule):
         defaults = {**LEFT_OUT, **optimizer.defaults}
         assert {name: defaults[name] for name in optimizer.rule.defaults} == optimizer.rule.defaults
-
-
-# ── prepare ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("rule", UPDATE_RULES)
-def test_prepare_takes_a_rule_by_name_and_its_options(rule: str) -> None:
-    own = {option.name: option.in_training for option in get_rule(rule).options}
-    _, made = prepare(nn.Linear(4, 4), "bfloat16/word", rule=rule, lr=1e-3, **own)
-    made_by: Any = made
-    group = {**LEFT_OUT, **made.param_groups[0]}
-    assert type(made_by) is class_of(rule) and {name: group[name] for name in own} == own
-
-
-def test_embeddings_and_a_head_are_outer_and_a_linear_layer_is_not() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.inner, self.head = nn.Embedding(4, 2), nn.Linear(2, 2), nn.Linear(2, 4)
-
-        def get_output_embeddings(self) -> nn.Module:
-            return self.head
-
-    assert outer_names(Model()) == {"tokens.weight", "head.weight", "head.bias"}
-    assert outer_names(nn.Linear(2, 2)) == set()

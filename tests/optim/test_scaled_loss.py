@@ -51,22 +51,3 @@ def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) 
     learn(twin, other.scale, range(4))
     assert_same_bits(everything(optimizer), everything(twin))
     assert scaler.state_dict() == other.state_dict()
-
-
-def test_one_scaler_serves_many_optimizers() -> None:
-    first, scaler = scaled()
-    second, _ = scaled(scaler=scaler)
-    for step in range(2):
-        losses = [loss_of(parameters_of(optimizer), step) for optimizer in (first, second)]
-        scaler.scale(torch.stack(losses).sum()).backward()
-        for optimizer in (first, second):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bits(everything(first), everything(second))
-    scaler.scale(loss_of(parameters_of(first), 2)).backward()
-    first.step()
-    loss_of(parameters_of(second), 2).backward()
-    second.step()  # the scale was asked for by then: what it was asked for is not known
-    loss_of(parameters_of(second), 3).backward()
-    with pytest.raises(ng.errors.RecipeError, match="was not called"):
-        second.step()

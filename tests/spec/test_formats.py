@@ -16,11 +16,6 @@ from narrowgauge.spec.formats import FORMAT_ALIASES, FORMATS, get_format
 from oracles.minifloat import Grid
 
 ML_DTYPES = [name for name in FORMATS if hasattr(ml_dtypes, name) and FORMATS[name].kind != "int"]
-TORCH_FLOATS = [
-    name
-    for name in FORMATS
-    if FORMATS[name].kind != "int" and isinstance(getattr(torch, name, None), torch.dtype) and name != "float4_e2m1fn"
-]
 NARROW_ML = [name for name in ML_DTYPES if FORMATS[name].bits <= 8]
 
 
@@ -33,17 +28,15 @@ def same(left: float, right: float) -> bool:
 
 def test_the_tables_know_what_they_should() -> None:
     assert {*FLOATS, *INTEGERS, *ELSEWHERE} == set(FORMATS), "tests/expectations.py states each format a second time"
-    assert len(ML_DTYPES) >= 12 and len(TORCH_FLOATS) >= 8
+    assert len(ML_DTYPES) >= 12
     assert all(row.source and row.purpose for row in FORMATS.values())
 
 
-@pytest.mark.parametrize("name", TORCH_FLOATS)
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
 def test_figures_against_torch(name: str) -> None:
     row, info = FORMATS[name], torch.finfo(getattr(torch, name))
-    assert (row.bits, row.max, row.smallest_normal) == (info.bits, info.max, info.smallest_normal)
-    # PyTorch gives e5m2fnuz, which has two mantissa bits, the epsilon of three.
-    assert row.epsilon == info.eps or name == "float8_e5m2fnuz"
-    assert row.min == info.min
+    assert (row.bits, row.min, row.max, row.epsilon) == (info.bits, info.min, info.max, info.eps)
+    assert row.smallest_normal == info.smallest_normal
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)
@@ -81,19 +74,6 @@ def test_every_code_of_narrow_formats(name: str) -> None:
     assert math.isnan(row.decode(row.encode(math.nan))) == row.nans
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_codes_of_sixteen_bits(name: str) -> None:
-    row = FORMATS[name]
-    dtype = getattr(ml_dtypes, name, np.float16)
-    codes = np.arange(0, 1 << 16, 7, dtype=np.uint16)
-    with np.errstate(invalid="ignore"):
-        values = codes.view(dtype).astype(np.float64)
-    for code, value in zip(codes.tolist(), values.tolist(), strict=True):
-        assert same(row.decode(code), value)
-        if not math.isnan(value):
-            assert row.encode(value) == code
-
-
 def awkward_values(name: str, precision: type[np.floating]) -> list[float]:
     """Values of the format, the ties between them, and the next floats beside those; zeros, infinities, extremes."""
     row = FORMATS[name]
@@ -105,17 +85,6 @@ def awkward_values(name: str, precision: type[np.floating]) -> list[float]:
         near = np.concatenate([np.nextafter(middle, precision(way)) for way in (-np.inf, np.inf)])
     extremes = [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45, 3.4e38, -3.4e38]
     return [*middle.tolist(), *near.tolist(), *np.array(extremes, dtype=precision).tolist()]
-
-
-@pytest.mark.parametrize("name", [*ML_DTYPES, "float16"])
-def test_encode_rounds_as_ml_dtypes_does(name: str) -> None:
-    row = FORMATS[name]
-    # Not from float64: ml_dtypes takes that to float32 first, and so rounds it twice.
-    values = awkward_values(name, np.float32)
-    with np.errstate(all="ignore"):
-        theirs = np.array(values, dtype=np.float32).astype(getattr(ml_dtypes, name, np.float16))
-    for value, code in zip(values, theirs.view(f"u{theirs.itemsize}").tolist(), strict=True):
-        assert row.encode(value) == code, value.hex()
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS.keys() - {"tfloat32"}))

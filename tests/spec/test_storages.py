@@ -43,45 +43,9 @@ def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> 
     assert sorted(itertools.chain(*storage.packing)) == sorted(storage.fields)
 
 
-@every_storage
-def test_fallbacks_and_vectors_are_rows_of_the_same_weight_that_lose_less(storage: Storage) -> None:
-    fallback, vectors = STORAGES[storage.fallback], for_vectors(storage)
-    for referred in (fallback, vectors):
-        assert {storage.visible, referred.visible} in ({storage.visible}, {"float32", "bfloat16"})
-    assert fallback.name not in ("naive", "no-master") and vectors.bytes_per_param >= storage.bytes_per_param
-    assert for_vectors(vectors) == vectors
-
-
-@every_storage
-def test_the_stored_weight_reaches_from_what_the_model_sees_to_its_code(storage: Storage) -> None:
-    """Visible bits and tail are together as wide as the code says, and no tail lies beside a copy or a low part."""
-    bits, lacking, exponent = VISIBLE[storage.visible]
-    if storage.tail_bits:
-        assert not storage.master and storage.weight.parts == 1
-        assert lacking - storage.tail_bits == 23 - storage.weight.mantissa_bits
-    assert (exponent != 0) == (bits < 32 - lacking)
-
-
 def test_stochastic_rows_are_those_with_a_stochastic_code() -> None:
     stochastic = {name for name, row in STORAGES.items() if row.is_stochastic}
     assert stochastic == {name for name, row in expectations.STORAGES.items() if row.dealt}
-
-
-@pytest.mark.parametrize(
-    ("states", "fields"),
-    [
-        ((), {"tail": 8}),
-        ((("momentum_buffer", "exp_avg"),), {"tail": 8, "momentum_buffer": 12}),
-        ((("sum", "exp_avg_sq"), ("exp_avg", "exp_avg")), {"tail": 8, "sum": 12, "exp_avg": 12}),
-    ],
-)
-def test_a_rule_with_other_states_keeps_those(states: tuple[tuple[str, str], ...], fields: dict[str, int]) -> None:
-    word = STORAGES["word"]
-    row = word.keeping(states)
-    assert dict(row.fields) == fields and (row.name, row.visible, row.weight) == ("word", "bfloat16", word.weight)
-    assert [row.code(name) for name, _ in states] == [getattr(word, role) for _, role in states]
-    assert row.code("weight") is word.weight and row.code("exp_avg_sq") is word.exp_avg_sq
-    assert word.keeping(word.states) is word
 
 
 # ── sharing words ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,17 +106,3 @@ def test_any_codes_compose_a_row(weight: str) -> None:
         bits += sum(code.bits * code.parts for code in (row.exp_avg, row.exp_avg_sq))
         assert bits <= 8 * row.bytes_per_param <= bits + 20
         assert row.loses == "nothing" if name == "tail16+float32+float32" else "bits of the" in row.loses
-
-
-# ── codes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@every_storage
-def test_every_code_keeps_what_it_must(storage: Storage) -> None:
-    """Second moments cut at random never vanish; scaled windows end at 1; a weight and a first moment have a sign."""
-    codes = [storage.weight, storage.exp_avg, storage.exp_avg_sq]
-    assert storage.weight.signed and storage.exp_avg.signed
-    assert all(code.highest == 0 for code in codes if code.scaled)
-    assert not storage.exp_avg_sq.is_window or storage.exp_avg_sq.hold or storage.arithmetic == "expansion"
-    widest = 64 if storage.arithmetic == "float64" else 32
-    assert all(code.bits <= widest and code.parts >= 1 for code in codes)

@@ -65,10 +65,9 @@ def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_
     }
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("jitter", [0.005, 0.05, 0.3])
-def test_a_healthy_run_has_no_spike(seed: int, jitter: float) -> None:
-    noise, judge, total = random.Random(seed), SpikeJudge(), 1500
+@pytest.mark.parametrize("jitter", [0.005, 0.3])
+def test_a_healthy_run_has_no_spike(jitter: float) -> None:
+    noise, judge, total = random.Random(0), SpikeJudge(), 1500
     for step in range(total):
         share = step / total
         loss = 2.5 + 6.0 * math.exp(-12 * share) + 0.3 * math.cos(math.pi * share) + jitter * noise.gauss(0, 1)

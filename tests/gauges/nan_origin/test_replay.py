@@ -91,18 +91,11 @@ def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
 
 WAYS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "log": (lambda x: (x - x).log(), "aten.log", "inf"),
-    "complex": (lambda x: torch.complex(x, x).mul(1e39).imag, "aten.mul", "inf"),
     "zero by zero": (lambda x: (x - x) / (x - x), "aten.div", "nan"),
-    "in place": (lambda x: x.mul_(1e38).mul_(10), "aten.mul_", "inf"),
     "out": (lambda x: torch.mul(x, 1e39, out=torch.full_like(x, NAN)), "aten.mul", "inf"),
-    "memory": (lambda x: torch.empty_like(x).fill_(NAN).copy_(x).add_(3e38).mul_(2), "aten.mul_", "inf"),
     "over a NaN": (lambda x: torch.full_like(x, NAN).half().copy_(x * 1e6), "aten.copy_", "inf"),
-    "passed on": (lambda x: (x * 1e39).mul_(2).sub_(x), "aten.mul", "inf"),
     "view": (lambda x: torch.stack([x, x]).mul(1e39).unbind()[0], "aten.mul", "inf"),
     "list": (lambda x: torch._foreach_mul([x, x * 1e38], 1e3)[1], "aten._foreach_mul", "inf"),
-    "float8": (
-        lambda x: x.to(torch.float8_e5m2).float() * (x * 1e6).to(torch.float8_e5m2).float(), "aten._to_copy", "inf",
-    ),
 }  # fmt: skip
 
 
@@ -129,11 +122,8 @@ def causal(scores: Tensor, how: str) -> Tensor:
     above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     if how == "fill":
         return scores.masked_fill(above, -INF)
-    if how == "where":
-        return torch.where(above, torch.tensor(-INF), scores)
-    if how == "minimum":  # transformers' own: in float16 the sum may be -inf
-        return scores + above.to(scores.dtype) * torch.finfo(scores.dtype).min
-    return scores + torch.full(scores.shape[-2:], -INF).triu(1).to(scores.dtype)
+    # transformers' own: in float16 the sum may be -inf
+    return scores + above.to(scores.dtype) * torch.finfo(scores.dtype).min
 
 
 def attention(how: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -144,7 +134,7 @@ def attention(how: str) -> Callable[[Tensor, Tensor], Tensor]:
     return attend
 
 
-@pytest.mark.parametrize("how", ["fill", "where", "add", "minimum"])
+@pytest.mark.parametrize("how", ["fill", "minimum"])
 def test_a_mask_is_not_blamed(how: str) -> None:
     dtype = torch.float16 if how == "minimum" else torch.float32
     model = chain(attention=Layer(attention(how)), later=Layer(lambda x, w: x / (w - 1))).to(dtype)

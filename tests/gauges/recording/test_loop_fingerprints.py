@@ -74,20 +74,11 @@ def compared(one: Run, other: Run) -> TwoRuns:
     return compare_two(one, other)
 
 
-def scaled(name: str, factor: float, at: int) -> Callable[[nn.Module, int], None]:
-    def change(model: nn.Module, step: int) -> None:
-        if step == at:
-            gradient = model.get_parameter(name).grad
-            assert gradient is not None
-            gradient.mul_(factor)
-
-    return change
-
-
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     found, _ = recorded(tmp_path / "a")
     recorded(tmp_path / "b", fingerprints_every=0)
-    assert ng.read_run(tmp_path / "b").fingerprints == []
+    unhashed = ng.read_run(tmp_path / "b")
+    assert unhashed.fingerprints == [] and compared(found, unhashed).is_complete  # the last weights are the same
     rows = {row["step"]: row["tensors"] for row in found.fingerprints}
     assert list(rows) == list(range(STEPS + 1))
     names = [name for name, _ in model_of().named_parameters()]
@@ -105,12 +96,11 @@ def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
     assert rows[0]["weight:1.weight"][1] == pytest.approx(float(model_of()[1].weight.norm()))
 
 
-@pytest.mark.parametrize("audit_every", [0, 1])
-def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path, audit_every: int) -> None:
+def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path) -> None:
     plain, _ = recorded(tmp_path / "plain")
     model = model_of()
     optimizer = adamw(model)
-    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1, audit_every=audit_every) as recorder:
+    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1, audit_every=1) as recorder:
         for step in range(1, STEPS + 1):
 
             def closure(step: int = step) -> Tensor:
@@ -121,15 +111,6 @@ def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path, audit_e
 
             recorder.step(optimizer.step(closure))  # type: ignore[arg-type]
     assert ng.read_run(tmp_path / "a").fingerprints == plain.fingerprints
-
-
-def test_the_tensor_and_the_step_of_a_change_are_named(tmp_path: Path) -> None:
-    plain, _ = recorded(tmp_path / "plain")
-    other, _ = recorded(tmp_path / "other", before_step=scaled("1.weight", 1.001, 4))
-    found = compared(plain, other)
-    difference = found.difference
-    assert difference is not None
-    assert (difference.step, difference.stage, difference.tensor) == (4, "gradient", "grad:1.weight")
 
 
 def written(folder: Path, at: Iterable[int], num_steps: int = 9) -> Run:
@@ -162,20 +143,6 @@ def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
 
     plain, _ = recorded(tmp_path / "plain", optimizer_of=momentum)
     assert "state:momentum_buffer:1.weight" in plain.fingerprints[1]["tensors"]
-
-    model = model_of()
-    optimizer = momentum(model)
-    with ng.RunRecorder(tmp_path / "lost", model, optimizer, fingerprints_every=1) as recorder:
-        for step in range(1, STEPS + 1):
-            if step == 3:  # lost, as by a resume
-                optimizer.state.clear()
-            loss = loss_of(model, tokens_at(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step(loss, tokens=32, batch=tokens_at(step))
-    difference = compared(plain, ng.read_run(tmp_path / "lost")).difference
-    assert difference is not None and (difference.step, difference.stage) == (3, "between steps")
 
 
 # ── formats ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,14 +43,18 @@ def train(rank: int, folder: Path, fault: str, every: int) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("fault", ["after", "before"])
-def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(fault: str, tmp_path: Path) -> None:
-    healthy = run_ranks(train, 2, tmp_path / "a", tmp_path / "healthy", "", 1)
-    run_ranks(train, 2, tmp_path / "b", tmp_path / fault, fault, 1)
-    plain = run_ranks(train, 2, tmp_path / "c", tmp_path / "plain", "", 0)
-    runs = compare_two(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
-    found = runs.difference
-    assert found is not None and (found.step, found.tensor, found.ranks) == (AT, f"grad:{NAME}", (1,))
-    assert f"grad:{NAME} (gradient) of rank 1" in runs.verdict
-    for mine, its in zip(healthy[0], plain[0], strict=True):  # hooks change no bit
+def train_all(rank: int, place: Path) -> list[list[Tensor]]:
+    """Train in one start of the ranks: healthy, with each fault, and without fingerprints."""
+    cases = (("healthy", "", 1), ("after", "after", 1), ("before", "before", 1), ("plain", "", 0))
+    return [train(rank, place / name, fault, every) for name, fault, every in cases]
+
+
+def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(tmp_path: Path) -> None:
+    healthy, _, _, plain = run_ranks(train_all, 2, tmp_path / "ranks", tmp_path)[0]
+    for fault in ("after", "before"):
+        runs = compare_two(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
+        found = runs.difference
+        assert found is not None and (found.step, found.tensor, found.ranks) == (AT, f"grad:{NAME}", (1,))
+        assert f"grad:{NAME} (gradient) of rank 1" in runs.verdict
+    for mine, its in zip(healthy, plain, strict=True):  # hooks change no bit
         assert mine.equal(its)

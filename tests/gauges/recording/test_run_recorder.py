@@ -178,21 +178,3 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
     kinds = {event["kind"]: event for event in found.events}
     assert "no weight changed" in kinds["skip"]["message"] and kinds["skip"]["step"] == 6
     assert found.summary is not None and found.summary["num_skipped"] == 1
-
-
-def test_alarms_of_the_audit_are_events_and_go_to_the_handler_that_was_there(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model, optimizer = ng.prepare(nn.Linear(64, 64, bias=False), "bfloat16/naive", lr=1e-6, audit_every=1)
-    heard: list[Any] = []
-    optimizer.on_alarm = heard.append
-    recorder = ng.RunRecorder(tmp_path / "run", model, optimizer)
-    recorder._record.watch(nn.Linear(2, 2), optimizer)  # as a loop does that has two models and one optimizer
-    for _ in range(6):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-        recorder.step(1.0)
-    recorder.close(finished=False)
-    found = ng.read_run(tmp_path / "run")
-    (event,) = [event for event in found.events if event["kind"] == "lost_updates"]
-    assert event["tensor"] == "weight" and event["step"] == 5 and len(heard) == 1
-    assert optimizer.on_alarm == heard.append and found.summary is None and found.events[-1]["kind"] == "stop"

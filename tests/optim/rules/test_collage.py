@@ -116,26 +116,20 @@ def test_second_moment_of_a_constant_gradient_is_within_five_percent(beta2: floa
         assert single[start == 0].max() < 0.6 and single[start > 1].min() > 1.2
 
 
-RELEASED = {
-    ("product",): {0.95: 0.331, 0.98: 0.335, 0.99: 0.313, 0.999: 0.501},  # as the authors' own functions gave
-    ("product", "split"): {0.95: 0.325, 0.98: 0.342, 0.99: 0.275, 0.999: 6.0},  # a time constant each, and no end
-    (): {0.95: 1.0, 0.98: 1.0, 0.99: 1.0, 0.999: 1.0},
-}
+RELEASED = {("product",): 0.331, ("product", "split"): 0.325, (): 1.0}  # as the authors' own functions gave
 
 
 @pytest.mark.parametrize("faults", RELEASED, ids=lambda faults: " and ".join(faults) or "both mended")
-@pytest.mark.parametrize("beta2", [0.95, 0.99])
-def test_the_released_code_has_two_faults_and_without_them_is_ours(beta2: float, faults: tuple[str, ...]) -> None:
+def test_the_released_code_has_two_faults_and_without_them_is_ours(faults: tuple[str, ...]) -> None:
     """Medians of stationary gradients over six time constants; with both faults mended, ours is the same bit for bit."""
-    steps = int(6 / (1 - beta2))
+    beta2, steps = 0.95, 120
     found, exact = narrow.second_moment(gradients(1024, steps, 1.0), beta2, faults=faults)
-    assert (found / exact).median().item() == pytest.approx(RELEASED[faults][beta2], rel=0.01, abs=0.01)
+    assert (found / exact).median().item() == pytest.approx(RELEASED[faults], rel=0.01, abs=0.01)
     if not faults:
         ours = expansion(torch.zeros(1024), 2)
         others = expansion(torch.zeros(1024), 1), expansion(torch.zeros(1024), 1)
-        s, few = scalars(beta2=beta2), min(steps, 600)
-        for g in gradients(1024, few, 1.0):
+        s = scalars(beta2=beta2)
+        for g in gradients(1024, steps, 1.0):
             _, _, _, ours = published_adamw(others[0], g, others[1], ours, s)
-        theirs, exact = narrow.second_moment(gradients(1024, few, 1.0), beta2)
-        assert torch.equal(total(ours), theirs)
+        assert torch.equal(total(ours), found)
         assert ((total(ours) / exact).median() - 1).abs() < 0.005

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.rules.matrix import ADAFACTOR, MATRIX_RULES, MUON, NS_COEFFICIENTS, MatrixRule, orthogonalise
+from narrowgauge.optim.rules.matrix import ADAFACTOR, MATRIX_RULES, MUON, MatrixRule
 from narrowgauge.optim.rules.subspaces import PROJECTIONS, leading_basis
 from narrowgauge.trainer.counted_memory import counted_allocations
 from oracles import matrix_rules as oracle
@@ -22,7 +21,7 @@ from tensors import gaussian, step_gradients
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY = pytest.mark.parametrize("rule", MATRIX_RULES.values(), ids=MATRIX_RULES)
-SHAPES = [(6, 10), (10, 6), (8, 8), (1, 7), (7, 1), (1, 1), (4, 3, 5)]
+SHAPES = [(6, 10), (7, 1), (4, 3, 5)]
 # What each rule needs to come to a minimum of a small problem: subspaces of half the side, turned often.
 SMALL: dict[str, dict[str, Any]] = {
     "muon": {"ns_dtype": "float32", "adjust_lr_fn": "match_rms_adamw"},
@@ -79,7 +78,7 @@ def oracles(name: str, lr: float, decay: float, *, eps: float, both: bool = Fals
     "name, proj_type",
     [("muon", "std"), *((name, kind) for name in ("galore", "gradnorm_lorp") for kind in PROJECTIONS)],
 )
-@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)], ids=["wide", "tall", "square"])
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
 def test_twelve_steps_agree_with_float64(name: str, proj_type: str, shape: tuple[int, int]) -> None:
     start, rule = gaussian(*shape), MATRIX_RULES[name]
     # In bases of both sides the first gradient is diagonal, and what rounding leaves beside it must stay far below epsilon.
@@ -107,24 +106,6 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(shape: tuple[int, int],
         ours, states = train(MUON, start, noise(shape), 10, ns_dtype=dtype, **same)
         assert relative(ours - start, theirs.detach() - start) < 0.02
         assert relative(states["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"]) < 1e-6
-
-
-def restated(x: Tensor) -> Tensor:
-    """The iteration of ``torch.optim.Muon``, operation for operation, in float32."""
-    a, b, c = NS_COEFFICIENTS
-    y = x.T if x.size(0) > x.size(1) else x
-    y = y / y.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = y @ y.T
-        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return y.T if x.size(0) > x.size(1) else y
-
-
-@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (1, 9)], ids=["wide", "tall", "row"])
-def test_orthogonalise_is_the_published_iteration_exactly_in_float32(shape: tuple[int, int]) -> None:
-    x = gaussian(*shape).sign()  # its norm is a whole number, however it is summed
-    assert torch.equal(orthogonalise(x, dtype=torch.float32), restated(x))
-    assert relative(orthogonalise(x, dtype=torch.float32), oracle.newton_schulz(x.double().numpy())) < 1e-5
 
 
 @pytest.mark.parametrize("beta1", [None, 0.9])
@@ -158,17 +139,6 @@ def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...
         for scaled in (weight, torch.zeros(shape)):
             after, _ = train(rule, scaled, lambda w, _: torch.zeros_like(w), 3, lr=0.1, weight_decay=0.1, **more)
             assert torch.allclose(after, scaled * 0.99**3, rtol=1e-6, atol=0)
-
-
-@EVERY
-def test_a_gradient_that_is_not_finite_is_no_error(rule: MatrixRule) -> None:
-    """The optimizer skips such a step; but on a device it learns that only after the rule has run."""
-    options = options_of(rule)
-    for step, bad in ((1, math.inf), (2, math.nan)):
-        gradient = gaussian(6, 10)
-        gradient[2, 3] = bad
-        change, _ = rule.update(gaussian(6, 10, seed=1), gradient, fresh(rule, (6, 10), options), options, step)
-        assert change.shape == (6, 10)
 
 
 # ── determinism and scale ───────────────────────────────────────────────────────────────────────────────────────────
