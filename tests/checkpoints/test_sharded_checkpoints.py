@@ -34,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # Rows over two ranks and over three: even, uneven, and fewer rows than ranks.
 SHAPES = {"even": (12, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "deep": (3, 4, 2)}
-# One word; scales by row; a rule whose momentum needs the whole matrix, one with a subspace.
-CASES = ("AdamW word", "AdamW compact", "Muon word", "GaLore states8")
+# Scales by row; a rule whose momentum needs the whole matrix.
+CASES = ("AdamW compact", "Muon word")
 FIRST, SECOND, LAST = range(3), range(3, 5), range(5, 7)
 
 
@@ -49,8 +49,6 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 3.0, "compile": False}
-    if rule == "GaLore":
-        options |= {"rank": 2, "update_proj_gap": 2}
     return model, getattr(optimizers, rule)(model.named_parameters(), storage=storage, **options)
 
 
@@ -159,19 +157,6 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     return checkpoint.step, told
 
 
-def see_one_file_less(rank: int, folder: Path) -> str:
-    """The second rank cannot read what it should check; all are told."""
-    if rank == 1:
-        saving._file_damage = deny  # type: ignore[assignment]
-    with pytest.raises(RecordError) as caught:
-        latest_checkpoint(folder, must_not_be_called, meet()[1])
-    return str(caught.value)
-
-
-def deny(*_: Any) -> None:
-    raise PermissionError(errno.EACCES, "Permission denied")
-
-
 # ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -201,14 +186,6 @@ def test_two_ranks_then_three_then_one_have_the_bits_of_one(case: str, place: Pa
     take_steps(model, optimizer, LAST)
     take_steps(*expected, LAST)
     assert_same_bits(everything(model, optimizer), everything(*expected))
-
-
-def test_every_rank_writes_its_own_rows_and_nothing_is_pickled(place: Path) -> None:
-    folder = place / "3" / CASES[0] / "checkpoints" / "step-00000005"
-    parts = [f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in (1, 2, 3)]
-    assert sorted(os.listdir(folder)) == ["manifest.json", *parts, "state.json"]
-    rows = [load_file(folder / part)["model.uneven"].shape[0] for part in parts]
-    assert rows == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("full", "rank"), [("second", 1), ("first", 0)])
@@ -241,5 +218,3 @@ def test_all_ranks_go_back_to_the_same_checkpoint(place: Path, tmp_path: Path) -
     file.write_bytes(data)
     told = f"step-00000005: {file.name} does not match its checksum"
     assert run_ranks(find_the_newest, 2, tmp_path / "ranks", tmp_path / "run") == [(3, [told])] * 2
-    lines = run_ranks(see_one_file_less, 2, tmp_path / "ranks", tmp_path / "run")
-    assert all("Permission denied" in line for line in lines)

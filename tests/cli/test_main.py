@@ -17,7 +17,6 @@ from click.testing import CliRunner, Result
 
 import narrowgauge
 import narrowgauge.trainer
-from narrowgauge.cli import main as main_module
 from narrowgauge.cli.main import main
 from narrowgauge.errors import Terminated
 from narrowgauge.runs.record import Run
@@ -108,19 +107,6 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Cal
     assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
 
 
-def test_commands_that_train_keep_pages_and_the_library_does_not(
-    calls: dict[str, Calls], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Calls()
-    monkeypatch.setattr(main_module, "keep_pages", kept)
-    call("train")
-    call("resume", "runs/a")
-    call("show", "formats")
-    assert len(kept) == 2
-    source = Path(narrowgauge.__file__).parent
-    assert [file.name for file in source.rglob("*.py") if "mallopt" in file.read_text()] == ["main.py"]
-
-
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
@@ -168,8 +154,7 @@ LONG = "x" * 3000
 @pytest.mark.parametrize(
     "words",
     [
-        (LONG,), ("train", "--recipe", LONG), ("train", "--steps", LONG), ("train", f"--{LONG}"), ("train", "--config", LONG),
-        ("show", "value", LONG), ("resume", LONG), ("report", LONG), ("train", "--recipe", " ".join(["x"] * 3000)),
+        (LONG,), ("train", "--recipe", LONG), ("resume", LONG),
     ],
     ids=lambda words: " ".join(words)[:20],
 )  # fmt: skip
@@ -236,11 +221,10 @@ main(sys.argv[1:], prog_name="narrowgauge")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits on files")
-@pytest.mark.parametrize("words", [("show", "chips"), ("train", "--help")])
-def test_output_that_cannot_be_written_costs_one_line_and_status_2(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_costs_one_line_and_status_2(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
         result = subprocess.run(
-            [sys.executable, "-B", "-c", LIMITED, *words], stdout=out, stderr=subprocess.PIPE, text=True, check=False,
+            [sys.executable, "-B", "-c", LIMITED, "show", "chips"], stdout=out, stderr=subprocess.PIPE, text=True, check=False,
             env=ENVIRONMENT,
         )  # fmt: skip
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)

@@ -63,13 +63,3 @@ def test_evaluation_has_no_jitter_and_training_has(jittering: Path, place: Path,
             with random_numbers(0, 0, number, session.device):
                 drawn.append(float(session.loss(tokens)))
     assert losses == [again, again] and drawn[0] != drawn[1]
-
-
-def test_the_generators_of_the_caller_are_as_they_were() -> None:
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    draws = []
-    for _ in range(2):
-        with random_numbers(0, 1, 2, torch.device("cpu")):
-            draws.append((torch.rand(1).item(), random.random(), np.random.rand()))
-    assert draws[0] == draws[1] and torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())

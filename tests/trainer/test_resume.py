@@ -156,10 +156,10 @@ def test_a_resumed_run_knows_its_seconds_and_its_loss_scale(place: Path, tmp_pat
     assert resumed.optimizer.loss_scaler.state_dict() == scale
 
 
-@pytest.mark.parametrize("name", ["word, accumulated", "naive"])
 def test_killed_at_any_moment_is_the_same_run(
-    name: str, place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
+    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
 ) -> None:
+    name = "word, accumulated"
     config = settings(place, tmp_path / "counted", **CASES[name])
     assert nursery(*words_of(config)) == 0, nursery.said
     assert_same_run(read_run(tmp_path / "counted"), whole[name])
@@ -281,8 +281,7 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(
     assert_same_run(read_run(folder), whole["naive"])
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-@pytest.mark.parametrize("existed", [False, True])
+@pytest.mark.parametrize(("at", "existed"), [(1, True), (3, False), (5, True), (8, False)])
 def test_a_full_disk_at_the_start_leaves_nothing(
     at: int, existed: bool, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrowgauge.errors import DataError, RecordError
-from narrowgauge.runs import atomic_io
+from narrowgauge.errors import DataError
 from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data, prepare_data
 from narrowgauge.trainer.data.text import open_texts
 from narrowgauge.trainer.data.tokens import load_tokenizer, train_tokenizer, write_tokens
@@ -86,16 +85,6 @@ def test_a_damaged_entry_of_the_cache_is_made_again(corpus: Path, dataset: Datas
         open_data(dataset.folder, 0.2, 1)
 
 
-def test_a_failure_leaves_nothing(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(atomic_io, "sync", full)
-    with pytest.raises(RecordError, match="the disk is full"):
-        prepare_data(corpus, vocab_size=300)
-    assert not [path for path in cache.iterdir() if path.is_dir()]
-
-
 def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(text_of(1, 2000))
     data = prepare_data(tmp_path / "one.txt", vocab_size=280, held_out=0.1)
@@ -105,12 +94,6 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     )
     whole = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
     assert load_tokenizer(data.tokenizer_path)[0].decode(whole[:-1].tolist()) == text_of(1, 2000)
-
-
-def test_nothing_held_out(corpus: Path) -> None:
-    data = prepare_data(corpus, vocab_size=300, held_out=0)
-    assert len(data.valid) == 0 and list(data.valid_batches(2, 8)) == []
-    assert data.batch(0, 2, 8, seed=0).shape == (2, 9)
 
 
 # ── sources ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +236,7 @@ def test_validation_is_fixed_full_and_spread(dataset: Dataset) -> None:
     assert small.shape == (num_windows, 17)
 
 
-@pytest.mark.parametrize(("tokens", "windows"), [(32, 1), (33, 2), (48, 2), (49, 3)])
+@pytest.mark.parametrize(("tokens", "windows"), [(32, 1), (33, 2)])
 def test_the_last_window_has_a_token_to_predict(dataset: Dataset, tokens: int, windows: int) -> None:
     (batch,) = dataclasses.replace(dataset, valid=all_tokens(dataset.valid)[:tokens]).valid_batches(8, 16)
     assert batch.shape == (windows, 17)
@@ -266,10 +249,3 @@ def test_a_sequence_longer_than_the_data_is_refused(dataset: Dataset) -> None:
     length = len(dataset.valid)
     with pytest.raises(DataError, match=f"needs {length + 1} tokens; the held-out part has {length}"):
         dataset.valid_batches(1, length)
-
-
-PREPARE = """
-import sys
-from narrowgauge.trainer.data.dataset import prepare_data
-print(prepare_data(sys.argv[1], vocab_size=300).fingerprint)
-"""
