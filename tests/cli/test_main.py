@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
@@ -21,9 +19,8 @@ from narrowgauge.cli.main import main
 from narrowgauge.errors import Terminated
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import resume_checks
-from narrowgauge.trainer.config import TrainConfig, kind_of
+from narrowgauge.trainer.config import TrainConfig
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
@@ -71,33 +68,6 @@ def asked(calls: dict[str, Calls], *words: str) -> TrainConfig:
     [(config,)] = calls["train"]
     assert isinstance(config, TrainConfig)
     return config
-
-
-def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
-    train = main.commands["train"]
-    flags = {option.name: option for option in train.params if isinstance(option, click.Option)}
-    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    assert set(flags) - set(fields) == {"file", "nproc"}
-    for name, field in fields.items():
-        option = flags[name]
-        assert option.opts == [f"--{name.replace('_', '-')}"]
-        assert bool(option.secondary_opts) == (kind_of(field) is bool)
-        assert option.get_default(click.Context(train)) is None, "a flag that is not given must not overrule a file"
-        assert option.help is not None and "[default: " in option.help
-
-
-def test_flags_reach_the_loop(calls: dict[str, Calls]) -> None:
-    calls["train"].answer = Path("runs/here")
-    config = asked(
-        calls, "--model", "llama-8m", "--recipe", "bf16/exact", "--lr", "2e-3", "--batch-size", "12",
-        "--gradient-accumulation-steps", "3", "--no-compile", "--activation-checkpointing", "--beta2", "0.99",
-        "--max-grad-norm", "inf", "--stop-after", "7", "--out", "here",
-    )  # fmt: skip
-    expected = TrainConfig(
-        model="llama-8m", recipe=parse("bf16/exact"), lr=2e-3, batch_size=12, gradient_accumulation_steps=3, compile=False,
-        activation_checkpointing=True, beta2=0.99, max_grad_norm=float("inf"), stop_after=7, out="here",
-    )  # fmt: skip
-    assert config == expected.validated()
 
 
 def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Calls], tmp_path: Path) -> None:

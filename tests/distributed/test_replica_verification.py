@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -119,19 +118,6 @@ def found_by_all(place: Path, sharding: str, size: int, *fault: Any) -> Any:
     results = run_ranks(train, size, place, sharding, size, *fault)
     assert all(result == results[0] for result in results)
     return results[0]
-
-
-def test_a_sound_run_is_not_disturbed(tmp_path: Path) -> None:
-    assert found_by_all(tmp_path, "hybrid", 4, 9, "second.weight", 3, 4) is None
-
-
-@pytest.mark.parametrize(("what", "at"), [("second.weight", 1), ("exp_avg_sq of gain", 5)])
-def test_a_flipped_bit_at_rest_is_found_within_k_steps_and_located(what: str, at: int, tmp_path: Path) -> None:
-    """Of three replicas, whichever bit it is."""
-    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 3, 1, what, at, 5)
-    assert at < step <= at + EVERY
-    assert (rank, tensor) == (1, what)
-    assert "rank 1" in message
 
 
 def test_of_two_replicas_that_differ_neither_is_accused(tmp_path: Path) -> None:

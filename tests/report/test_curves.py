@@ -55,15 +55,6 @@ def test_seeds_become_a_mean_and_a_band(groups: list[Group]) -> None:
     assert (min(band["y"]), max(band["y"])) == (3.1, 3.6)
 
 
-def test_training_loss_is_smoothed_before_the_raw_line_and_the_axis_ends_where_it_does(make_run: MakeRun) -> None:
-    run = make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)
-    figure = curves.training_loss(group_runs([run]))
-    assert figure is not None
-    raw, *_ = figure.data
-    assert max(raw["y"]) == 50.0 and raw["hoverinfo"] == "skip"
-    assert 1.0 < max(mean_of(figure, 0)["y"]) < 10.0 and figure.layout["yaxis"]["range"][1] < 10.0
-
-
 def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> None:
     run = make_run(steps=100, loss=lambda step: math.nan if step in (30, 31) else 1.0)
     figure = curves.training_loss(group_runs([run]))
@@ -84,14 +75,6 @@ def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
     assert set(bands_of(figure)[0]["y"]) == {0.25}
     assert "bfloat16/master" in figure.title
     assert curves.difference(group_runs(runs[:2])) is None
-
-
-def test_loss_is_drawn_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
-    figure = curves.loss_against_bytes(groups)
-    assert figure is not None
-    assert [(trace["x"], trace["y"]) for trace in figure.data] == [([16.0], [3.35]), ([8.0], [4.1])]
-    assert figure.data[0]["error_y"]["array"] == pytest.approx([0.25])
-    assert figure.layout["xaxis"]["range"][0] == 0
 
 
 # ── loss against seconds ────────────────────────────────────────────────────────────────────────────────────────────

@@ -58,23 +58,6 @@ def test_the_page_is_rendered_again_when_its_runs_have_grown(tmp_path: Path, clo
     assert page.poll() and page.current[0] == 2 and page.current[1].endswith(b"{}\n")
 
 
-def test_the_last_page_stays_where_the_next_cannot_be_rendered(tmp_path: Path, clock: Clock) -> None:
-    write_run(tmp_path, [5.0])
-    page = LivePage([tmp_path], lambda paths: b"a page")
-    clock.now += 1.0
-    page.poll()
-    page._seconds = 0.1
-
-    def refuse(paths: object) -> bytes:
-        raise NarrowgaugeError("The record is damaged.")
-
-    page._render = refuse
-    (tmp_path / "run.toml").write_text("[config]\n")
-    assert page.poll(is_last=True) and page.current == (2, b"a page")
-    fresh = LivePage([tmp_path], refuse)
-    assert fresh.poll() and b"The record is damaged." in fresh.current[1]
-
-
 def test_a_run_is_rendered_whole(tmp_path: Path) -> None:
     write_run(tmp_path, [5.0, 4.5, 4.0])
     page = live.rendered([tmp_path]).decode()

@@ -82,16 +82,6 @@ def test_the_schedule_at_known_steps(schedule: str, rates: dict[int, float]) -> 
     assert {step: config.learning_rate(step) for step in rates} == pytest.approx(rates, rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (7, 7), (50, 5)])
-def test_the_schedule_rises_then_never_rises_and_stays_above_zero(schedule: str, steps: int, warmup: int) -> None:
-    config = TrainConfig(steps=steps, lr=2.0, warmup_steps=warmup, schedule=schedule)
-    rates = [config.learning_rate(step) for step in range(1, steps + 1)]
-    assert rates[:warmup] == sorted(rates[:warmup])
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-    assert all(0 < rate <= 2.0 for rate in rates)
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [

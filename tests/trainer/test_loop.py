@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch._inductor import exc as torch_errors
 
 from narrowgauge.errors import ChipError
 from narrowgauge.runs.record import read_run
@@ -134,27 +133,3 @@ def test_a_run_that_compiles_by_default_runs_uncompiled_where_nothing_can_be_com
     with pytest.raises(ChipError, match="a compiled model was requested, and no C"):
         loop.train(settings(place, tmp_path / "other", steps=2, compile=True))
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize(
-    ("inner", "told"),
-    [
-        (
-            torch_errors.CppCompileError(["g++"], "In file x:\nx:1: fatal error: omp.h: none\n2 lines"),
-            "x:1: fatal error: omp.h",
-        ),
-        (KeyError("a fault of what was compiled"), ""),
-    ],
-)
-def test_a_compiler_that_fails_in_a_step_costs_one_line(
-    inner: Exception, told: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train_step(*_: object) -> None:
-        raise torch_errors.InductorError(inner, None)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    monkeypatch.setattr(config, "compiler_missing", lambda: "")
-    with pytest.raises(ChipError if told else torch_errors.InductorError) as raised:
-        loop.train(settings(place, tmp_path / "run", compile=True))
-    assert (f"the model could not be compiled in step 1: {told}" in str(raised.value)) == bool(told)
-    assert ("Fix that, or pass --no-compile." in str(raised.value)) == bool(told)

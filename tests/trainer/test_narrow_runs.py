@@ -35,15 +35,6 @@ def trained(place: Path, out: Path, **changes: Any) -> Any:
     return read_run(loop.train(settings(place, out, **changes)))
 
 
-def test_matrices_and_vectors_of_a_unit_scaled_run_learn_at_rates_of_their_own(place: Path, tmp_path: Path) -> None:
-    run = made(place, tmp_path / "run", "unit/word")
-    rate = loop.train_step(run)["lr"]
-    rates = [group["lr"] / group["lr_factor"] for group in run.optimizer.param_groups]
-    assert (
-        rates == pytest.approx([rate] * len(rates)) and len({group["lr"] for group in run.optimizer.param_groups}) > 1
-    )
-
-
 def made(place: Path, folder: Path, recipe: str | Recipe) -> session.Session:
     config = settings(place, folder, recipe=recipe, steps=4).validated()
     return session.build(config, folder, session.prepare_tokens(config))

@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import tomli_w
-import torch
 
 from narrowgauge.checkpoints import saving
 from narrowgauge.errors import RecordError
@@ -130,30 +129,6 @@ def test_stopped_and_resumed_is_the_same_run(name: str, place: Path, whole: dict
     assert_same_run(read_run(folder), whole[name])
     kinds = [e["kind"] for e in read_run(folder).events if e["kind"] not in ("note", "warning")]
     assert kinds == ["start", "stop", "resume", "stop", "resume", "finish"]
-
-
-def test_a_resumed_run_sums_micro_batches_with_the_same_random_bits(place: Path, tmp_path: Path) -> None:
-    case = {"gradient_accumulation_steps": 2, "accumulation_dtype": "bfloat16-stochastic", "steps": 2, "eval_every": 0}
-    expected = read_run(loop.train(settings(place, tmp_path / "whole", recipe="bfloat16/word", **case)))
-    folder = loop.train(settings(place, tmp_path / "run", recipe="bfloat16/word", **case, stop_after=1))
-    loop.resume(folder)
-    assert_same_run(read_run(folder), expected)
-
-
-def test_a_resumed_run_knows_its_seconds_and_its_loss_scale(place: Path, tmp_path: Path) -> None:
-    config = settings(place, tmp_path, recipe="float16/split").validated()
-    data = session.prepare_tokens(config)
-    stopped, resumed = (session.build(config, tmp_path, data) for _ in range(2))
-    assert stopped.optimizer.loss_scaler is not None and resumed.optimizer.loss_scaler is not None
-    stopped.seconds = 4000.0
-    stopped.optimizer.loss_scaler.update_(torch.tensor(True))
-    scale = stopped.optimizer.loss_scaler.state_dict()
-    assert resumed.optimizer.loss_scaler.state_dict() != scale
-    stopped.save()
-    stopped.saver.wait()
-    resumed.restore(lambda path, why: pytest.fail(f"{path.name}: {why}"))
-    assert resumed.seconds == 4000.0
-    assert resumed.optimizer.loss_scaler.state_dict() == scale
 
 
 def test_killed_at_any_moment_is_the_same_run(

@@ -67,14 +67,6 @@ def test_every_document_is_on_one_side_and_decodes_to_itself(dataset: Dataset) -
     assert dataset.num_tokens + len(dataset.valid) < sum(len(text) for text in train + valid) / 2
 
 
-def test_adding_a_file_moves_no_other_document(corpus: Path, dataset: Dataset) -> None:
-    (corpus / "000a.txt").write_text(text_of(777))
-    more = prepare_data(corpus, vocab_size=300, held_out=0.2, seed=1)
-    for side in ("train", "valid"):
-        before, after = documents(dataset, getattr(dataset, side)), documents(more, getattr(more, side))
-        assert [text for text in after if text != text_of(777)] == before
-
-
 def test_a_damaged_entry_of_the_cache_is_made_again(corpus: Path, dataset: Dataset) -> None:
     content = bytearray((dataset.folder / "tokens.bin").read_bytes())
     content[len(content) // 2] ^= 1
@@ -148,18 +140,6 @@ def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Datase
     (folder / "documents.bin").write_bytes(b"\0" * 16)
     with pytest.raises(DataError, match=r"documents\.bin does not fit"):
         prepare_data(folder)
-
-
-@pytest.mark.parametrize(("dtype", "largest"), [("uint16", 9), ("uint32", 90_000)])
-def test_a_token_map_of_another_program(tmp_path: Path, dtype: str, largest: int) -> None:
-    head = {"schema_version": 1, "dtype": dtype, "vocab_size": largest + 1, "end_of_text": 0, "blake2b": {}}
-    (tmp_path / "tokens.json").write_text(json.dumps(head))
-    np.arange(largest + 1).astype(dtype).tofile(tmp_path / "tokens.bin")
-    data = prepare_data(tmp_path)
-    assert np.array_equal(np.concatenate([all_tokens(data.train), all_tokens(data.valid)]), np.arange(largest + 1))
-    (tmp_path / "tokens.json").write_text(json.dumps({**head, "vocab_size": largest}))
-    with pytest.raises(DataError, match=f"The tokens hold {largest}, and their vocabulary has {largest}"):
-        prepare_data(tmp_path, held_out=0).batch(0, 1, largest, seed=0)
 
 
 def test_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
