@@ -84,8 +84,3 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     second = ng.read_run(tmp_path / "run-2")
     assert len(second.steps) == STEPS and second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
     assert same_weights(again.model, whole.model)
-
-
-def test_the_monitor_warns_of_two_clippings(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="clipped twice"):
-        fit(Module(max_grad_norm=1.0), 1, callbacks=[NarrowgaugeMonitor(tmp_path / "run")], gradient_clip_val=1.0)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report import live
-from narrowgauge.report.live import LivePage, PageServer
+from narrowgauge.report.live import LivePage
 from narrowgauge.runs.writer import RunWriter
 
 
@@ -65,26 +61,3 @@ def test_a_run_is_rendered_whole(tmp_path: Path) -> None:
     assert "connect-src &#39;self&#39;" in page or "connect-src 'self'" in page
     with pytest.raises(NarrowgaugeError, match="No run in"):
         live.rendered([tmp_path / "nothing"])
-
-
-@pytest.fixture
-def server() -> Iterator[PageServer]:
-    page = LivePage([], lambda paths: b"")
-    page.current = (7, b"the page")
-    server = PageServer(page, token="secret")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-@pytest.mark.parametrize(
-    ("path", "host"),
-    [("/other/", "127.0.0.1"), ("/secret/file", "127.0.0.1"), ("/secret/", "evil.example")],
-)
-def test_all_else_is_refused(server: PageServer, path: str, host: str) -> None:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", headers={"Host": host})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(request, timeout=30)

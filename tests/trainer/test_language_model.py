@@ -237,6 +237,14 @@ def test_narrow_chunks_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (weight.grad - exact.grad).norm() / exact.grad.norm() < 3e-3
 
 
+def test_a_bias_of_the_head_counts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((300, 8), (20, 8), (20,)))
+    targets = torch.randint(0, 20, (300,), generator=generator)
+    wanted = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum").item()
+    assert chunked_cross_entropy(hidden, weight, targets, bias).item() == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "CohereForCausalLM"])
 def test_a_model_that_is_more_than_body_and_head_trains_all_its_parameters(
     name: str, monkeypatch: pytest.MonkeyPatch

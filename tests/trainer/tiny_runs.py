@@ -77,12 +77,12 @@ def assert_same_run(one: Run, other: Run, *, gauges: bool = True) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2},
+    "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2, "gauges_every": 4},
     "naive": {"recipe": "bfloat16/naive"},
     "autocast, checkpointed": {
         "recipe": "bfloat16/float32", "activation_checkpointing": True, "schedule": "linear", "warmup_steps": 3,
     },
     "delayed, accumulated": {
-        "recipe": "float8-delayed/split", "gradient_accumulation_steps": 2, "accumulation_dtype": "bfloat16-stochastic",
+        "recipe": "float8-delayed+smooth/split", "gradient_accumulation_steps": 2, "accumulation_dtype": "bfloat16-stochastic",
     },
 }  # fmt: skip
