@@ -27,9 +27,6 @@ from tensors import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-# Scales by row; a rule whose momentum needs the whole matrix.
-CASES = ("AdamW compact", "Muon word")
-
 
 def must_not_be_called(path: Path, why: str) -> None:
     raise AssertionError(f"{path}: {why}")

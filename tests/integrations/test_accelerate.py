@@ -131,8 +131,8 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     return losses, whole, steps(batches[2:])
 
 
-def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path) -> None:
-    recipe = "float8-delayed/compact"  # scales of rows, and of all ranks
+@pytest.mark.parametrize("recipe", ["bfloat16/compact", "float8-delayed/word"])  # scales of rows, and of all ranks
+def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path, recipe: str) -> None:
     of_kind = {}
     for kind in ("DDP", "FSDP2"):
         results = run_ranks(of_two, 2, tmp_path / kind, kind, recipe, str(tmp_path / kind / "state"))

@@ -1,6 +1,6 @@
 """Logs of other frameworks as runs: their names, their damage, and a page that claims nothing that was not logged.
 
-What Lightning's and Hugging Face's own loggers write is read in ``tests/integrations/test_foreign_runs.py``.
+What Lightning's and Hugging Face's own loggers write is read in ``tests/integrations``.
 """
 
 from __future__ import annotations
