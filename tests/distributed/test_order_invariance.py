@@ -181,7 +181,7 @@ LEAVES, LAYERS = 6, 4
 
 
 class Chosen(nn.Module):
-    """Residual layers of which a micro-batch uses some; the others are left out, or times 0."""
+    """Residual layers of which a micro-batch uses some: left out, times 0, or whole on every rank."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -191,9 +191,9 @@ class Chosen(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS))
         self.head = nn.Linear(8, 2)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in self.layers:
+        for layer in self.layers if how != "whole" else ():
             fully_shard(layer, mesh=mesh)
-        fully_shard(self, mesh=mesh)
+        fully_shard(self, mesh=mesh, ignored_params=set(self.layers.parameters()) if how == "whole" else set())
 
     def forward(self, x: Tensor, used: set[int]) -> Tensor:
         x = self.first(x)
@@ -205,9 +205,9 @@ class Chosen(nn.Module):
         return self.head(x)
 
 
-def trained(how: str) -> str:
-    """Two steps of the leaves, shared out over the ranks; each uses layers of its own."""
-    model, rank, size = Chosen(how), dist.get_rank(), dist.get_world_size()
+def trained(model: Chosen, by_rank: bool) -> str:
+    """Two steps of the leaves, shared out over the ranks; each uses layers by its own number, or by its turn."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rounds = -(-LEAVES // size)
@@ -216,8 +216,9 @@ def trained(how: str) -> str:
             leaf = rank + turn * size
             is_absent = leaf >= LEAVES
             leaf = rank if is_absent else leaf
+            number = leaf if by_rank else turn
             with reduction.micro_batch(is_last=turn == rounds - 1, is_absent=is_absent):
-                used = {leaf % LAYERS, (leaf + leaf % 2) % LAYERS}
+                used = {number % LAYERS, (number + number % 2) % LAYERS}
                 model(torch.full((1, 8), leaf + 1.0), used).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -225,14 +226,23 @@ def trained(how: str) -> str:
     return fingerprint_all({name: value.detach() for name, value in whole.items()})
 
 
-def take_turns(rank: int) -> tuple[str, str]:
-    """What is refused of layers that are left out, and the weights where they are computed times 0."""
-    return refusal(lambda: trained("left out")) if dist.get_world_size() > 1 else "", trained("times 0")
+def take_turns(rank: int) -> tuple[str, list[str], list[str]]:
+    """What is refused of layers that are left out; the weights where each rank, and where each turn, uses layers of its own."""
+    refused = ""
+    try:
+        trained(Chosen("left out"), by_rank=False)
+    except RecipeError as error:
+        refused = str(error)
+    zeros = Chosen("left out")
+    zeros.set_reduce_scatter_unused_params(True)
+    by_turn = [trained(zeros, by_rank=False), trained(Chosen("whole"), by_rank=False)]
+    return refused, by_turn, [trained(Chosen(how), by_rank=True) for how in ("times 0", "whole")]
 
 
 def test_layers_that_take_turns_are_refused_and_the_advice_gives_the_same_bits_on_any_ranks(tmp_path: Path) -> None:
-    ((_, expected),) = run_ranks(take_turns, 1, tmp_path / "1")
+    (_, _, (expected, _)), *_ = run_ranks(take_turns, 1, tmp_path / "1")
     for size in (2, 3):
-        for refused, weights in run_ranks(take_turns, size, tmp_path / str(size)):
+        for refused, by_turn, by_rank in run_ranks(take_turns, size, tmp_path / str(size)):
             assert "had gradients in one micro-batch of this step and not in another" in refused
-            assert weights == expected
+            assert len(set(by_turn)) == 1
+            assert by_rank == [expected] * 2
