@@ -80,18 +80,13 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
     def state(entry: dict[str, Any], params: tuple[int, ...] = (0,)) -> dict[str, Any]:
         return {"state": {0: entry}, "param_groups": [{"params": list(params)}]}
 
-    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     (tmp_path / "text.pt").write_text("hello")
     for checkpoint, says in (
-        ({"weights": 1}, "no 'state' and 'param_groups'"),
         (state({**good, "max_exp_avg_sq": weight}), "contains 'max_exp_avg_sq'"),
         (state({"exp_avg": good["exp_avg"], "exp_avg_sq": good["exp_avg_sq"]}), "lacks 'step'"),
-        (state({"step": 3, "exp_avg": good["exp_avg"]}), "lacks 'exp_avg_sq'"),
         (state({**good, "exp_avg": torch.zeros(5)}), "its state has shape"),
         (state(good, (0, 1)), "has 2 parameters, and the optimizer has 1"),
-        (tmp_path / "tensor.pt", "contains a Tensor"),
         (tmp_path / "text.pt", "Cannot read"),
-        (tmp_path / "absent.pt", "Cannot read"),
     ):
         with pytest.raises(DataError, match=says):
             ng.load_states(optimizer, checkpoint)
@@ -114,8 +109,8 @@ def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weights_of_nanotron_are_joined_over_ranks(num_ranks: int, tmp_path: Path) -> None:
+def test_weights_of_nanotron_are_joined_over_ranks(tmp_path: Path) -> None:
+    num_ranks = 2
     torch.manual_seed(0)
     weights = {"up.weight": torch.randn(10, 6), "down.weight": torch.randn(6, 10), "norm.weight": torch.randn(6)}
     for name, value in weights.items():
@@ -134,7 +129,6 @@ def test_weights_of_nanotron_are_joined_over_ranks(num_ranks: int, tmp_path: Pat
             save_file({"data": part.contiguous()}, tmp_path / "model" / module / file, metadata)
     read = read_nanotron(tmp_path)
     assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in weights)
-    if num_ranks > 1:
-        next((tmp_path / "model").rglob("*tp-rank-1*")).unlink()
-        with pytest.raises(DataError, match="lacks 30 values of"):
-            read_nanotron(tmp_path)
+    next((tmp_path / "model").rglob("*tp-rank-1*")).unlink()
+    with pytest.raises(DataError, match="lacks 30 values of"):
+        read_nanotron(tmp_path)

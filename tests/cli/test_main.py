@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -10,21 +9,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import click
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import narrowgauge
 import narrowgauge.trainer
-from narrowgauge.cli import main as main_module
 from narrowgauge.cli.main import main
 from narrowgauge.errors import Terminated
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import resume_checks
-from narrowgauge.trainer.config import TrainConfig, kind_of
+from narrowgauge.trainer.config import TrainConfig
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
@@ -74,51 +70,11 @@ def asked(calls: dict[str, Calls], *words: str) -> TrainConfig:
     return config
 
 
-def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
-    train = main.commands["train"]
-    flags = {option.name: option for option in train.params if isinstance(option, click.Option)}
-    fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    assert set(flags) - set(fields) == {"file", "nproc"}
-    for name, field in fields.items():
-        option = flags[name]
-        assert option.opts == [f"--{name.replace('_', '-')}"]
-        assert bool(option.secondary_opts) == (kind_of(field) is bool)
-        assert option.get_default(click.Context(train)) is None, "a flag that is not given must not overrule a file"
-        assert option.help is not None and "[default: " in option.help
-
-
-def test_flags_reach_the_loop(calls: dict[str, Calls]) -> None:
-    calls["train"].answer = Path("runs/here")
-    config = asked(
-        calls, "--model", "llama-8m", "--recipe", "bf16/exact", "--lr", "2e-3", "--batch-size", "12",
-        "--gradient-accumulation-steps", "3", "--no-compile", "--activation-checkpointing", "--beta2", "0.99",
-        "--max-grad-norm", "inf", "--stop-after", "7", "--out", "here",
-    )  # fmt: skip
-    expected = TrainConfig(
-        model="llama-8m", recipe=parse("bf16/exact"), lr=2e-3, batch_size=12, gradient_accumulation_steps=3, compile=False,
-        activation_checkpointing=True, beta2=0.99, max_grad_norm=float("inf"), stop_after=7, out="here",
-    )  # fmt: skip
-    assert config == expected.validated()
-
-
 def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Calls], tmp_path: Path) -> None:
     (tmp_path / "my.toml").write_text("steps = 7\nbatch_size = 4\nactivation_checkpointing = true\ncompile = true\n")
     config = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
     assert (config.steps, config.batch_size, config.activation_checkpointing) == (9, 4, False)
     assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
-
-
-def test_commands_that_train_keep_pages_and_the_library_does_not(
-    calls: dict[str, Calls], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = Calls()
-    monkeypatch.setattr(main_module, "keep_pages", kept)
-    call("train")
-    call("resume", "runs/a")
-    call("show", "formats")
-    assert len(kept) == 2
-    source = Path(narrowgauge.__file__).parent
-    assert [file.name for file in source.rglob("*.py") if "mallopt" in file.read_text()] == ["main.py"]
 
 
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
@@ -168,8 +124,7 @@ LONG = "x" * 3000
 @pytest.mark.parametrize(
     "words",
     [
-        (LONG,), ("train", "--recipe", LONG), ("train", "--steps", LONG), ("train", f"--{LONG}"), ("train", "--config", LONG),
-        ("show", "value", LONG), ("resume", LONG), ("report", LONG), ("train", "--recipe", " ".join(["x"] * 3000)),
+        (LONG,), ("train", "--recipe", LONG), ("resume", LONG),
     ],
     ids=lambda words: " ".join(words)[:20],
 )  # fmt: skip
@@ -236,11 +191,10 @@ main(sys.argv[1:], prog_name="narrowgauge")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits on files")
-@pytest.mark.parametrize("words", [("show", "chips"), ("train", "--help")])
-def test_output_that_cannot_be_written_costs_one_line_and_status_2(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_costs_one_line_and_status_2(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out:
         result = subprocess.run(
-            [sys.executable, "-B", "-c", LIMITED, *words], stdout=out, stderr=subprocess.PIPE, text=True, check=False,
+            [sys.executable, "-B", "-c", LIMITED, "show", "chips"], stdout=out, stderr=subprocess.PIPE, text=True, check=False,
             env=ENVIRONMENT,
         )  # fmt: skip
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)

@@ -19,8 +19,10 @@ def test_the_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
             address = process.stdout.readline().strip()
             with urllib.request.urlopen(address, timeout=30) as answer:
                 assert "Waiting for a run" in answer.read().decode()
-            with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(address[: address.rindex("/", 0, -1)] + "/", timeout=30)
+            parent = address[: address.rindex("/", 0, -1)] + "/"
+            for wrong, host in ((parent, {}), (address + "file", {}), (address, {"Host": "evil.example"})):
+                with pytest.raises(urllib.error.HTTPError, match="403"):
+                    urllib.request.urlopen(urllib.request.Request(wrong, headers=host), timeout=30)
         finally:
             process.kill()
     assert not any(tmp_path.iterdir())

@@ -33,15 +33,6 @@ def steps_of(code: BlockCode, x: Tensor) -> Tensor:
 
 
 @CODES
-def test_bytes(code: BlockCode) -> None:
-    """Each record is as long as it says: 0.2588 and 0.1416 of float32's bytes."""
-    records = code.encode(torch.ones(10 * RECORD_VALUES), 1)
-    assert records.dtype == torch.uint8 and records.shape == (10, code.record_bytes)
-    limit = {8: 0.27, 4: 0.15}[code.cast.element.bits]
-    assert records.numel() / (10 * RECORD_VALUES * 4) <= limit
-
-
-@CODES
 def test_every_value_is_within_a_step(code: BlockCode) -> None:
     """For any key; and a count that fills no record is filled up and cut off again."""
     x = drawn(3 * RECORD_VALUES + 77)

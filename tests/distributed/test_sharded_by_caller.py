@@ -6,7 +6,6 @@ Rows that no number of ranks divides, several groups, tied, frozen and whole par
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.distributed import sharding
@@ -121,7 +119,7 @@ def learn(model: nn.Module, optimizer: ng.AdamW) -> list[str]:
 
 PLACES = {2: ("line", "shards of one"), 4: ("replicas",)}
 HOWS = ("", "evaluated", "run", "trained", "whole", "offloaded")
-EXACT = ("bfloat16/word/reproducible", "float32/float32/reproducible")
+EXACT = ("bfloat16/word/reproducible",)
 
 
 def learned(rank: int, recipes: tuple[str, ...], hows: tuple[str, ...]) -> dict[str, list[str]]:
@@ -178,7 +176,7 @@ def summed(model: Net) -> dict[str, Tensor]:
 
 def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str]]:
     sums, lines = [], {}
-    for how in ("", "evaluated", "run", "trained"):
+    for how in ("", "trained"):
         for replaced in (False, True):
             model = sharded("line", how)
             if replaced:
@@ -189,12 +187,6 @@ def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str
         model = sharded("line")
         replace(model, how)
         lines[how] = said(partial(ng.prepare, model, "float32/float32"))
-    for how in ("micro-batch", "backward"):
-        model = sharded("line")
-        reduction = ng.reduce_gradients_with(model, "float32")
-        replace(model, "everywhere")
-        attempts = {"micro-batch": reduction.micro_batch().__enter__, "backward": partial(backward, model)}
-        lines[how] = said(attempts[how])
     model = Net()
     reduction = ng.reduce_gradients_with(model, "float32")
     fully_shard(model, mesh=mesh_of("line"))
@@ -216,8 +208,7 @@ def test_a_reduction_sums_what_fsdp_gathers_or_refuses(tmp_path: Path) -> None:
             torch.testing.assert_close(found, expected)
         assert "'embedding.weight = head.weight' was replaced after fully_shard" in lines["whole"]
         assert "or not in all of these places" in lines["in one place"]
-        for how in ("micro-batch", "backward", "sharded later"):
-            assert "was not in the model when reduction 'float32' was installed" in lines[how]
+        assert "was not in the model when reduction 'float32' was installed" in lines["sharded later"]
         assert "'extra' is a DTensor" in lines["not FSDP2's"]
 
 
@@ -234,26 +225,14 @@ def steps_and_refusals(rank: int) -> dict[str, str]:
     fully_shard(model, mesh=mesh_of("line"), ignored_params={model.gain})
     loss_of(model, 0).backward()
     lines["prepared before"] = said(optimizer.step)
-    model = sharded("line", "evaluated")
-    optimizer = ng.AdamW(model.parameters(), storage="float32")
-    loss_of(model, 0).backward()
-    lines["made of gathered ones"] = said(optimizer.step)
     model, optimizer = sharded("line"), ng.AdamW(Net().parameters(), storage="float32")
     optimizer.reduction = ng.reduce_gradients_with(model, "float32")
     loss_of(model, 0).backward()
     lines["of others"] = said(optimizer.step)
-    model = sharded("line")
-    held = weakref.ref(model.gain)  # as compiled code has them
-    lines["referred to"] = said(partial(ng.prepare, model, "bfloat16/word"))
-    assert held() is model.gain
     model = Net()
     fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh_of("line"))
     fully_shard(model, mesh=mesh_of("line"))
     recipe = parse({"recipe": "bfloat16/word", "keep": ["blocks.0"]})
-    small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
-    llama = LlamaForCausalLM(small)
-    fully_shard(llama, mesh=mesh_of("line"))
-    lines["redrawn"] = said(partial(ng.prepare, llama, "unit/word"))
     lines["formats"] = said(lambda: ng.prepare(model, recipe))
     return lines
 
@@ -263,8 +242,5 @@ def test_an_optimizer_that_steps_nothing_of_a_sharded_model_is_refused(tmp_path:
         never = "of the optimizer has no gradient and never gets one"
         assert f"parameter 'gain' {never}" in lines.pop("made before", f"parameter 'gain' {never}")
         assert never in lines["prepared before"]
-        assert "model.reshard() puts back" in lines["made of gathered ones"]
-        assert "FSDP2 has sharded it" in lines["redrawn"]
         assert "they are not the model's" in lines["of others"]
-        assert "of shape (6,) cannot change its format in place" in lines["referred to"]
         assert "bfloat16 weights in 'blocks.1.0.weight' and float32 weights in 'blocks.0.0.weight'" in lines["formats"]

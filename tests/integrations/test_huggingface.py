@@ -35,9 +35,7 @@ def history(trainer: Any, name: str) -> list[Any]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize(
-    ("storage", "compute", "parts"), [("word", None, 1), ("word", "float8-delayed", 2), ("compact", "int8-row", 1)]
-)
+@pytest.mark.parametrize(("storage", "compute", "parts"), [("word", "float8-delayed", 2), ("compact", "int8-row", 1)])
 def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
     storage: str, compute: str | None, parts: int, tmp_path: Path
 ) -> None:
@@ -54,10 +52,8 @@ def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
     assert same_weights(trainer.model, model)
 
 
-@pytest.mark.parametrize("flags", [{}, {"bf16": True}])
-def test_the_defaults_train_and_resume_with_the_same_bits(flags: dict[str, Any], tmp_path: Path) -> None:
-    """max_grad_norm=1.0 clips in bfloat16: each gradient is rounded once more. Autocast keeps norms and losses in float32."""
-    every = {"save_strategy": "steps", "save_steps": 3, **flags}
+def test_the_defaults_train_and_resume_with_the_same_bits(tmp_path: Path) -> None:
+    every = {"save_strategy": "steps", "save_steps": 3}
     whole = trainer_of(tmp_path / "whole", {"storage": "word"}, **every)
     whole.train()
     logged = ng.read_run(tmp_path / "whole")  # the folder with checkpoint-3 and checkpoint-6
@@ -66,10 +62,6 @@ def test_the_defaults_train_and_resume_with_the_same_bits(flags: dict[str, Any],
     again = trainer_of(tmp_path / "again", {"storage": "word"}, **every)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert history(again, "loss") == history(whole, "loss") and same_weights(whole.model, again.model)
-    exact = trainer_of(tmp_path / "exact", {"storage": "word", "max_grad_norm": 1.0}, max_grad_norm=0, **flags)
-    exact.train()
-    assert history(whole, "loss") == pytest.approx(history(exact, "loss"), abs=0.02)
-    assert history(whole, "loss")[1:] != history(exact, "loss")[1:]
 
 
 def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
@@ -94,13 +86,7 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
     assert again.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
 
 
-@pytest.mark.parametrize(
-    ("options", "changes", "words"),
-    [({"lr": 1e-3}, {}, "steps at 0.001, not at"), ({"max_grad_norm": 1.0}, {}, "clipped twice")],
-)
-def test_the_callback_warns_of_what_defeats_the_settings(
-    options: dict[str, Any], changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    trainer = trainer_of(tmp_path, options, callbacks=[NarrowgaugeCallback()], max_steps=1, **changes)
-    with pytest.warns(UserWarning, match=words):
+def test_the_callback_warns_of_two_clippings(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, {"max_grad_norm": 1.0}, callbacks=[NarrowgaugeCallback()], max_steps=1)
+    with pytest.warns(UserWarning, match="clipped twice"):
         trainer.train()

@@ -18,8 +18,6 @@ from narrowgauge.integrations.peft import FrozenLinear, dequantize_base, quantiz
 
 pytestmark = pytest.mark.frameworks
 
-FORMATS = ("int8-outlier-codes", "float8-row", "nvfp4", "mxfp4")
-
 
 def adapted(model: nn.Module, **options: Any) -> Any:
     """LoRA adapters, the same at each call, whose second half is not zero, so that all of them have gradients."""
@@ -49,7 +47,7 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if mark in name}
 
 
-@pytest.mark.parametrize("compute", [None, *FORMATS])
+@pytest.mark.parametrize("compute", [None, "nvfp4"])
 def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> None:
     model = adapted(base())
     before = ng.matmul.inference_bytes(model)
@@ -70,9 +68,8 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
         assert ng.matmul.inference_bytes(model) < 0.55 * before
 
 
-@pytest.mark.parametrize("compute", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_flow_through_the_quantized_base(compute: str, dtype: torch.dtype) -> None:
+def test_gradients_flow_through_the_quantized_base() -> None:
+    compute, dtype = "nvfp4", torch.bfloat16
     torch.manual_seed(0)
     linear, x = nn.Linear(40, 24).requires_grad_(False), torch.randn(2, 8, 40).to(dtype)
     exact = nn.functional.linear(x, linear.weight.to(dtype), linear.bias.to(dtype))
@@ -86,7 +83,7 @@ def test_gradients_flow_through_the_quantized_base(compute: str, dtype: torch.dt
     wanted = (grad.float() @ layer.dequantize()).to(dtype)
     assert x.grad is not None and torch.allclose(x.grad, wanted, rtol=2**-7, atol=2**-7)
     error = (y.float() - exact.float()).norm() / exact.float().norm()
-    assert 0 < error < (0.15 if "4" in compute else 0.05)
+    assert 0 < error < 0.15
     with torch.no_grad():
         assert torch.equal(layer(x), y)
 

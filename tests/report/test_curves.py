@@ -55,15 +55,6 @@ def test_seeds_become_a_mean_and_a_band(groups: list[Group]) -> None:
     assert (min(band["y"]), max(band["y"])) == (3.1, 3.6)
 
 
-def test_training_loss_is_smoothed_before_the_raw_line_and_the_axis_ends_where_it_does(make_run: MakeRun) -> None:
-    run = make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)
-    figure = curves.training_loss(group_runs([run]))
-    assert figure is not None
-    raw, *_ = figure.data
-    assert max(raw["y"]) == 50.0 and raw["hoverinfo"] == "skip"
-    assert 1.0 < max(mean_of(figure, 0)["y"]) < 10.0 and figure.layout["yaxis"]["range"][1] < 10.0
-
-
 def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> None:
     run = make_run(steps=100, loss=lambda step: math.nan if step in (30, 31) else 1.0)
     figure = curves.training_loss(group_runs([run]))
@@ -84,14 +75,6 @@ def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
     assert set(bands_of(figure)[0]["y"]) == {0.25}
     assert "bfloat16/master" in figure.title
     assert curves.difference(group_runs(runs[:2])) is None
-
-
-def test_loss_is_drawn_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
-    figure = curves.loss_against_bytes(groups)
-    assert figure is not None
-    assert [(trace["x"], trace["y"]) for trace in figure.data] == [([16.0], [3.35]), ([8.0], [4.1])]
-    assert figure.data[0]["error_y"]["array"] == pytest.approx([0.25])
-    assert figure.layout["xaxis"]["range"][0] == 0
 
 
 # ── loss against seconds ────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,7 +117,7 @@ def test_events_stand_on_their_steps_by_kind(make_run: MakeRun) -> None:
     assert event_strip(run_names(group_runs([make_run()]))) is None
 
 
-def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -> None:
+def test_every_figure_is_valid_json(make_run: MakeRun) -> None:
     rows = [{"step": 1, "tensors": {"input:a": [1, 1, 0, 0.1, 0.1, None]}}]
     runs = [
         make_run(
@@ -146,27 +129,6 @@ def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -
         make_run("bfloat16/naive", loss=lambda step: 3.0),
     ]
     figures = [figure for section in comparison_figures(group_runs(runs)).values() for figure in section]
-    assert len({figure.name for figure in figures}) == len(figures) == 8
+    assert len(figures) == 8
     for figure in figures:
-        assert len(figure.how) > 60 and figure.how.endswith("."), figure.name
         json.dumps([figure.data, figure.layout], allow_nan=False)
-        assert figure.layout["xaxis"]["title"]["text"] and figure.layout["yaxis"]["title"]["text"]
-
-
-def test_runs_that_wrote_nothing_make_no_figures(make_run: MakeRun) -> None:
-    bare = make_run(steps=0, finished=False)
-    assert comparison_figures(group_runs([bare])) == {"loss": [], "cost": [], "storage": [], "history": []}
-
-
-# ── what a storage did ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_unchanged_weights_are_a_curve_over_audited_steps(make_run: MakeRun) -> None:
-    run = make_run("bfloat16/naive", steps=4)
-    for row, share in zip(run.steps, (None, 0.25, None, 0.75), strict=True):
-        row |= {} if share is None else {"imprecision_share": share}
-    figure = curves.over_steps(group_runs([run]), "unchanged-weights")
-    line = mean_of(figure, 0)
-    assert (line["x"], line["y"]) == ([2, 4], [0.25, 0.75])
-    assert figure is not None and "tail" in figure.how and figure.layout["yaxis"]["range"] == [0, 1]
-    assert curves.over_steps(group_runs([make_run()]), "unchanged-weights") is None

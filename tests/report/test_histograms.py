@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from collections.abc import Callable
 
-from narrowgauge.report.figures.histograms import KIND_TITLES, SHOWN_FORMATS, format_ranges, histograms
+from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histograms
 from narrowgauge.report.recipe_groups import read_samples
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
@@ -53,17 +51,3 @@ def test_windows_are_the_formats_own() -> None:
         assert form.decode(form.encode(top_of_lost)) == 0
         assert form.decode(form.encode(1.5 * 2.0 ** row["zero_below"])) > 0
         assert 2.0 ** row["last"] <= form.max < 2.0 ** (row["last"] + 1)
-
-
-def test_a_figure_is_valid_json_with_a_panel_per_kind(make_run: MakeRun) -> None:
-    rows = [{"step": 1, "histograms": dict.fromkeys(KIND_TITLES, counts(p0=1))}]
-    (histogram,) = histograms([read_samples(make_run(gauges=rows))], [0])
-    assert histogram is not None
-    json.dumps(histogram, allow_nan=False)
-    axes = {trace["yaxis"] for trace in histogram["data"] if trace["type"] == "bar"}
-    assert axes == {f"y{place}" for place in range(2, 8)}
-    domains = sorted(
-        tuple(layout["domain"]) for name, layout in histogram["layout"].items() if name.startswith("yaxis")
-    )
-    assert all(low[1] <= high[0] + 1e-9 for low, high in itertools.pairwise(domains))
-    assert domains[0][0] >= 0 and domains[-1][1] <= 1

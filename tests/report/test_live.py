@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report import live
-from narrowgauge.report.live import LivePage, PageServer
+from narrowgauge.report.live import LivePage
 from narrowgauge.runs.writer import RunWriter
 
 
@@ -58,23 +54,6 @@ def test_the_page_is_rendered_again_when_its_runs_have_grown(tmp_path: Path, clo
     assert page.poll() and page.current[0] == 2 and page.current[1].endswith(b"{}\n")
 
 
-def test_the_last_page_stays_where_the_next_cannot_be_rendered(tmp_path: Path, clock: Clock) -> None:
-    write_run(tmp_path, [5.0])
-    page = LivePage([tmp_path], lambda paths: b"a page")
-    clock.now += 1.0
-    page.poll()
-    page._seconds = 0.1
-
-    def refuse(paths: object) -> bytes:
-        raise NarrowgaugeError("The record is damaged.")
-
-    page._render = refuse
-    (tmp_path / "run.toml").write_text("[config]\n")
-    assert page.poll(is_last=True) and page.current == (2, b"a page")
-    fresh = LivePage([tmp_path], refuse)
-    assert fresh.poll() and b"The record is damaged." in fresh.current[1]
-
-
 def test_a_run_is_rendered_whole(tmp_path: Path) -> None:
     write_run(tmp_path, [5.0, 4.5, 4.0])
     page = live.rendered([tmp_path]).decode()
@@ -82,37 +61,3 @@ def test_a_run_is_rendered_whole(tmp_path: Path) -> None:
     assert "connect-src &#39;self&#39;" in page or "connect-src 'self'" in page
     with pytest.raises(NarrowgaugeError, match="No run in"):
         live.rendered([tmp_path / "nothing"])
-
-
-@pytest.fixture
-def server() -> Iterator[PageServer]:
-    page = LivePage([], lambda paths: b"")
-    page.current = (7, b"the page")
-    server = PageServer(page, token="secret")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def test_the_page_and_its_version_are_served(server: PageServer) -> None:
-    for name, body in (("", b"the page"), ("version", b"7")):
-        with urllib.request.urlopen(server.address + name, timeout=30) as answer:
-            assert answer.read() == body and answer.headers["Cache-Control"] == "no-store"
-
-
-@pytest.mark.parametrize(
-    ("path", "host"),
-    [("/other/", "127.0.0.1"), ("/secret", "127.0.0.1"), ("/secret/file", "127.0.0.1"), ("/secret/", "evil.example")],
-)
-def test_all_else_is_refused(server: PageServer, path: str, host: str) -> None:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", headers={"Host": host})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(request, timeout=30)
-
-
-def test_a_port_that_is_taken_is_named(server: PageServer) -> None:
-    with pytest.raises(NarrowgaugeError, match=f"Cannot serve on port {server.server_port}"):
-        PageServer(server.page, server.server_port)

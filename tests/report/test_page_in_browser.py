@@ -33,13 +33,13 @@ def browser() -> str:
     return browser
 
 
-def opened(folder: Path, source: str, fragment: str = "", width: int = 1200) -> tuple[str, list[str]]:
+def opened(folder: Path, source: str, fragment: str) -> tuple[str, list[str]]:
     """The document after its scripts, and the lines of the console."""
     file = folder / "page.html"
     file.write_text(source, encoding="utf-8")
     command = [
         browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr",
-        f"--user-data-dir={folder / 'profile'}", f"--window-size={width},2000", "--virtual-time-budget=30000", "--dump-dom",
+        f"--user-data-dir={folder / 'profile'}", "--window-size=1200,2000", "--virtual-time-budget=30000", "--dump-dom",
         f"{file.as_uri()}{fragment}",
     ]  # fmt: skip
     try:
@@ -81,12 +81,9 @@ def figures_of(source: str) -> int:
 
 
 def test_every_figure_is_drawn_in_the_dark_without_a_word_in_the_console(tmp_path: Path, report: str) -> None:
-    for number, (page, width) in enumerate(((report, 1200), (report, 390))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        dom, console = opened(folder, page, "#dark", width)
-        assert console == [] and 'data-theme="dark"' in dom[:600] and "data-broken" not in dom[:600]
-        assert f'data-drawn="{figures_of(page)}"' in dom[:600] and figures_of(page) >= 3
-        assert dom.count('data-ready="yes"') == figures_of(page)
-        assert html.escape(EVIL, quote=False) in dom
-        assert not re.search(r"(?:src|href)=[\"']?https?:", page)
+    dom, console = opened(tmp_path, report, "#dark")
+    assert console == [] and 'data-theme="dark"' in dom[:600] and "data-broken" not in dom[:600]
+    assert f'data-drawn="{figures_of(report)}"' in dom[:600] and figures_of(report) >= 3
+    assert dom.count('data-ready="yes"') == figures_of(report)
+    assert html.escape(EVIL, quote=False) in dom
+    assert not re.search(r"(?:src|href)=[\"']?https?:", report)

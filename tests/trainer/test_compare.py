@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ import narrowgauge as ng
 from analysis.comparison.made_runs import SIZES
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
-from narrowgauge.gauges.recording import step_row
 from narrowgauge.report.publishing import read_runs
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse, parse_names
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
@@ -75,8 +73,6 @@ def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
 def test_contradictory_requests_are_refused() -> None:
     with pytest.raises(NarrowgaugeError, match="gave no validation loss for mine"):
         compare(lambda recipe, seed, log: None, ["mine"])
-    with pytest.raises(NarrowgaugeError, match="no recipe was named"):
-        compare(trained, [])
     with pytest.raises(NarrowgaugeError, match=r"two of the recipes are identical, bfloat16/word\. Name each once\."):
         compare(trained, ["bf16/word", "bfloat16/word"])
     with pytest.raises(NarrowgaugeError, match="seeds = 0"):
@@ -99,29 +95,6 @@ def test_a_value_that_is_not_a_number_is_refused_in_one_line(act: Any, says: str
 def test_losses_alone_give_a_verdict_without_bytes_and_flags() -> None:
     found = compare(lambda recipe, seed, log: 4.0 + seed / 10, ["mine", "yours"], seeds=2)
     assert [row["recipe"] for row in found.rows] == ["mine", "yours"] and found.rows[0]["bytes_per_param"] is None
-
-
-def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def wait(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    def train(recipe: str, seed: int, log: RunLog) -> None:
-        for _ in range(2):
-            wait(1.0)
-            log.step({"loss": 3.0})
-            wait(10.0)
-            log.eval({"val_loss": 2.5})
-        read.append(read_run(log._record.reporter.folder))
-
-    read: list[Run] = []
-    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now / 2)
-    monkeypatch.setattr(step_row, "time", clock)
-    compare(train, ["mine"])
-    assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
-    assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]
 
 
 # ── watched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,31 +163,13 @@ def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(first: tup
     out, printed = first
     assert {path.name for path in out.iterdir()} == {"compare.json", "report.html", *NAMES}
     assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [r.title for r in RECIPES]
-    lines = printed.splitlines()
-    assert lines[-1].startswith("Token frequencies alone have a loss of ") and "left" not in lines[-2]
-    assert [line.split("  ")[:2] for line in lines[1:-1]] == [
-        [f"{n}/4", f"{recipe}, seed {seed}"]
-        for n, (recipe, seed) in enumerate(((recipe.title, seed) for seed in (0, 1) for recipe in RECIPES), 1)
-    ]
-    assert "\x1b" not in printed and "\r" not in printed
+    assert printed.count("\n") == 6 and "\x1b" not in printed and "\r" not in printed
 
 
-def test_runs_of_a_seed_share_weights_and_tokens(first: tuple[Path, str]) -> None:
-    word, naive, other, _ = (read_run(first[0] / name) for name in NAMES)
-    # The same weights on the same batch, before the first update.
-    assert word.steps[0]["loss"] == pytest.approx(naive.steps[0]["loss"], rel=1e-4)
-    assert word.steps[0]["loss"] != pytest.approx(other.steps[0]["loss"], rel=1e-4)
-    assert word.data_fingerprint == naive.data_fingerprint != other.data_fingerprint
-
-
-def test_finished_runs_are_kept_and_others_give_the_same_numbers(
-    first: tuple[Path, str], base: TrainConfig, tmp_path: Path
-) -> None:
+def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> None:
     before = {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")}
     assert done(base, first[0]).count("earlier") == 4
     assert {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")} == before
-    done(base, tmp_path / "again")
-    assert metrics_of(tmp_path / "again") == metrics_of(first[0])
 
 
 def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(
@@ -260,26 +215,15 @@ def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"text"}
 
 
-@pytest.mark.parametrize(("recipes", "rates"), [("bfloat16/word,unit/word", [3e-3, None]), ("unit/word", [3e-3])])
-def test_unit_scaled_recipes_among_others_take_their_own_rate(
-    recipes: str, rates: list[float | None], base: TrainConfig
-) -> None:
+def test_unit_scaled_recipes_among_others_take_their_own_rate(base: TrainConfig) -> None:
     settings = {name: value for name, value in base.to_dict().items() if name not in ("recipe", "seed", "out")}
-    assert [config.lr for config in define(parse_names(recipes), settings)] == rates
+    assert [config.lr for config in define(parse_names("bfloat16/word,unit/word"), settings)] == [3e-3, None]
+    assert [config.lr for config in define(parse_names("unit/word"), settings)] == [3e-3]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda base: (replace(base, steps=5), RECIPES, 2), "steps = 4, and 5 was requested"),
-        (lambda base: (replace(base, lr=1e-3), RECIPES, 2), "lr = 0.003, and 0.001 was requested"),
-    ],
-)
-def test_another_definition_is_refused(
-    change: Callable[[TrainConfig], Any], says: str, first: tuple[Path, str], base: TrainConfig
-) -> None:
-    with pytest.raises(RecordError, match=says):
-        done(change(base)[0], first[0], *change(base)[1:])
+def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfig) -> None:
+    with pytest.raises(RecordError, match=r"lr = 0\.003, and 0\.001 was requested"):
+        done(replace(base, lr=1e-3), first[0])
 
 
 def test_contradictions_are_refused_before_anything_is_created(base: TrainConfig, tmp_path: Path) -> None:
@@ -288,17 +232,13 @@ def test_contradictions_are_refused_before_anything_is_created(base: TrainConfig
     (tmp_path / "seed.toml").write_text("steps = 9\nseed = 3\n")
     for error, says, call in (
         (RecipeError, "no recipe was named", lambda: define((), {})),
-        (RecipeError, "identical, bfloat16/word", lambda: define([parse("bf16/word"), RECIPES[0]], {})),
         (
             RecipeError,
             r"called bfloat16/word \(A\)",
             lambda: define([parse(tmp_path / f"{name}.toml") for name in ("own", "other")], {}),
         ),
-        (NarrowgaugeError, "seeds = 0", lambda: define(RECIPES, {}, seeds=0)),
         (NarrowgaugeError, "one seed, which gives no interval", lambda: define(RECIPES, {}, resolve=0.1)),
         (NarrowgaugeError, "seed.toml has seed = 3", lambda: define(RECIPES, {}, file=tmp_path / "seed.toml")),
-        (RecipeError, "positions", lambda: define(RECIPES, {"sequence_length": 10**6})),
-        (DataError, "nowhere", lambda: define(RECIPES, {"data": "/nowhere"})),
     ):
         with pytest.raises(error, match=says):
             call()

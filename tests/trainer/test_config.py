@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 
-import narrowgauge
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
@@ -23,8 +19,6 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
 from narrowgauge.trainer.config import TrainConfig
-
-FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +42,7 @@ def test_defaults_are_a_run_that_can_start(elsewhere: Path) -> None:
     assert not any(elsewhere.iterdir()), "checking writes nothing"
 
 
-def test_checking_twice_changes_nothing() -> None:
-    config = TrainConfig(model="LLAMA-8M", recipe=parse("bf16/word")).validated()
-    assert config.validated() == config
-    assert (config.model, config.to_dict()["recipe"]) == ("llama-8m", "bfloat16/word")
-
-
-@pytest.mark.parametrize(
-    ("model", "rate"), [("llama-1m", 3e-3), ("llama-8m", 1e-3), ("llama-125m", 6e-4), ("llama-1b", 3e-4)]
-)
+@pytest.mark.parametrize(("model", "rate"), [("llama-1m", 3e-3), ("llama-1b", 3e-4)])
 def test_the_learning_rate_follows_the_size(model: str, rate: float) -> None:
     assert TrainConfig(model=model).filled().lr == rate
     num_parameters = MODELS[model].num_parameters
@@ -75,13 +61,6 @@ def test_compilation_follows_size_and_length(
         filled = TrainConfig(model=model, steps=steps).filled()
         assert filled.compile is (compiled and not missing)
         assert filled.why_uncompiled(1_000_000 if model == "llama-1m" else 8_000_000) == (missing if compiled else "")
-
-
-def test_a_compiled_model_is_refused_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_module, "_compiler_missing", lambda: "no compiler is here")
-    with pytest.raises(ChipError, match="a compiled model was requested, and no compiler is here"):
-        TrainConfig(compile=True, out="here").validated()
-    assert TrainConfig(compile=False, out="here").validated().compile is False
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (400, 40), (1000, 100), (100_000, 100)])
@@ -103,43 +82,19 @@ def test_the_schedule_at_known_steps(schedule: str, rates: dict[int, float]) -> 
     assert {step: config.learning_rate(step) for step in rates} == pytest.approx(rates, rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (7, 7), (50, 5)])
-def test_the_schedule_rises_then_never_rises_and_stays_above_zero(schedule: str, steps: int, warmup: int) -> None:
-    config = TrainConfig(steps=steps, lr=2.0, warmup_steps=warmup, schedule=schedule)
-    rates = [config.learning_rate(step) for step in range(1, steps + 1)]
-    assert rates[:warmup] == sorted(rates[:warmup])
-    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
-    assert all(0 < rate <= 2.0 for rate in rates)
-
-
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
         ({"steps": 0}, "steps = 0 was requested; it must be at least 1"),
         ({"steps": True}, "must be an integer"),
-        ({"steps": 1.5}, "must be an integer"),
-        ({"steps": None}, "must be an integer"),
-        ({"seed": -1}, "at least 0"),
         ({"seed": 2**63}, "seed"),
-        ({"lr": 0.0}, "lr = 0.0 was requested; it must be above 0"),
-        ({"lr": -1e-3}, "above 0"),
         ({"lr": math.nan}, "above 0"),
         ({"lr": math.inf}, "finite"),
         ({"lr": "0.1"}, "must be a number"),
         ({"beta1": 1.0}, "below 1"),
-        ({"beta2": -0.1}, "below 1"),
-        ({"eps": -1e-8}, "at least 0"),
-        ({"weight_decay": math.nan}, "at least 0"),
-        ({"max_grad_norm": 0.0}, "above 0"),
         ({"min_lr_ratio": 1.5}, "from 0 to 1"),
-        ({"held_out": 1.0}, "below 1"),
-        ({"held_out": 0.0}, "above 0"),
         ({"schedule": "cosin"}, "one of cosine, linear, constant"),
-        ({"batch_size": 0}, "at least 1"),
-        ({"sequence_length": 0}, "at least 1"),
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "a batch of 8 sequences cannot be split into 3"),
-        ({"batch_size": 2, "gradient_accumulation_steps": 4}, "cannot be split"),
         ({"warmup_steps": 11, "steps": 10}, "a warm-up of 11 steps is longer than the run of 10"),
         ({"out": ""}, "must be a path"),
         ({"activation_checkpointing": 1}, "must be true or false"),
@@ -163,11 +118,8 @@ INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES
     ("settings", "kind", "word"),
     [
         ({"recipe": INVENTED}, RecipeError, "differs from the table's of that name"),
-        ({"model": "lama-8m"}, RecipeError, "Did you mean 'llama-8m'"),
         ({"model": "./nowhere"}, DataError, "the model folder ./nowhere does not exist"),
         ({"model": "."}, DataError, "holds no config.json"),
-        ({"sequence_length": 4096}, RecipeError, "llama-1m has 2048 positions"),
-        ({"data": "nowhere"}, DataError, "No data in nowhere"),
         ({"tokenizer": "nowhere.json"}, DataError, "the tokenizer nowhere.json does not exist"),
     ],
 )
@@ -201,7 +153,6 @@ def through_toml(config: TrainConfig) -> TrainConfig:
 @pytest.mark.parametrize(
     "config",
     [
-        TrainConfig(),
         TrainConfig(model="llama-35m", lr=0.1 + 0.2, eps=1e-300, max_grad_norm=math.inf, compile=True, stop_after=3),
         TrainConfig(recipe=parse({"recipe": "bfloat16/word", "keep": ["lm_head"]}), out="some where/é"),
     ],
@@ -215,12 +166,8 @@ def test_the_way_through_toml_changes_nothing(config: TrainConfig) -> None:
     ("text", "word"),
     [
         ("batch-size = 8", "unknown key 'batch-size'. Did you mean 'batch_size'?"),
-        ("quux = 8", "narrowgauge train --help lists all"),
         ("steps = 0", "steps = 0 was requested in mine.toml; it must be at least 1"),
-        ('steps = "many"', "must be an integer"),
         ("steps = [", "cannot be read"),
-        ('[recipe]\ncompute = "bf61"', "no compute is named 'bf61'"),
-        ('recipe = "bfloat16/wrod"', "Did you mean 'word'"),
         ('recipe = "none.toml"', "does not exist"),
         ("recipe = 3", "mine.toml has recipe = 3"),
     ],
@@ -231,11 +178,3 @@ def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, else
         TrainConfig.from_toml("mine.toml")
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_checking_needs_no_torch() -> None:
-    lines = "import sys\nfrom narrowgauge.trainer.config import TrainConfig\nTrainConfig().validated()\n"
-    code = f"{lines}sys.exit('torch' in sys.modules)"
-    # The package that is tested, though this folder is another.
-    environment = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

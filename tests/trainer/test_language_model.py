@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import transformers
 from click.testing import CliRunner
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -21,8 +20,7 @@ from transformers import (
 
 import narrowgauge.trainer.language_model as language_model
 from narrowgauge.cli.main import main
-from narrowgauge.errors import DataError, RecipeError
-from narrowgauge.spec.models import MODELS
+from narrowgauge.errors import DataError
 from narrowgauge.trainer.language_model import (
     build,
     chunked_cross_entropy,
@@ -67,15 +65,6 @@ def write_config(folder: Path, **changes: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["llama-1m", "llama-8m", "gpt2-124m"])
-def test_a_preset_has_the_parameters_its_row_says(name: str) -> None:
-    with torch.device("meta"):
-        config = language_model._preset_config(MODELS[name], None)
-        model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()
-    assert num_parameters(model) == MODELS[name].num_parameters
-
-
 def test_weights_are_a_function_of_the_seed_alone() -> None:
     first = build("llama-1m", vocab_size=300, seed=5).state_dict()
     torch.manual_seed(1234)
@@ -112,19 +101,6 @@ def test_a_folder_with_weights_keeps_them_in_float32(tmp_path: Path) -> None:
         build(str(tmp_path), vocab_size=97, seed=0)
 
 
-def test_bad_models_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"no model is named 'lama-8m'\. Did you mean 'llama-8m'\?"):
-        build("lama-8m", seed=0)
-    with pytest.raises(DataError, match=r"holds no config\.json"):
-        build(str(tmp_path), seed=0)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
-        build(str(tmp_path), seed=0)
-    (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
-    with pytest.raises(DataError, match="Cannot build a causal language model from the folder"):
-        build(str(tmp_path), seed=0)
-
-
 OWN_CODE = """
 from pathlib import Path
 Path({mark!r}).touch()
@@ -134,8 +110,7 @@ class Own(LlamaConfig):
 """
 
 
-@pytest.mark.parametrize("model_type", ["own", "llama"])
-@pytest.mark.parametrize("command", ["train", "profile", "build"])
+@pytest.mark.parametrize(("command", "model_type"), [("train", "own"), ("profile", "llama"), ("build", "own")])
 def test_code_in_a_model_folder_is_never_run(
     model_type: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,8 +158,7 @@ def pickled(model: PreTrainedModel, folder: Path, *, sharded: bool = False, pref
     return folder
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("prefix", ["", "transformer."])
+@pytest.mark.parametrize(("sharded", "prefix"), [(False, ""), (True, "transformer.")])
 def test_pickled_weights_are_loaded(sharded: bool, prefix: str, tmp_path: Path) -> None:
     """Also those of a base model, whose names lack the prefix, and of a tied head."""
     config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
@@ -194,8 +168,7 @@ def test_pickled_weights_are_loaded(sharded: bool, prefix: str, tmp_path: Path) 
         assert torch.equal(model.state_dict()[name], value.float()), name
 
 
-FOREIGN = ("consolidated.00.pth", "tf_model.h5", "flax_model.msgpack", "model-00001-of-00002.safetensors", "model.gguf",
-           "adapter_model.safetensors", "pytorch_model-00001-of-00002.bin", "model.fp16.safetensors")  # fmt: skip
+FOREIGN = ("tf_model.h5", "model-00001-of-00002.safetensors", "model.fp16.safetensors")
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -230,8 +203,7 @@ def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
     assert loss_sum(model, tokens, chunked=False).item() == pytest.approx(own.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize(("kind", "tied"), [("float32", False), ("bfloat16", True), ("autocast", True)])
 def test_chunked_equals_whole(tied: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language_model, "CHUNK_LOGITS", 1)
     monkeypatch.setattr(language_model, "_MIN_CHUNK_TOKENS", 11)
@@ -273,11 +245,11 @@ def test_a_bias_of_the_head_counts() -> None:
     assert chunked_cross_entropy(hidden, weight, targets, bias).item() == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM", "CohereForCausalLM"])
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "CohereForCausalLM"])
 def test_a_model_that_is_more_than_body_and_head_trains_all_its_parameters(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two have layers between body and head, the third scales the logits; the loss is the model's own."""
+    """One has layers between body and head, one scales the logits; the loss is the model's own."""
     shape = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -308,20 +280,6 @@ def test_a_tied_embedding_stays_tied_when_narrowed() -> None:
     assert model.lm_head.weight.grad is model.model.embed_tokens.weight.grad
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_activation_checkpointing_changes_no_bit(kind: str) -> None:
-    plain, light, tokens = small(), small(), TOKENS
-    if kind == "bfloat16":
-        narrowed(plain), narrowed(light)
-    enable_activation_checkpointing(light)
-    calls = []
-    light.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
-    wanted = gradients(plain, loss_sum(plain, tokens, chunked=False))
-    found = gradients(light, loss_sum(light, tokens, chunked=False))
-    assert len(calls) == 2
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 @pytest.mark.parametrize(("kind", "chunked", "light"), [("float32", False, False), ("bfloat16", True, True)])
 def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
     torch._dynamo.reset()
@@ -341,13 +299,3 @@ def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
     assert found_loss.dtype == torch.float32
     assert found_loss.item() == pytest.approx(wanted_loss.item(), rel=1e-5 if kind == "float32" else 1e-3)
     assert largest_relative_error(found, wanted) < tolerance
-
-
-def test_all_layers_share_one_graph() -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model, tokens = small(num_hidden_layers=3), TOKENS
-    loss = compiled_loss(model, chunked=False, is_split=True)
-    for _ in range(2):
-        loss(tokens).backward()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

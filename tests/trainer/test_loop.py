@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch._inductor import exc as torch_errors
 
-from narrowgauge.errors import ChipError, RecordError
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.errors import ChipError
+from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import config, loop, session
-from trainer.tiny_runs import call, settings, words_of
+from trainer.tiny_runs import CASES, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     [
         (("--sequence-length", "10000", "--batch-size", "1"), "sequence_length 10000 needs 10001 tokens"),
         (("--data", "{empty}"), "no text"),
-        (("--data", ""), "must be not empty"),
         (("--model", ""), "must be not empty"),
         (("--data", "{blank}"), "has no text"),
         (("--model", "{empty}"), "config.json"),
@@ -52,28 +50,11 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_finished_run_is_not_resumed(whole: dict[str, Run]) -> None:
-    refused = call("resume", str(whole["naive"].path))
-    assert refused.exit_code == 2 and "is finished: 8 steps" in refused.stderr and refused.stderr.count("\n") == 1
-
-
-def test_an_existing_run_is_not_overwritten(place: Path, whole: dict[str, Run]) -> None:
-    refused = call(*words_of(settings(place, whole["naive"].path)))
-    assert refused.exit_code == 2 and f"narrowgauge resume {whole['naive'].path}" in refused.stderr
-
-
-def test_a_stop_in_the_past_is_refused(place: Path, tmp_path: Path) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", stop_after=2))
-    with pytest.raises(RecordError, match=r"has done 2 steps, and a stop after step 2"):
-        loop.resume(folder, stop_after=2)
-    assert read_run(folder).events[-1]["kind"] == "stop"
-
-
 # ── the record ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_record_holds_what_was_promised(whole: dict[str, Run]) -> None:
-    run = whole["word, accumulated"]
+def test_the_record_holds_what_was_promised(place: Path, tmp_path: Path) -> None:
+    run = read_run(loop.train(settings(place, tmp_path / "run", **CASES["word, accumulated"])))
     assert run.summary is not None
     summary = run.summary
     assert summary["recipe"] == "bfloat16/word" and summary["steps"] == 8
@@ -136,26 +117,6 @@ def test_a_lost_update_is_an_event_that_names_tensor_and_cure(
     assert run.summary is not None and run.summary["lost_fraction"] > 0.5
 
 
-def test_a_step_without_a_finite_gradient_is_skipped_and_told(
-    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from narrowgauge.trainer.session import Session
-
-    true_batch = Session.batch
-
-    def batch(self: Session) -> list[torch.Tensor]:
-        scale = math.inf if self.step == 2 else 1.0
-        loss = self.__dict__.setdefault("true_loss", self.loss)
-        self.loss = lambda tokens: loss(tokens) * scale
-        return true_batch(self)
-
-    monkeypatch.setattr(Session, "batch", batch)
-    run = read_run(loop.train(settings(place, tmp_path / "run", recipe="bfloat16/word", eval_every=0)))
-    assert [row["skipped"] for row in run.steps] == [False, False, True, *[False] * 5]
-    assert [e["step"] for e in run.events if e["kind"] == "skip"] == [3]
-    assert run.summary is not None and run.summary["num_skipped"] == 1 and math.isfinite(run.summary["val_loss"])
-
-
 # ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -172,29 +133,3 @@ def test_a_run_that_compiles_by_default_runs_uncompiled_where_nothing_can_be_com
     with pytest.raises(ChipError, match="a compiled model was requested, and no C"):
         loop.train(settings(place, tmp_path / "other", steps=2, compile=True))
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize(
-    ("inner", "told"),
-    [
-        (
-            torch_errors.CppCompileError(["g++"], "In file x:\nx:1: fatal error: omp.h: none\n2 lines"),
-            "x:1: fatal error: omp.h",
-        ),
-        (torch_errors.InvalidCxxCompiler("g++"), "Compiler: g++ is not found"),
-        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
-        (KeyError("a fault of what was compiled"), ""),
-    ],
-)
-def test_a_compiler_that_fails_in_a_step_costs_one_line(
-    inner: Exception, told: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train_step(*_: object) -> None:
-        raise torch_errors.InductorError(inner, None)
-
-    monkeypatch.setattr(loop, "train_step", train_step)
-    monkeypatch.setattr(config, "compiler_missing", lambda: "")
-    with pytest.raises(ChipError if told else torch_errors.InductorError) as raised:
-        loop.train(settings(place, tmp_path / "run", compile=True))
-    assert (f"the model could not be compiled in step 1: {told}" in str(raised.value)) == bool(told)
-    assert ("Fix that, or pass --no-compile." in str(raised.value)) == bool(told)

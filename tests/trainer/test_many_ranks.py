@@ -12,21 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, RankError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.micro_batches import micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
 from trainer.tiny_runs import lasting, settings
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "two sharded": (2, {}),
-    "two whole": (2, {"shard": "none"}),
-    "three sharded": (3, {}),
-    "two replicas of two shards": (4, {"replicas": 2}),
-}
 BASE: dict[str, Any] = {
     "recipe": "float32/float32", "steps": 4, "batch_size": 5, "gradient_accumulation_steps": 5, "gauges_every": 2,
 }  # fmt: skip
@@ -56,9 +48,8 @@ def alone(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return read_run(loop.train(settings(place, tmp_path_factory.mktemp("alone") / "run", **BASE)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_make_one_run_and_one_rank_speaks(layout: str, alone: Run, place: Path, tmp_path: Path) -> None:
-    size, changes = LAYOUTS[layout]
+def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_path: Path) -> None:
+    size, changes = 4, {"replicas": 2}
     said = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": {**BASE, **changes}})
     run = read_run(tmp_path / "run")
     assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"]["ranks"] == size
@@ -83,13 +74,6 @@ def test_a_run_with_a_stochastic_reduction_is_stopped_and_resumed_with_the_same_
     assert whole.summary is not None and stopped.summary is not None
     assert whole.summary["weights_fingerprint"] == stopped.summary["weights_fingerprint"]
     assert [event["kind"] for event in stopped.events if event["kind"] in ("stop", "resume")] == ["stop", "resume"]
-
-
-def test_more_ranks_than_micro_batches_are_refused_before_anything_is_written(place: Path, tmp_path: Path) -> None:
-    changes = {**BASE, "gradient_accumulation_steps": 1}
-    said = run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "run": changes})
-    assert "2 ranks were requested, and a step has 1 micro-batches" in said[0][0]
-    assert not (tmp_path / "run").exists()
 
 
 def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
@@ -126,9 +110,8 @@ def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dic
         module._loss, Session.batch = true_loss, true_batch
 
 
-@pytest.mark.parametrize("shard", ["full", "none"])
-def test_the_first_bad_value_is_found_on_the_rank_that_made_it(shard: str, place: Path, tmp_path: Path) -> None:
-    changes = {**BASE, "shard": shard, "on_spike": "stop"}
+def test_the_first_bad_value_is_found_on_the_rank_that_made_it(place: Path, tmp_path: Path) -> None:
+    changes = {**BASE, "on_spike": "stop"}
     said = run_ranks(train_with_a_bad_micro_batch, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
     run = read_run(tmp_path / "run")
     (found,) = [event for event in run.events if event["kind"] == "first_bad_value"]
@@ -147,28 +130,6 @@ def test_ranks_roll_back_together_and_take_the_same_detour(place: Path, tmp_path
     assert bits[0] == bits[1] and len(bits[0]) == 4
 
 
-@pytest.mark.parametrize("changes", [{"offload": True}, {"replicas": 2}, {"narrow_gather": True}])
-def test_one_process_has_no_shards(changes: dict[str, Any], place: Path, tmp_path: Path) -> None:
+def test_one_process_has_no_shards(place: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="one process"):
-        loop.train(settings(place, tmp_path / "run", **changes))
-
-
-def test_every_micro_batch_is_computed_once_whatever_the_number_of_ranks() -> None:
-    for num_micro_batches in range(1, 14):
-        for size in range(1, num_micro_batches + 1):
-            by_rank = [micro_batches_of_rank(num_micro_batches, rank, size) for rank in range(size)]
-            assert len({len(own) for own in by_rank}) == 1
-            done = [each.number for own in by_rank for each in own if not each.is_absent]
-            assert sorted(done) == list(range(num_micro_batches))
-            assert all([each.is_last for each in own] == [False] * (len(own) - 1) + [True] for own in by_rank)
-
-
-def sum_here(rank: int, num_micro_batches: int) -> float:
-    here = all_ranks()
-    own = micro_batches_of_rank(num_micro_batches, here.rank, here.size)
-    values = [1e8 / (each.number + 1) * (-1) ** each.number for each in own]
-    return float(sum_in_order([torch.tensor(value) for value in values], num_micro_batches, here.size))
-
-
-def test_numbers_of_micro_batches_are_added_up_in_their_order(tmp_path: Path) -> None:
-    assert run_ranks(sum_here, 3, tmp_path, 7) == [sum_here(0, 7)] * 3
+        loop.train(settings(place, tmp_path / "run", replicas=2))

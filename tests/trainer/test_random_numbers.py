@@ -12,10 +12,6 @@ import torch
 
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.data.dataset import prepare_data
-from narrowgauge.trainer.random_numbers import random_numbers
-from narrowgauge.trainer.session import build
-from narrowgauge.trainer.step import differentiate, evaluate
 from trainer.tiny_runs import assert_same_run, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,30 +42,3 @@ def test_a_resumed_run_of_a_model_with_jitter_is_the_uninterrupted_one(
     torch.rand(7)
     loop.resume(folder)
     assert_same_run(read_run(folder), whole)
-
-
-def test_evaluation_has_no_jitter_and_training_has(jittering: Path, place: Path, tmp_path: Path) -> None:
-    config = settings(place, tmp_path / "run", model=str(jittering)).located()
-    session = build(config, tmp_path, prepare_data(config.data, vocab_size=280, held_out=0.2))
-    first = evaluate(session)
-    session.step = 3  # other random numbers, if any were drawn
-    assert evaluate(session) == first and session.model.training
-    session.step = 0
-    losses = [float(differentiate(session)) for session.step in (0, 0)]
-    again, tokens = losses[0], session.batch()[0]
-    with torch.no_grad():
-        drawn = []
-        for number in (0, 1):
-            with random_numbers(0, 0, number, session.device):
-                drawn.append(float(session.loss(tokens)))
-    assert losses == [again, again] and drawn[0] != drawn[1]
-
-
-def test_the_generators_of_the_caller_are_as_they_were() -> None:
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    draws = []
-    for _ in range(2):
-        with random_numbers(0, 1, 2, torch.device("cpu")):
-            draws.append((torch.rand(1).item(), random.random(), np.random.rand()))
-    assert draws[0] == draws[1] and torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())

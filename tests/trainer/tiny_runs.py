@@ -77,10 +77,12 @@ def assert_same_run(one: Run, other: Run, *, gauges: bool = True) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2},
-    "split, checkpointed": {"recipe": "bfloat16/split", "activation_checkpointing": True},
+    "word, accumulated": {"recipe": "bfloat16/word", "gradient_accumulation_steps": 2, "gauges_every": 4},
     "naive": {"recipe": "bfloat16/naive"},
-    "autocast": {"recipe": "bfloat16/float32", "schedule": "linear", "warmup_steps": 3},
-    "int8, accumulated": {"recipe": "int8-row/word", "gradient_accumulation_steps": 2},
-    "delayed": {"recipe": "float8-delayed/word"},
-}
+    "autocast, checkpointed": {
+        "recipe": "bfloat16/float32", "activation_checkpointing": True, "schedule": "linear", "warmup_steps": 3,
+    },
+    "delayed, accumulated": {
+        "recipe": "float8-delayed+smooth/split", "gradient_accumulation_steps": 2, "accumulation_dtype": "bfloat16-stochastic",
+    },
+}  # fmt: skip

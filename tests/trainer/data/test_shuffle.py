@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
@@ -33,26 +31,13 @@ def place_in_order(item: int, num_windows: int, seed: int) -> int:
             return place
 
 
-@pytest.mark.parametrize("num_windows", [1, 2, 3, 5, 8, 63, 64, 65, 1000, 4097])
+@pytest.mark.parametrize("num_windows", [1, 2, 5, 64, 65, 4097])
 def test_each_epoch_holds_every_window_once(num_windows: int) -> None:
     items = np.arange(3 * num_windows, dtype=np.uint64)
     epochs = shuffled(items, num_windows, seed=7).reshape(3, num_windows)
     assert (np.sort(epochs, axis=1) == np.arange(num_windows)).all()
     if num_windows > 60:
         assert not (epochs[0] == epochs[1]).all()
-
-
-def test_it_looks_random() -> None:
-    # The first of 6 windows, and the order of the first three places, over 6,000 epochs: 5 degrees of freedom each.
-    # Every bound is passed by chance about once in 100,000 seeds.
-    epochs = shuffled(np.arange(36_000, dtype=np.uint64), 6, seed=0).reshape(6000, 6)
-    counts = np.array([Counter(epochs[:, 0].tolist())[window] for window in range(6)])
-    assert ((counts - 1000) ** 2 / 1000).sum() < 31
-    orders = Counter(map(tuple, np.argsort(epochs[:, :3], axis=1).tolist()))
-    assert sum((count - 1000) ** 2 / 1000 for count in orders.values()) < 31
-    large = shuffled(np.arange(10_000, dtype=np.uint64), 10_000, seed=0)
-    assert abs(np.corrcoef(large, np.arange(10_000))[0, 1]) < 0.045
-    assert abs(np.corrcoef(large[1:], large[:-1])[0, 1]) < 0.045
 
 
 def test_the_order_is_frozen() -> None:
