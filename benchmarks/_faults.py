@@ -5,7 +5,7 @@ soon. Spikes and values that are not finite are judged on every step; all else i
 there the time is counted in samples. The faults are put into the session that the trainer has built, between two
 steps, as a broken memory, data file or setting would: no part of the trainer knows of them.
 
-Claim: none of its own; ``alarms.py`` measures every row at full size, and the tests hold the same rows on a tiny model.
+Claim: none of its own; ``alarms.py`` measures every row at full size.
 Baseline: the undisturbed run. ``chaos.py`` disturbs runs from outside.
 """
 
