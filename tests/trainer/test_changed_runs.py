@@ -97,6 +97,12 @@ def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, fini
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_a_lost_evaluation_is_refused(stopped: Path) -> None:
+    step = read_run(stopped).evals[0]["step"]
+    (stopped / "evals.jsonl").write_bytes(b"")
+    assert f"evals.jsonl lacks step {step}" in refused(stopped)
+
+
 def test_lost_rows_are_refused_and_going_on_without_them_is_told(stopped: Path) -> None:
     lines = (stopped / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (stopped / "steps.jsonl").write_bytes(lines[0] + lines[3])

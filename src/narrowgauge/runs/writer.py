@@ -98,7 +98,7 @@ class RunWriter:
             raise
         return writer
 
-    def rewind(self, step: int, *, accept_lost: bool = False) -> str:
+    def rewind(self, step: int, *, eval_every: int = 0, accept_lost: bool = False) -> str:
         """Delete everything after a step, because a resume from its checkpoint writes it again.
 
         Delete the rows of steps, evals, gauges and fingerprints after ``step``, and a summary of more steps. Keep the
@@ -106,6 +106,7 @@ class RunWriter:
 
         Args:
             step: the last optimizer step to keep.
+            eval_every: steps between evaluations, whose rows must be there too; 0 if unknown.
             accept_lost: continue although rows up to ``step`` are missing.
 
         Returns:
@@ -113,7 +114,7 @@ class RunWriter:
         Raises:
             RecordError: rows up to ``step`` are missing. The files stay unchanged.
         """
-        lost = _lost_steps(self.path, step)
+        lost = _lost_rows(self.path, step, eval_every)
         if lost and not accept_lost:
             raise RecordError(
                 f"{self.path} has lost rows from before its checkpoint of step {step}: {lost}.",
@@ -221,11 +222,15 @@ class RunWriter:
         return written
 
 
-def _lost_steps(path: Path, step: int) -> str:
-    """Name the rows up to ``step`` that a run has lost, without a full stop. Empty if all are present, in order."""
-    rows = [row["step"] for row in read_rows(path / "steps.jsonl")][:step]
-    missing = next((number for number in range(1, step + 1) if number > len(rows) or rows[number - 1] != number), None)
-    return "" if missing is None else f"steps.jsonl lacks step {missing}"
+def _lost_rows(path: Path, step: int, eval_every: int) -> str:
+    """Name the first row up to ``step`` that a run has lost, without a full stop. Empty if all are present, in order."""
+    for file, every in (("steps.jsonl", 1), ("evals.jsonl", eval_every)):
+        expected = range(every, step + 1, every) if every else ()
+        rows = [row["step"] for row in read_rows(path / file)] if expected else []
+        for place, number in enumerate(expected):
+            if place >= len(rows) or rows[place] != number:
+                return f"{file} lacks step {number}"
+    return ""
 
 
 def require_free(path: str | Path) -> None:

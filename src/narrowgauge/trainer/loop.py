@@ -128,7 +128,7 @@ def resume(
                 f"{folder / 'run.toml'} was changed: {changes}.",
                 f"Restore it, or accept the change: narrowgauge resume {folder} --accept-changes",
             )
-        lost = ranks.of_first(lambda: writer.rewind(step, accept_lost=accept_changes))
+        lost = ranks.of_first(lambda: writer.rewind(step, eval_every=config.eval_every, accept_lost=accept_changes))
         changed += changed_settings(run.config, present["config"], OF_RANKS)
         recorded_machine = run.run.get("machine", {})
         if (num_ranks := recorded_machine.get("ranks", 1)) != ranks.size:
