@@ -1,13 +1,16 @@
 """Rows that were written before any check had been run on them, to score what is located of cases that nobody here had seen.
 
-``OUT_OF_SCOPE`` was set before the score, too: what the optimizer's step, the gradients and the records cannot show.
+``OUT_OF_SCOPE`` was set before the score, too: what the optimizer's step, the gradients and the records cannot show. The test
+reads only ``JOINED``, the rows that differ most in kind. ``PYTHONPATH=tests python -m corpus.unseen`` scores all.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -479,3 +482,28 @@ UNSEEN_HEALTHY = (
     Healthy("ours, compact", Settings(optimizer=of_ours(ng.AdamW, "compact", betas=BETAS), dtype=torch.bfloat16)),
     Healthy("zeroed before the passes", Settings(), zero_before),
 )
+
+JOINED = {
+    "reentrant-without-gradient", "vectors-never-zeroed", "scale-grows-within-accumulation", "infinite-norm-passes",
+    "norm-always-one", "decay-at-the-peak-rate", "count-stands-still", "adapters-not-in-the-optimizer",
+    "second-group-without-rate", "untied-by-the-load", "loaded-beside-masters", "old-backup-restored",
+    "schedule-free", "cautious", "shared blocks", "normalized rows", "torch's muon and adamw", "adapters begun anew",
+}  # fmt: skip
+
+
+def score() -> None:
+    """Print what is read of every row."""
+    from corpus.answers import answers, verdict
+
+    for number, row in enumerate((*UNSEEN_FAULTS, *UNSEEN_HEALTHY)):
+        readings = answers(row, Path(tempfile.mkdtemp()) / str(number))
+        if isinstance(row, Healthy):
+            found = "accused" if readings else "silent"
+        else:
+            found = verdict(row, readings, [name for name, _ in Loop(row.settings).model.named_parameters()])
+        scope = "out of scope" if row.name in OUT_OF_SCOPE else ""
+        print(f"{row.name:32} {found:9} {scope:12}", *sorted({reading.what for reading in readings}), flush=True)
+
+
+if __name__ == "__main__":
+    score()
