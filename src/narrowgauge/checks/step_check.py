@@ -181,6 +181,7 @@ def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen:
         if not s.requires_grad and s.weight_after is not None and not s.weight_after.equal(s.weight)
     ]
     readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step.step)] if frozen else []
+    readings += _damaged_by_gradients(step)
     if step.why_not or not rule_of(optimizer):
         unseen["the update"] = step.why_not or f"the rule of {type(optimizer).__name__} has no definition here"
         return readings
@@ -198,6 +199,21 @@ def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen:
     return readings + joined(differing, compared)
 
 
+def _damaged_by_gradients(step: SampledStep) -> Iterator[Reading]:
+    """Read which gradients made finite weights NaN or infinite."""
+    bad = {
+        name: int((~s.gradient.isfinite()).sum())
+        for name, s in step.samples.items()
+        if s.gradient is not None and s.weight_after is not None and s.weight.isfinite().all()
+        and not s.weight_after.isfinite().all()
+    }  # fmt: skip
+    if number := sum(bad.values()):
+        advice = "The step wrote values of the gradient that are not finite to the weights. Skip a step whose norm is not finite."
+        yield Reading(
+            step.step, "gradient", of_all([n for n in bad if bad[n]]), "nonfinite-gradient", number, 0, 0, advice
+        )
+
+
 def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     after, definition, inputs = sample.weight_after, DEFINITIONS[sample.rule], inputs_of(sample)
     assert after is not None
@@ -210,7 +226,7 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     if sample.listed > 1:
         yield KINDS["parameters-twice"].reading(sample.name, sample.listed, 1)
         return
-    if definition.is_counted and sample.count and not after.equal(sample.weight):
+    if definition.is_counted and sample.is_counted and not after.equal(sample.weight):
         yield from _count_readings(sample)
     coarse = next((rounding for rounding in sample.roundings.values() if rounding.unit > _COARSEST), None)
     if coarse is not None:

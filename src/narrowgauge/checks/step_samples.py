@@ -6,6 +6,7 @@ the weight and the states before and after, and the gradient. Nothing here chang
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ SETTINGS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay",
 )  # fmt: skip
 RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Lion": "lion", "Muon": "muon"}
-"""The optimizer classes that are recomputed. Derived classes are too."""
+"""The optimizer classes that are recomputed. Derived classes are too, unless they replace the step under another name."""
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ class Sample:
         gradient: the input of the rule, after the optimizer's own scaling and clipping; ``None`` without a gradient.
         weight_after, states_after: after the step.
         count, count_before: the optimizer's count of steps for the parameter, after this step and before.
+        is_counted: whether the optimizer keeps a count.
         listed: how often the groups list it.
         roundings: of the weight and the states stored below float32, by name.
     """
@@ -74,6 +76,7 @@ class Sample:
     states_after: dict[str, Tensor] = field(default_factory=dict)
     count: int = 0
     count_before: int = 0
+    is_counted: bool = False
     requires_grad: bool = True
     listed: int = 1
     roundings: dict[str, Rounding] = field(default_factory=dict)
@@ -114,15 +117,26 @@ def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str])
 def rule_of(optimizer: torch.optim.Optimizer, parameter: Tensor | None = None) -> str:
     """Return the rule of an optimizer's class, or of the class that it is derived from.
 
+    A derived class with another name has a rule of its own, unknown here, if its step does not call its parent's.
+
     Args:
         parameter: one of the optimizer's. Our optimizers may step vectors by another rule than matrices.
     """
-    for kind in type(optimizer).__mro__:
+    kinds = type(optimizer).__mro__
+    for place, kind in enumerate(kinds):
         if kind.__name__ in RULES and kind.__module__.partition(".")[0] in ("torch", "narrowgauge"):
+            if kind.__name__ != kinds[0].__name__ and any(map(_replaces_step, kinds[:place])):
+                return ""
             if parameter is not None and isinstance(optimizer, Optimizer) and optimizer.rule_of(parameter) == "adamw":
                 return "adamw"
             return RULES[kind.__name__]
     return ""
+
+
+def _replaces_step(kind: type) -> bool:
+    """Return whether a class has a step of its own that does not call its parent's."""
+    code = getattr(inspect.unwrap(vars(kind)["step"]), "__code__", None) if "step" in vars(kind) else None
+    return code is not None and "super" not in code.co_names
 
 
 def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
@@ -206,6 +220,7 @@ def complete(step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Ma
             sample.weight_after = spread(weight_of(optimizer, parameter))
             sample.states_after = states_of(optimizer, parameter)
             sample.count = count_of(optimizer, parameter)
+            sample.is_counted = sample.count > 0 or "step" in optimizer.state.get(parameter, {})
             sample.roundings = _roundings_of(optimizer, parameter)
             if sample.gradient is not None:
                 sample.gradient = _times(optimizer, sample.gradient, step.clip)
