@@ -57,17 +57,38 @@ def test_moments_are_cut_and_that_is_told(rule: str, storage: str) -> None:
     take_steps(ours, range(3, 4))
 
 
+@pytest.mark.parametrize("rule", THEIRS)
+def test_in_float32_a_run_goes_on_as_torchs(rule: str) -> None:
+    theirs, ours = trained(rule, "float32"), build(rule, parameters("float32"), "float32", lr=0.01)
+    with torch.no_grad():
+        for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+            p.copy_(q)
+    ours.load_state_dict(theirs.state_dict())
+    for step in range(3, 6):
+        for p, q, gradient in zip(
+            parameters_of(ours), parameters_of(theirs), step_gradients(parameters_of(ours), step), strict=True
+        ):
+            p.grad, q.grad = gradient, gradient.clone()
+        ours.step()
+        theirs.step()
+    for p, q in zip(parameters_of(ours), parameters_of(theirs), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
 def moment(*shape: int) -> Tensor:
     return torch.ones(shape or (12, 10))
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("adamw", {"exp_avg": moment(), "exp_avg_sq": moment()}, "'step' is missing. ng.convert takes states of Adam and AdamW"),
+    ("adamw", {"step": 3, "exp_avg": moment()}, "'exp_avg_sq' is missing"),
     ("adamw", {"step": 3, "exp_avg": moment(), "exp_avg_sq": moment(), "max_exp_avg_sq": moment()},
      "'max_exp_avg_sq' is unknown"),
+    ("adamw", {"step": 3, "state1": moment(), "state2": moment()}, "'state1' is unknown. ng.convert"),
     ("lion", {"step": 3, "exp_avg": moment(), "exp_avg_sq": moment()}, "'exp_avg_sq' is unknown"),
     ("adamw", {"step": 3, "exp_avg": moment(3), "exp_avg_sq": moment()}, r"'exp_avg' is .* of shape \(3,\)"),
     ("adamw", {"step": 3, "exp_avg": moment().to(torch.int8), "exp_avg_sq": moment()}, "is torch.int8 of shape"),
+    ("adafactor", {"step": 3, "row_var": moment(12, 1), "col_var": moment(1, 10)}, "'col_var' is unknown"),
 ]  # fmt: skip
 
 

@@ -57,6 +57,13 @@ def test_what_is_not_given_is_the_chips_or_assumed() -> None:
     assert priced.dollars_per_hour == 16.0
 
 
+def test_partitions_of_a_rack_are_filled_alike() -> None:
+    """128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of 72."""
+    for chips in (128, 256):
+        [group] = cluster_of("GB200", chips).groups
+        assert (group.num_chips, group.chips) == (chips, 64)
+
+
 def test_memory_is_what_drivers_report() -> None:
     """nvidia-smi lists 275,040 MiB on a B300 sold as 288 GB, and 183,359 on a B200 of 180."""
     assert get_chip("B300").memory_bytes == 275_040 << 20

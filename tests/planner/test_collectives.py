@@ -49,6 +49,16 @@ def test_all_to_all_leaves_the_node_with_what_others_need() -> None:
     assert all_to_all_seconds(32e9, FOUR, between=0.5) == pytest.approx(12e9 / 10e9)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stride", "nodes", "per_node"),
+    [(8, 1, 1, 8), (4, 2, 1, 4), (8, 8, 8, 1), (16, 2, 4, 4), (3, 3, 2, 1.5), (64, 1, 8, 8)],
+)
+def test_where_ranks_lie(ranks: int, stride: int, nodes: int, per_node: float) -> None:
+    cluster = cluster_of("H100-SXM", 64)
+    path = path_of(ranks, stride, cluster.groups[0], cluster)
+    assert (path.nodes, path.ranks_per_node) == (nodes, per_node)
+
+
 MEASURED_H200 = {16: 125.65, 64: 198.01, 256: 249.23}  # MiB: algorithm bandwidth in GB/s
 """ml-engineering, network/benchmarks/results/all-reduce-8xH200.md; NCCL sums in the switch there, which rings cannot."""
 MEASURED_B200 = {64: 102.07, 256: 146.18, 4096: 193.37}

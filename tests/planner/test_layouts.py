@@ -8,9 +8,14 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.clusters import read_cluster
-from narrowgauge.planner.layouts import NAMED_LAYOUTS
+from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout, read_layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_tables import train_settings
+
+
+def test_a_layout_by_name_is_one_that_runs_here() -> None:
+    assert Layout(**NAMED_LAYOUTS["fsdp2"]).runs_here and Layout(**NAMED_LAYOUTS["ddp"]).runs_here
+    assert read_layout("ddp, micro_batch=4") == {**NAMED_LAYOUTS["ddp"], "micro_batch": 4}
 
 
 def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:

@@ -12,7 +12,7 @@ from narrowgauge.planner.plan import plan
 WORD: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM"}
 
 
-@pytest.mark.parametrize("days", [3, 100])
+@pytest.mark.parametrize("days", [0.5, 3, 14, 100])
 def test_a_deadline_is_met_by_as_few_chips_as_were_found(days: float) -> None:
     answer = plan("llama-8b", **WORD, tokens=300e9, days=days)
     best = answer.best
@@ -35,13 +35,22 @@ def test_a_deadline_within_given_chips() -> None:
     assert "No tried number of chips trains 300B tokens within 14 d" in "\n".join(late.sentences())
 
 
-def test_a_budget_is_kept_by_the_fastest() -> None:
+def test_a_deadline_tries_every_recipe() -> None:
+    """One row for each number of chips, with the recipe that is fastest there."""
+    answer = plan("llama-8b", chip="H100-SXM", tokens=300e9, days=14)
+    assert len({option.place for option in answer.options}) == len(answer.options)
+    word = plan("llama-8b", **WORD, tokens=300e9, days=14)
+    assert answer.best.num_chips <= word.best.num_chips
+
+
+@pytest.mark.parametrize("more", [1.001, 1.07])
+def test_a_budget_is_kept_by_the_fastest(more: float) -> None:
     """What a run costs goes up and down with the chips: the answer once was the last size before it first went up."""
     arguments: dict[str, Any] = {**WORD, "tokens": 300e9, "dollars_per_hour": 2.5}
-    budget = 1.07 * (plan("llama-8b", **arguments, chips=16).best.cost(300e9) or 0.0)
+    budget = more * (plan("llama-8b", **arguments, chips=16).best.cost(300e9) or 0.0)
     answer = plan("llama-8b", **arguments, budget=budget)
     assert answer.question.meets(answer.best)
-    larger = [chips for chips in (8, 16, 32, 64, 128, 512, 2048) if chips > answer.best.num_chips]
+    larger = [chips for chips in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048) if chips > answer.best.num_chips]
     assert all((plan("llama-8b", **arguments, chips=chips).best.cost(300e9) or 0.0) > budget for chips in larger)
 
 

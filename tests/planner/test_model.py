@@ -24,11 +24,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3, "n_embd": 96, "n_head": 6, "n_positions": 70},
     "qwen3": {"head_dim": 48},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32},
     "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
                     "first_k_dense_replace": 1, "n_shared_experts": 2, **LATENT},
     "gemma2": {"head_dim": 48, "sliding_window": 16},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    "olmo2": {},
     "phi3": {},
 }  # fmt: skip
 
@@ -69,14 +71,17 @@ CLASSES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
                       "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151_936, "head_dim": 128,
                       "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "tie_word_embeddings": False},
+    "mixtral-8x7b": {"model_type": "mixtral", "num_key_value_heads": 8},
     "deepseek-v3": {"model_type": "deepseek_v3", "num_key_value_heads": 128},
     "gpt3-175b": {"model_type": "gpt2", "n_layer": 96, "n_embd": 12_288, "n_head": 96, "n_positions": 2048, "vocab_size": 51_200},
+    "llama-8b": {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "intermediate_size": 14_336, "vocab_size": 128_256, "tie_word_embeddings": False},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
-    """The defaults of DeepSeek-V3's configuration are its released model."""
+    """The defaults of Mixtral's and DeepSeek-V3's configurations are their released models."""
     preset, read = read_model(name), of_config(CLASSES[name], name)
     fields = ("num_parameters", "expert_parameters", "largest_layer", "num_heads", "num_kv_heads", "query_dim", "value_dim",
               "is_gated", "norm", "norms_per_layer", "head_norms", "activation", "has_fused_inputs", "latent", "mixture",

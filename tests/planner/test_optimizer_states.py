@@ -30,7 +30,7 @@ def state_bytes(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
     return float(sum(tensor.untyped_storage().nbytes() for tensor in state.tensors()))
 
 
-@pytest.mark.parametrize("storage", ["word", "master", "compact"])
+@pytest.mark.parametrize("storage", ["word", "master", "exact", "compact", "states8", "split"])
 @pytest.mark.parametrize("name", ["adamw", "adam", "lion", "muon", "adafactor"])
 def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(ROWS, COLS, dtype=torch.bfloat16))

@@ -34,11 +34,28 @@ def launch(folder: Path, *edits: tuple[str, str], more: str = "", name: str = "l
     return read_launch(file)
 
 
+def test_a_launch_is_read(tmp_path: Path) -> None:
+    started = launch(tmp_path)
+    assert (
+        started.job.layout.shard,
+        started.job.layout.zero,
+        started.job.layout.micro_batch,
+        started.job.layout.micro_batches,
+    ) == (
+        64,
+        3,
+        1,
+        2,
+    )
+    assert started.job.tokens_per_step == 128 * 8192 and started.job.cluster.num_chips == 64
+
+
 @pytest.mark.parametrize(
     ("edit", "setting", "group"),
     [
         (("3200", "400"), "interconnect_gbit_per_second", "communication"),
         (("lr = 1e-4", "activation_checkpointing = true"), "recompute", "matmuls"),
+        (("H100-SXM", "A100-SXM4-80GB"), "chip", "matmuls"),
         (("bfloat16/word", "bfloat16/float32"), "recipe", "communication"),
         (("chips = 64", 'chips = 64\nsoftware = "fsdp-2023"'), "software", "waiting"),
     ],

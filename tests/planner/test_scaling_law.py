@@ -36,6 +36,18 @@ def test_a_third_point_can_choose_another_law() -> None:
     assert tuple(scaling.law.parts) == ("divided", "linear")
 
 
+def test_perfect_scaling_has_no_rest() -> None:
+    scaling = fit(read_points("128:10d,256:5d"))
+    assert scaling.law.parts == pytest.approx({"divided": 1280 * DAY})
+    assert "No number of chips takes less" not in "\n".join(scaling.sentences())
+
+
+def test_jobs_that_more_chips_slow_down_have_a_rest_that_grows() -> None:
+    scaling = fit(read_points("128:7d,256:10d"))
+    assert [tuple(law.parts) for law in scaling.laws] == [("divided", "linear")]
+    assert "shared links" in {cause["name"] for cause in scaling.causes}
+
+
 def _held_out(sizes: tuple[int, ...], at: int, seed: int) -> tuple[int, int]:
     """How many of 300 random laws, measured with noise, have their true time within the interval; and of how many."""
     draw = random.Random(seed)
@@ -54,7 +66,9 @@ def _held_out(sizes: tuple[int, ...], at: int, seed: int) -> tuple[int, int]:
     return inside, 300
 
 
-@pytest.mark.parametrize(("sizes", "at"), [((128, 256), 512), ((128, 256), 64), ((8, 16, 32), 128)])
+@pytest.mark.parametrize(
+    ("sizes", "at"), [((128, 256), 512), ((128, 256), 64), ((8, 16, 32), 128), ((8, 16, 32, 64), 256)]
+)
 def test_intervals_hold_four_times_out_of_five(sizes: tuple[int, ...], at: int) -> None:
     inside, tries = _held_out(sizes, at, seed=at)
     assert inside >= 0.8 * tries

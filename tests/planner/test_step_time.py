@@ -65,7 +65,7 @@ def test_what_is_hidden_is_not_counted() -> None:
     assert exposed.groups["communication"] > 10
 
 
-@pytest.mark.parametrize("batches", [4, 32])
+@pytest.mark.parametrize("batches", [4, 8, 16, 32])
 def test_the_bubble_is_the_pipelines(batches: int) -> None:
     head = replace(LLAMA.matmuls[-1], out_features=1)
     shape = replace(LLAMA, vocab_size=1, matmuls=(*LLAMA.matmuls[:-1], head))  # without a head all stages are equal
@@ -93,7 +93,7 @@ def test_recomputation_costs_a_forward() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "is_cast_again"),
-    [(SHARED, True), (replace(SHARED, zero=2), False)],
+    [(SHARED, True), (replace(SHARED, zero=2), False), (Layout(data=8), False), (Layout(data=8, zero=0), False)],
 )
 def test_weights_that_stay_gathered_are_cast_once_a_step(layout: Layout, is_cast_again: bool) -> None:
     """Those that are gathered for each micro-batch are cast for each."""
@@ -130,10 +130,41 @@ def test_experts_get_the_tokens_that_chose_them() -> None:
     assert why_not(dense, Layout(shard=16, expert=8), 4096) == "8 expert ranks do not divide 1 expert"
 
 
+def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
+    shape, cluster = read_model("mixtral-8x7b"), cluster_of("H100-SXM", 16, chips_per_node=2)
+    layout = Layout(shard=16, expert=8)
+    times = [
+        by_name(step_terms(Job(shape, WORD, layout, cluster, 4096, exact("H100-SXM", once_per_node=once))))[
+            "tokens between experts"
+        ].value
+        for once in (0.0, 1.0)
+    ]
+    # Two experts on four nodes: 2 × 3/4 copies leave the node, for 3 × (1 - 9/16) nodes.
+    assert times[1] / times[0] == pytest.approx(3 * (1 - 9 / 16) / 1.5, rel=5e-3)
+
+
+def test_experts_have_fewer_copies_than_other_parameters() -> None:
+    """Two replicas of 8 ranks: gradients of experts are summed once, as those of other parameters are."""
+    shape, cluster = read_model("mixtral-8x7b"), cluster_of("H100-SXM", 16)
+    summed = []
+    for expert in (1, 8):
+        terms = step_terms(Job(shape, WORD, Layout(data=2, shard=8, expert=expert), cluster, 4096, exact("H100-SXM")))
+        text = by_name(terms)["gradients between replicas"].formula
+        summed.append(float(text.split("an all-reduce of ")[1].split(" MB")[0].replace(",", "")))
+    # Whoever computes with them, each rank is left with an eighth of all gradients, 2 bytes each.
+    assert summed == pytest.approx([shape.num_parameters / 8 * 2 / 1e6] * 2, rel=5e-3)
+    # Where every expert is on one rank alone, only the others are summed.
+    terms = step_terms(Job(shape, WORD, Layout(data=8, zero=0, expert=8), H100, 4096, exact("H100-SXM")))
+    dense_bytes = (shape.num_parameters - shape.expert_parameters) * 2
+    term = by_name(terms)["gradients between replicas"]
+    assert float(term.formula.split(": ")[1].split(" s,")[0]) < 2.1 * dense_bytes / 450e9 + 1e-3
+
+
 @pytest.mark.parametrize(
     ("recipe", "layout", "moved"),
     [
         ("bfloat16/word", Layout(shard=8, offload="optimizer"), 4 / 8),
+        ("float32/float32", Layout(shard=8, offload="optimizer"), 8 / 8),
         ("bfloat16/word", Layout(shard=8, offload="all", micro_batches=3), 3 * 6 / 8),
         ("bfloat16/word", Layout(shard=8, zero=1, offload="all"), 6),
     ],
@@ -181,3 +212,18 @@ def test_all_chips_wait_for_late_nodes() -> None:
     assert waits[1].total == pytest.approx(1.25 * waits[0].total, rel=0.01)
     with pytest.raises(ChipError, match="Use a share"):
         replace(equal, speed=1.2)
+
+
+def test_context_ranks_share_the_state_with_shards() -> None:
+    """Memory and time agree on who shards (torchtitan's mesh axis ``fsdp``): 64 ranks share it however they are divided."""
+    from narrowgauge.planner.memory import memory_terms
+
+    cluster = cluster_of("H100-SXM", 64)
+    groups = []
+    for context in (1, 4, 8):
+        layout = Layout(shard=64 // context, context=context)
+        terms = step_terms(Job(LLAMA, WORD, layout, cluster, 32_768, exact("H100-SXM")))
+        state = memory_terms(LLAMA, WORD, layout, 32_768).groups["optimizer"]
+        gathered = by_name(terms)["weights and gradients between shards"].formula.split(", ")[1]
+        groups.append((state, terms.groups["optimizer"], gathered))
+    assert groups[0] == groups[1] == groups[2] and groups[0][2].startswith("64 ranks")

@@ -48,7 +48,7 @@ def test_everything_comes_back(folder: Path) -> None:
         "out": "a",
     }
     assert run.config["recipe"] == "bfloat16/word"  # without a table [config] the settings stand alone
-    assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]  # each float exactly
+    assert run.steps == [{"step": step, "loss": 1 / step} for step in range(1, 5)]
     assert [row["step"] for row in run.evals] == [2, 4]
     assert [Event.from_row(row) for row in run.events] == [Event("start", 0, "begun")]
     assert run.summary == {"schema_version": VERSION, "steps": 4, "val_loss": math.inf}
@@ -66,6 +66,23 @@ def test_not_finite_values_are_valid_json_and_come_back_as_floats(tmp_path: Path
     assert Event.from_row(run.events[0]) == Event("divergence", 1, "inf", tensor="nan", value=math.inf)
 
 
+def test_every_float_comes_back_exactly(tmp_path: Path) -> None:
+    values = [0.1, 1e-320, 2**-1074, 1.7976931348623157e308, -0.0, 1 / 3]
+    with RunWriter.create(tmp_path / "run", RUN) as writer:
+        writer.step({"step": 1, "values": values})
+    assert [value.hex() for value in read_run(tmp_path / "run").steps[0]["values"]] == [v.hex() for v in values]
+
+
+@pytest.mark.parametrize("torn", [b'{"step":5,"lo', b'{"step":5}', b"\0" * 40])
+def test_a_torn_last_line_is_dropped_and_cut_off(folder: Path, torn: bytes) -> None:
+    with (folder / "steps.jsonl").open("ab") as stream:
+        stream.write(torn)
+    assert len(read_run(folder).steps) == 4
+    with RunWriter.open(folder) as writer:
+        writer.step({"step": 5, "loss": 0.0})
+    assert [row["step"] for row in read_run(folder).steps] == [1, 2, 3, 4, 5]
+
+
 def test_every_cut_of_the_file_leaves_the_whole_lines_before_it(folder: Path) -> None:
     data = (folder / "steps.jsonl").read_bytes()
     for length in range(len(data)):
@@ -80,7 +97,7 @@ def test_a_damaged_line_in_the_middle_is_refused(folder: Path) -> None:
         read_run(folder)
 
 
-@pytest.mark.parametrize("line", [b"5\n", b"\0" * 40 + b"\n"])
+@pytest.mark.parametrize("line", [b"{]\n", b"5\n", b"\0" * 40 + b"\n"])
 def test_a_damaged_line_at_the_end_is_refused_too(line: bytes, folder: Path) -> None:
     with (folder / "steps.jsonl").open("ab") as stream:
         stream.write(line)
@@ -98,6 +115,13 @@ def test_rewind_forgets_steps_and_evals_and_keeps_events(folder: Path) -> None:
     assert [row["step"] for row in run.evals] == [2]
     assert len(run.events) == 1
     assert run.summary is None
+
+
+def test_rewind_to_the_end_changes_nothing(folder: Path) -> None:
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with RunWriter.open(folder) as writer:
+        writer.rewind(4)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_an_existing_run_folder_or_file_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -192,18 +216,33 @@ def test_an_unknown_event_kind_is_refused() -> None:
         Event("warnin", 1, "")
 
 
+def test_numbers_of_other_libraries_are_written(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with RunWriter.create(tmp_path / "run", RUN) as writer:
+        writer.step({"step": numpy.int64(1), "loss": numpy.float32(0.5), "norm": numpy.float32("nan")})
+    row = read_run(tmp_path / "run").steps[0]
+    assert (row["step"], row["loss"], math.isnan(row["norm"])) == (1, 0.5, True)
+
+
 @pytest.mark.parametrize(
     ("name", "line", "expected"),
     [
         ("steps", '{"step": 2, "loss": "low"}', "line 2 of 5 has loss = 'low', which is not a number"),
+        ("steps", '{"step": 2, "edq": [1.0]}', r"edq = \[1\.0\], which is not a number"),
         ("steps", '{"loss": 1.0}', "line 2 of 5 has no step"),
+        ("steps", '{"step": "2"}', "step = '2', which is not a whole number"),
         ("steps", '{"step": "nan"}', "step = nan, which is not a whole number"),
+        ("evals", '{"step": 2, "val_loss": {}}', "val_loss = {}, which is not a number"),
+        ("events", '{"kind": 3, "step": 1, "message": "a"}', "kind = 3, which is not text"),
         ("events", '{"kind": "note", "step": 1, "message": ["a"]}', "message = .* not text"),
+        ("gauges", '{"step": 1, "tensors": 5}', "line 2 of 2 has tensors = 5, which is not a table"),
+        ("gauges", '{"step": 1, "updates": {"a": 1}}', "a = 1 in updates, which is not a list"),
         (
             "gauges",
             '{"step": 1, "histograms": {"weight": [1, "x"]}}',
             "weight = .* in histograms, which are not numbers",
         ),
+        ("gauges", '{"step": 1, "logits": {"max": "high"}}', "in logits, which are not numbers"),
     ],
 )
 def test_a_value_that_no_reader_could_reckon_with_is_refused_with_its_line(
@@ -262,7 +301,7 @@ def test_a_run_that_could_not_be_made_leaves_no_files_and_a_killed_maker_is_not_
     assert read_run(tmp_path).steps == []
 
 
-@pytest.mark.parametrize("version", ["inf", "'1'"])
+@pytest.mark.parametrize("version", ["inf", "1.5", "'1'", "[1]"])
 def test_a_schema_version_that_is_not_a_whole_number_is_damage(version: str, folder: Path) -> None:
     text = (folder / "run.toml").read_text().replace("schema_version = 2", f"schema_version = {version}")
     (folder / "run.toml").write_text(text)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 import expectations
 from narrowgauge.errors import ChipError
 from narrowgauge.spec.chips import CHIPS, get_chip
+from narrowgauge.spec.formats import FORMATS
 
 
 def test_every_chip_has_its_figures() -> None:
@@ -16,6 +20,18 @@ def test_every_chip_has_its_figures() -> None:
         rates = chip.bandwidth_gb_per_second, wide, chip.network_gbit_per_second
         figures[name] = (chip.memory_gb, *rates, chip.chips_per_node)
     assert figures == expectations.CHIPS, "tests/expectations.py states each chip a second time"
+
+
+def test_the_table_is_whole() -> None:
+    assert len(CHIPS) >= 17
+    for name, chip in CHIPS.items():
+        assert chip.name == name and chip.source
+        # Rows that rest on pages of others say so.
+        blogs = ("hmc-tech", "aiwiki", "codesota", "huggingface.co/", "awesomeagents", "willitrunai", "sourcecode.com")
+        assert not chip.official or not any(blog in chip.source for blog in blogs), name
+        assert chip.peak_tflops and chip.peak_tflops.keys() <= FORMATS.keys()
+        assert 8 <= chip.memory_gb <= 512 and 100 <= chip.bandwidth_gb_per_second <= 20_000
+        json.dumps(dataclasses.asdict(chip))
 
 
 def test_narrower_formats_are_not_slower() -> None:
