@@ -132,7 +132,9 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-row/compact", "float64/float64"])
+@pytest.mark.parametrize(
+    "recipe", ["bfloat16/word", "bfloat16/split", "float32/float32", "float8-row/compact", "float64/float64"]
+)
 def test_a_prepared_model_is_clean(recipe: str) -> None:
     model, optimizer = prepared(recipe, max_grad_norm=1.0)
     with ng.check(model, optimizer, step=2, max_grad_norm=1.0) as check:
@@ -191,7 +193,7 @@ def one_weight(value: Tensor, **options: Any) -> tuple[nn.Module, torch.optim.Op
     return nn.ParameterList([weight]), torch.optim.AdamW([weight], **options)
 
 
-@pytest.mark.parametrize("lr", [3e-4, 2e-3])
+@pytest.mark.parametrize("lr", [3e-4, 6e-4, 2e-3])
 def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     """Gradients of random sign, a bfloat16 weight: the EDQ before the run beside that of 60 steps."""
     torch.manual_seed(0)

@@ -34,13 +34,16 @@ def ours(kind: Any, storage: str = "float32", **options: Any) -> dict[str, Any]:
 HEALTHY: dict[str, dict[str, Any]] = {
     "adamw, bfloat16 weights": {"dtype": torch.bfloat16, "lr": 1e-2},
     "adamw, fused float16 whose eps is zero there": {"fused": True, "dtype": torch.float16},
+    "lion, word": ours(ng.Lion, "word", lr=1e-4),
     "sgd, word": ours(ng.SGD, "word", lr=0.1, momentum=0.9, dampening=0.5),
+    "adam, word": ours(ng.Adam, "word"),
     "muon": {"optimizer": torch_muon, "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
     "muon, word": ours(ng.Muon, "word"),
     **{
         name: ours(ng.AdamW, name)
         for name in (
-            "split8", "states8", "weight8", "stochastic", "kahan", "collage-plus", "float16/naive", "scalify-float16/scaled16",
+            "split8", "compact", "states8", "weight8", "float32-states8", "stochastic", "kahan",
+            "collage-plus", "naive", "float16/naive", "scalify-float16/scaled16",
         )
     },
 }  # fmt: skip
@@ -114,13 +117,20 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], dict[str, float], str]] = {
     "rate of all": (setting(lr=2e-3), {"step-factor": 2.0}, ""),
     "rate of one": (edited(lambda p, w, *_: p.copy_(w + 1.1 * (p - w)), 3), {"step-factor": 1.1}, "blocks.0.up.weight"),
     "decay lost": (setting(weight_decay=0.0), {"weight-decay": 0.0}, ""),
+    "beta1": (setting(betas=(0.8, 0.999)), {"state": 0.2}, ""),
     "frozen": (edited(lambda p, w, *_: p.copy_(w), 5), {"step-factor": 0.0}, "blocks.0.down.weight"),
     "narrow weights": (edited(lambda p, *_: p.copy_(p.bfloat16()), 3), {"weight": None}, "blocks.0.up.weight"),
+    "narrow moments": (
+        edited(lambda p, w, s, b: s["exp_avg"].copy_(s["exp_avg"].bfloat16()), 4), {"state": None}, "blocks.0.up.bias",
+    ),
     "frozen moments": (
         edited(lambda p, w, s, b: s["exp_avg_sq"].copy_(b["exp_avg_sq"]), 2), {"state": 0.0}, "blocks.0.norm.bias",
     ),
     "squares summed": (
         edited(lambda p, w, s, b: s["exp_avg_sq"].copy_(0.999 * b["exp_avg_sq"] + p.grad.square())), {"state": 1.0}, "",
+    ),
+    "half the rate, six times the decay": (
+        setting(lr=5e-4, weight_decay=0.6), {"step-factor": 0.5, "weight-decay": 0.3}, "",
     ),
     "some rows": (edited(lambda p, w, *_: p[: len(p) // 4].copy_(w[: len(p) // 4]), 4), {"weight": None}, "blocks.0.up.bias"),
 }  # fmt: skip
@@ -146,12 +156,9 @@ STORED = {
     "beta1": (setting(betas=(0.8, 0.999)), "state", 0.8),
     "frozen": (setting(lr=0.0), "step-factor", 0.0),
 }
-SEEN = {
-    "word": ("rate", "decay", "beta1", "frozen"),
-    "weight8": ("rate",),
-    "naive": ("frozen",),
-    "collage-plus": ("frozen",),
-}
+SEEN = {"word": ("rate", "decay", "beta1", "frozen"), "weight8": ("rate", "frozen"), "naive": ("rate", "frozen"),
+        "stochastic": ("rate", "frozen"), "kahan": ("rate", "frozen"), "collage-plus": ("frozen",),
+        "float16/naive": ("rate", "frozen")}  # fmt: skip
 """What is seen through the rounding of a storage, of one step of 1e-3."""
 
 
@@ -169,6 +176,26 @@ def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: 
         assert any(math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values), loop.readings
 
 
+def test_a_parameter_that_groups_list_twice_and_one_that_is_frozen_are_read() -> None:
+    loop = Loop()
+    loop.optimizer.param_groups[0]["params"].append(loop.model.head.weight)
+    assert [(r.what, r.tensor, r.value) for r in loop.run(2).readings] == [("parameters-twice", "head.weight", 2)]
+    loop = Loop()
+    head = loop.model.head.weight.requires_grad_(False)
+    loop.after_backward = lambda: setattr(head, "grad", torch.zeros_like(head))
+    assert [r.what for r in loop.run(2).readings] == ["frozen-moves"]
+
+
+def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> None:
+    for count in (9.0, 0.0):
+        loop = Loop(every=4).run(3)
+        for state in loop.optimizer.state.values():
+            state["step"].fill_(count if count == 0 else 3.0)
+        if count:
+            patched(edited(lambda p, weight, state, before: state["step"].fill_(9.0)))(loop)
+        assert loop.run(1).numbers()["step-count"] == (count or 1)
+
+
 # ── clipping and loss scaling ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -181,12 +208,30 @@ def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) 
     assert [r.what for r in Loop(watch={"max_grad_norm": 0.25}).run(2).readings] == ["clip-norm"]
 
 
-def test_a_scaled_loss_is_unscaled_again() -> None:
+@pytest.mark.parametrize("by", ["ours", "torch"])
+def test_a_scaled_loss_is_unscaled_again(by: str) -> None:
     loop = Loop(**ours(ng.AdamW, "float16/master"), max_grad_norm=0.25)
-    loop.optimizer.loss_scaler = scaler = LossScaler(1024.0)
-    plain = loop.loss
+    scaler: Any = LossScaler(1024.0) if by == "ours" else torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain, step = loop.loss, loop.update
+    if by == "ours":
+        loop.optimizer.loss_scaler = scaler
+    else:
+        loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
     loop.loss = lambda: scaler.scale(plain())
-    assert not loop.run(4).readings and not loop.rows[4]["unseen"]
+    assert step and not loop.run(4).readings and not loop.rows[4]["unseen"]
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, ours(ng.AdamW, "word", max_grad_norm=1.0)], ids=["fused", "ours"])
+def test_a_skipped_step_is_not_compared(options: dict[str, Any]) -> None:
+    loop, scaler = Loop(**options), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = loop.loss
+    if "fused" in options:
+        loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
+        loop.loss = lambda: scaler.scale(plain())
+    loop.run(1)
+    loop.after_backward = lambda: loop.model.head.weight.grad.fill_(math.inf)
+    loop.run(1)
+    assert not loop.readings and "skipped" in loop.rows[2]["unseen"]["the update"]
 
 
 # ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,6 +246,9 @@ WRITTEN: dict[str, tuple[Callable[[Loop], object], str, str]] = {
     "narrow": (each_weight(lambda p: p.copy_(p.bfloat16())), "weights-written", "rounded to bfloat16"),
     "one element": (lambda loop: loop.model.head.weight[0, 0].add_(1.0), "weights-written", "% of the elements"),
     "lost states": (lambda loop: loop.optimizer.state.clear(), "states-written", "it is lost"),
+    "other states": (
+        lambda loop: [s["exp_avg"].mul_(1.5) for s in loop.optimizer.state.values()], "states-written", "exp_avg was changed",
+    ),
     "the same again": (
         lambda loop: loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict())), "", "",
     ),
@@ -217,6 +265,16 @@ def test_what_is_written_after_a_compared_step_is_read(name: str) -> None:
     between = [r for r in loop.run(1).readings if r.step == 4]
     assert {r.what for r in between} == ({what} if what else set())
     assert all(words in r.advice and r.stage == "between steps" for r in between)
+
+
+def test_a_step_that_is_taken_back_and_states_of_another_checkpoint_are_read() -> None:
+    loop = Loop(every=4).run(3)
+    weights, states = copy.deepcopy(loop.model.state_dict()), copy.deepcopy(loop.optimizer.state_dict())
+    loop.run(1).model.load_state_dict(weights)
+    assert "before the step again" in loop.run(1).readings[0].advice
+    loop = Loop(every=4).run(4)
+    loop.optimizer.load_state_dict(states)
+    assert "those of step 3, and the loop goes on from step 4" in loop.run(1).readings[0].advice
 
 
 def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy() -> None:

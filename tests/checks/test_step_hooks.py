@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,16 @@ def test_a_step_that_calls_its_parents_step_is_one_step(closure: Any) -> None:
     assert calls == ["before", "after"] * 2
 
 
+def test_a_copy_or_a_pickle_of_an_optimizer_has_no_followers() -> None:
+    optimizer = stepped(torch.optim.SGD)
+    calls = followed(optimizer)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        other.step()
+        follow_steps(other, lambda _: None, lambda _: None)
+        other.step()
+    assert not calls
+
+
 # ── names, sharded parameters ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -82,6 +95,14 @@ def test_a_fault_of_a_derived_optimizer_is_read_also_of_parameters_that_the_mode
     (reading,) = loop.run(2).readings
     assert (reading.what, reading.tensor) == ("step-factor", "head.weight and 1 other")
     assert abs(reading.value - 5) < 1e-2
+
+
+def test_an_error_of_the_comparison_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room\nat line 2")
+
+    monkeypatch.setattr("narrowgauge.checks.step_check.complete", fails)
+    assert Loop().run(3).rows[2]["unseen"] == {"the step": "MemoryError: no room"}
 
 
 @pytest.mark.parametrize("limit", [None, 0.25])
@@ -155,6 +176,28 @@ def test_a_watched_model_is_neither_switched_nor_called() -> None:
 
 
 # ── ng.RunRecorder(audit_every=…) ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("overflows", [(1,), (0, 2)])
+def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(overflows: tuple[int, ...], tmp_path: Path) -> None:
+    loop, scaler = Loop(every=0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain, number = loop.loss, iter(range(100))
+    loop.loss = lambda: scaler.scale(plain())  # type: ignore[method-assign]
+
+    def update() -> None:
+        if next(number) in overflows:
+            loop.model.head.weight.grad[0, 0] = math.inf  # type: ignore[index]
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    loop.update = update  # type: ignore[method-assign]
+    with ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer, audit_every=2) as recorder:
+        for _ in range(8):
+            loop.run(1)
+            recorder.step(1.0, loss_scale=scaler.get_scale())
+    run = ng.read_run(tmp_path / "run")
+    assert [row["step"] for row in run.steps if row.get("skipped")] == [step + 1 for step in overflows]
+    assert sum("recomputed" in row for row in run.steps) == 3 and ng.diagnose(run).ok
 
 
 def recorded(folder: Path, edit: Any = None, **options: Any) -> ng.Run:

@@ -18,8 +18,16 @@ _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_pro
 PARAMETERS = ("model.embed_tokens.weight", *(f"model.layers.{k}.{name}.weight" for k in (0, 1) for name in _LINEARS))
 _TENSOR = {"amax": 2.0, "rms": 0.5, "nonfinite": 0, "underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5, "outlier": 9.0,
            "kurtosis": 6.0, "top_feature": 2.0, "top_to_rest": 0.03}  # fmt: skip
-_UPDATE = {"edq": 1.0, "noise": 0.01, "lost_fraction": 0.0, "unseen_fraction": 0.9, "imprecision_share": 0.9, "lost_decay": 0.0,
-           "update_to_weight": 1e-3, "update_to_ulp": 0.2}  # fmt: skip
+_UPDATE = {
+    "edq": 1.0,
+    "noise": 0.01,
+    "lost_fraction": 0.0,
+    "unseen_fraction": 0.9,
+    "imprecision_share": 0.9,
+    "lost_decay": 0.0,
+    "update_to_weight": 1e-3,
+    "update_to_ulp": 0.2,
+}
 _MOMENT = {"bias": 1.0, "frozen_fraction": 0.02}
 _ATTENTION = {"max_logit": 12.0, "entropy": 0.7}
 

@@ -13,6 +13,9 @@ from click.testing import CliRunner, Result
 
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, NUM_STEPS, PARAMETERS, Row, healthy_run, later, tensor, written
+from narrowgauge.analysis.detectors import DETECTORS
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import STAGES, Reading, in_order
 from narrowgauge.cli.main import main
 from narrowgauge.runs.record import Run
 
@@ -73,6 +76,7 @@ W, W2 = {"weight:a": [7, 1.0, 4]}, {"weight:a": [8, 1.5, 4]}
 
 CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     # steps
+    "every step skipped": ("bfloat16/word", steps(1, skipped=True), 1, "optimizer step", "", "skipped-steps"),
     "many steps skipped, and no loss is scaled": (
         "bfloat16/word", steps(AT, AT + 20, skipped=True), AT, "optimizer step", "", "skipped-steps",
     ),
@@ -80,6 +84,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "float16/split", both(steps(1, loss_scale=64.0), steps(2, 40, skipped=True)), 2, "optimizer step", "", "skipped-steps",
     ),
     "a loss that is not finite": ("bfloat16/word", steps(loss=math.nan), AT, "loss", "", "nonfinite-step"),
+    "a norm that is not finite": ("bfloat16/word", steps(grad_norm=math.inf), AT, "optimizer step", "", "skipped-steps"),
     "a loss that spikes": ("bfloat16/word", steps(AT, AT, loss=9.0), AT, "loss", "", "loss-spike"),
     "a loss scale that falls": ("float16/split", steps(1, loss_scale=halved), 113, "gradient", "", "scale-halvings"),
     "a loss scale that began anew": (
@@ -89,17 +94,27 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     "lost updates by the audit": ("bfloat16/naive", steps(edq=0.3, noise=0.5), AT + 2, "storage", "", "lost-updates"),
     "lost decay by the audit": ("bfloat16/naive", steps(lost_decay=0.9), AT + 2, "storage", "", "lost-decay"),
     "large second moments": ("bfloat16/word", gauges("moments", WEIGHT, [1.6, 0.0]), 110, "storage", WEIGHT, "second-moments"),
+    "small second moments": ("bfloat16/word", gauges("moments", WEIGHT, [0.6, 0.0]), 110, "storage", WEIGHT, "second-moments"),
     # tensors of layers
     "a cast that drowns a gradient": (
         "float8-row/word", tensors(f"output_grad:{DOWN}", underflow=0.7, sqnr_db=2.0), 100, "gradient", f"output_grad:{DOWN}",
         "underflow",
     ),
+    "a cast that saturates an input": (
+        "float8-delayed/word", tensors(f"input:{DOWN}", overflow=0.05, sqnr_db=4.0), 90, "forward", f"input:{DOWN}", "overflow",
+    ),
     "a weight that jumps": (
         "bfloat16/word", tensors(f"weight:{WEIGHT}", amax=4000.0), 90, "storage", f"weight:{WEIGHT}", "weight-jump",
+    ),
+    "a gradient of zeros": (
+        "bfloat16/word", tensors(f"grad:{WEIGHT}", rms=0.0), 110, "gradient", f"grad:{WEIGHT}", "dead-gradient",
     ),
     # recorded events
     "a step that is not the rule's": (
         "bfloat16/word", event("warning", 2, detector="rate", tensor="a"), 2, "optimizer step", "a", "rate",
+    ),
+    "weights written between steps": (
+        "bfloat16/word", event("warning", 2, detector="weights-written", tensor="a"), 2, "between steps", "a", "weights-written",
     ),
     "a divergence": ("bfloat16/word", event("divergence"), AT, "loss", "", "divergence"),
     "the operation of a NaN": (
@@ -109,6 +124,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5), AT, "storage", "a", "lost-updates",
     ),
     "memory that changed": ("bfloat16/word", event("corruption", detector="rest", tensor="a"), AT, "between steps", "a", "rest"),
+    "replicas that differ": ("bfloat16/word", event("corruption", detector="replicas"), AT, "optimizer step", "", "replicas"),
     "settings that a resume changed": (
         "bfloat16/word", event("note", detector="changed-settings"), AT, "between steps", "", "changed-settings",
     ),
@@ -116,6 +132,9 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     # fingerprints
     "ranks that hold other weights": (
         "bfloat16/word", hashed({"step": 3, "parted": {"weight:a": [7, 7, 8]}}), 3, "optimizer step", "weight:a", "ranks-differ",
+    ),
+    "a rank that does not clip": (
+        "bfloat16/word", hashed({"step": 3, "ranks": {"clip": [0.5, 1.0]}}), 3, "clip", "clip:factor", "ranks-differ",
     ),
     "other weights after a resume": (
         "bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W2}), 4, "between steps", "weight:a",
@@ -151,6 +170,9 @@ def scaled_search(run: Run) -> None:
 
 HEALTHY: dict[str, tuple[str, Fault]] = {
     "words": ("bfloat16/word", both()),
+    "float8": ("float8-row/word", both()),
+    "rounded to nearest": ("bfloat16/naive", both()),
+    "float32": ("float32/float32", both()),
     "stochastic": ("bfloat16/stochastic", steps(noise=2.0, edq=0.97)),
     "a search for a loss scale": ("float16/split", scaled_search),
     "second moments within their bound": ("bfloat16/word", gauges("moments", WEIGHT, [1.4, 0.1])),
@@ -166,6 +188,29 @@ HEALTHY: dict[str, tuple[str, Fault]] = {
 def test_a_healthy_record_gives_none(name: str) -> None:
     found = ng.diagnose(struck(*HEALTHY[name]))
     assert found.ok and found.verdict.startswith("Nothing found: 160 steps watched, "), str(found)
+
+
+def test_every_kind_of_reading_has_a_stage() -> None:
+    assert {row.stage for row in (*DETECTORS.values(), *KINDS.values())} <= set(STAGES)
+
+
+def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
+    rows = [
+        Reading(9, "data", "", "late"),
+        Reading(2, "storage", "", "last"),
+        Reading(2, "forward", "a", "small", 2.0, None, 1.0),
+        Reading(2, "forward", "b", "large", 0.1, None, 1.0),
+        Reading(2, "data", "", "first", 1.0, 0.0, 1.0),
+    ]
+    assert [row.what for row in in_order(rows)] == ["first", "large", "small", "last", "late"]
+
+
+def test_skipped_steps_are_said_first_of_all_and_applied_ones_are_counted() -> None:
+    run = struck("bfloat16/word", both(steps(1, skipped=True, loss=math.nan), event("skip")))
+    found = ng.diagnose(run)
+    assert str(found).startswith("made: 160 of 160 steps were skipped; 1 reading is beyond its bound, at step 1.\n")
+    assert (found.num_steps, found.num_applied) == (160, 0)
+    assert [(r.stage, r.value, r.expected, r.bound) for r in found.readings] == [("optimizer step", 160, 0, 0)]
 
 
 def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
@@ -227,13 +272,18 @@ TOML = "schema_version = 2\n"
 DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no settings": (lambda folder: (folder / "run.toml").unlink(), 2, "or a Hugging Face trainer_state.json"),
     "garbled settings": (write("run.toml", f"{TOML}[config\n"), 2, "run.toml is damaged"),
+    "settings that are none": (write("run.toml", f'{TOML}config = 3\nmachine = "x"\ndata = "y"\n'), 0, "loss-spike"),
     "an unknown recipe": (write("run.toml", f'{TOML}[config]\nrecipe = "foo/bar"\n'), 0, "loss-spike"),
     "no row": (write("steps.jsonl", ""), 0, "Nothing found: 0 steps watched"),
     "rows without a loss": (
         write("steps.jsonl", rows(*({"step": k, "loss": None} for k in range(1, 60)))), 0, "Not recorded: the loss of 59 of",
     ),
+    "not a number": (
+        write("steps.jsonl", rows(*({"step": k, "loss": "nan"} for k in range(1, 60)))), 0, "59 of 59 steps have a loss",
+    ),
     "rows out of order": (swap_lines, 0, "the order of the steps: row 81 is of step 2, after one of step 160"),
-    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 2, "line 1 of 3"),
+    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 2, "line 1 of 3 has no row"),
+    "broken gauges": (write("gauges.jsonl", "xx\n{}\n"), 0, "Not recorded: the gauges: "),
     "short gauges": (
         write("gauges.jsonl", rows({"step": 20, "tensors": {"grad:a": [None, 1]}, "moments": {"x": []}})),
         0, "loss-spike",
@@ -268,3 +318,14 @@ def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(whole
     (tmp_path / "losses.dat").write_text("step,loss\n1,2.0\n")
     said = call(tmp_path / "losses.dat")
     assert said.exit_code == 2 and "no log that can be read" in said.output
+
+
+def test_the_log_of_another_framework_is_diagnosed_from_what_it_holds(tmp_path: Path) -> None:
+    history = [
+        {"step": step, "loss": 9.0 if step == AT else 4.0 - step / NUM_STEPS, "learning_rate": 1e-3}
+        for step in range(1, NUM_STEPS)
+    ]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": NUM_STEPS}))
+    found = ng.diagnose(tmp_path)
+    assert [(r.step, r.what) for r in found.readings] == [(AT, "loss-spike")]
+    assert found.unseen["gradient norms"] == "a column grad_norm"

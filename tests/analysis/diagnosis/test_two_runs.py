@@ -61,10 +61,18 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
     "another seed": (
         {"changed": {(1, "tokens:batch"): 1.1}, "config": {"seed": 1}}, (1, "data", "tokens:batch"), "act there: seed 0 and 1.",
     ),
+    "other data": (
+        {"changed": {(1, "tokens:batch"): 1.1}, "data": {"fingerprint": "b"}}, (1, "data", "tokens:batch"),
+        "act there: fingerprint a and b.",
+    ),
     "other batches": ({"changed": {(2, "tokens:batch"): 1.1}}, (2, "data", "tokens:batch"), BUG),
     "another recipe": (
         {"changed": {(1, "output:layers.0"): 1.01}, "config": {"recipe": "float8-row/word"}}, (1, "forward", "output:layers.0"),
         "recipe bfloat16/word and float8-row/word.",
+    ),
+    "another rate": (
+        {"changed": {(1, "weight:layers.0"): 1.001}, "config": {"lr": 2e-3}}, (1, "optimizer step", "weight:layers.0"),
+        "lr 0.001 and 0.002.",
     ),
     "a limit of the norm, which acts on no gradient": (
         {"changed": {(2, "grad:layers.0"): 1.01}, "config": {"max_grad_norm": 2.0}}, (2, "gradient", "grad:layers.0"),
@@ -78,6 +86,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
         {"changed": {(2, "grad:layers.1"): 1.01}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"), BUG,
     ),
     "rounding without a setting": ({"changed": {(2, "grad:layers.1"): ROUNDED}}, (2, "gradient", "grad:layers.1"), VARIES),
+    "a flipped bit of a weight": (
+        {"changed": {(3, "weight:layers.1"): 1.5}, "only": True}, (3, "optimizer step", "weight:layers.1"), BUG,
+    ),
     "a bug behind rounding": (
         {"changed": {(2, "grad:layers.1"): ROUNDED, (4, "grad:layers.0"): 1.01}, "machine": {"num_threads": 1}},
         (4, "gradient", "grad:layers.0"), "By rounding they differ since step 2, first in grad:layers.1 (gradient).",
@@ -127,6 +138,7 @@ ON_RANKS: dict[str, tuple[dict[str, dict[int, float]], str, str]] = {
         {"clip": {1: 1.0}, "weight": {1: 7}, "exp_avg": {1: 7}}, "clip", "1 on rank 1, 0.5 on rank 2; rank 1 applied no clip",
     ),
     "another gradient sent by one": ({"sent": {1: 7}, "grad": {0: 7, 1: 7, 2: 7}}, "gradient", ""),
+    "other tokens on one": ({"tokens": {1: 7}}, "data", ""),
     "a weight that changed at rest on one": ({"held": {1: 7}}, "between steps", ""),
 }  # fmt: skip
 

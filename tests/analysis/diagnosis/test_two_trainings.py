@@ -1,0 +1,117 @@
+"""Two runs that trained: what was changed in one of them is what the diagnosis of both names, with its step and tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from narrowgauge.analysis.two_runs import compare_two
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.step import train_step
+from trainer.tiny_runs import settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+AT = 4
+"""The first step that is struck."""
+WEIGHT = "model.layers.1.mlp.down_proj.weight"
+
+
+@contextmanager
+def struck(strike: Callable[[Session], None]) -> Iterator[None]:
+    """Within it something is done to every run of the trainer before its step ``AT``."""
+
+    def step(session: Session, *arguments: Any) -> Any:
+        if session.step + 1 == AT:
+            strike(session)
+        return train_step(session, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        yield
+
+
+def other_order(session: Session) -> None:
+    """The batches from here on are those of ten steps later."""
+    session.skipped = [(session.step, 10)]
+
+
+def scaled_gradient(session: Session) -> None:
+    """The gradient of one weight is 1.01 times what it should be, from here on."""
+    session.model.get_parameter(WEIGHT).register_hook(lambda grad: grad * 1.01)
+
+
+@torch.no_grad()
+def flipped_bit(session: Session) -> None:
+    """One exponent bit of one weight, as damaged memory flips it: no operation writes the tensor."""
+    bits = session.model.get_parameter(WEIGHT).data.view(-1).view(torch.int16)
+    bits[3] ^= 1 << 9
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
+    "another seed": (None, {"seed": 1}, 0, "start", "weight:model.embed_tokens.weight", "seed 0 and 1"),
+    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "other code or damaged memory"),
+    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "other code or damaged memory"),
+    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "other code or damaged memory"),
+}  # fmt: skip
+"""By case: what strikes the second run, its settings, then step, stage and tensor of the first difference, and a sentence."""
+
+
+def run_with(place: Path, folder: Path, strike: Any, **changes: Any) -> Run:
+    given = {
+        "recipe": "float32/word",
+        "steps": 6,
+        "fingerprints_every": 1,
+        "eval_every": 0,
+        "checkpoint_every": 0,
+        **changes,
+    }
+    with struck(strike) if strike is not None else nullcontext():
+        return read_run(loop.train(settings(place, folder, **given)))
+
+
+@pytest.fixture(scope="module")
+def plain(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_with(place, tmp_path_factory.mktemp("plain") / "run", None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_changed_is_located(case: str, place: Path, plain: Run, tmp_path: Path) -> None:
+    strike, changes, step, stage, tensor, sentence = CASES[case]
+    found = compare_two(plain, run_with(place, tmp_path / "run", strike, **changes))
+    first = found.readings[0]
+    assert first.step == step and first.stage == (stage or first.stage), str(found)
+    assert first.tensor == (tensor or first.tensor) and sentence in str(found), str(found)
+
+
+def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(place: Path, plain: Run, tmp_path: Path) -> None:
+    again, unhashed = (
+        run_with(place, tmp_path / name, None, fingerprints_every=every) for name, every in (("a", 1), ("b", 0))
+    )
+    assert compare_two(plain, again).verdict == "The same run, bit for bit to the last weight."
+    assert again.fingerprints == plain.fingerprints and [row["step"] for row in again.fingerprints] == list(range(7))
+    assert compare_two(plain, unhashed).is_complete and unhashed.fingerprints == []
+
+
+@torch.no_grad()
+def rounded_gradients(session: Session) -> None:
+    """Gradients off by less than rounding, from here on, as another order of their sums makes them."""
+    for parameter in session.model.parameters():
+        parameter.register_hook(lambda grad: grad + grad.flip(0) * 2.0**-22)
+
+
+def test_training_amplifies_rounding_and_stays_within_the_envelope(place: Path, tmp_path: Path) -> None:
+    """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than rounding."""
+    given = {"steps": 16, "recipe": "float32/float32"}
+    runs = [
+        run_with(place, tmp_path / name, strike, **given) for name, strike in (("a", None), ("b", rounded_gradients))
+    ]
+    found = compare_two(*runs)
+    assert found.is_rounding and found.readings[0].step == AT, str(found)

@@ -1,0 +1,67 @@
+"""Alarms of what a storage loses, on small runs that train: they fire where nothing keeps the rest, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.runs.events import Event
+from narrowgauge.runs.schema import Row, metric_of
+from narrowgauge.spec.significance import MAX_LOST_DECAY
+
+ROWS, WIDTH, MET = 96, 32, 24
+"""Rows of an embedding, their length, and how many of them the batches hold."""
+
+
+def run(storage: str, *, lr: float = 3e-3, weight_decay: float = 0.1, steps: int = 60) -> tuple[list[Event], list[Row]]:
+    """Train an embedding of whose rows most are never met; the events of the detectors, and the rows of the gauges."""
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, WIDTH, dtype=torch.float32 if storage == "float32" else torch.bfloat16)
+    table.weight.data.mul_(0.02)
+    optimizer = ng.AdamW(
+        table.named_parameters(), lr=lr, weight_decay=weight_decay, storage=storage, audit_every=2, compile=False
+    )
+    optimizer.on_alarm = lambda alarms: None
+    compute = "float32" if storage == "float32" else "bfloat16"
+    alarms, rows = ng.analysis.Alarms(f"{compute}/{storage}"), list[Row]()
+    gauges = ng.attach_gauges(table, optimizer, every=5, on_row=rows.append)
+    target = torch.randn(MET, WIDTH)
+    for _ in range(steps):
+        loss = (table(torch.arange(MET)).float() - target).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gauges.detach()
+    return [event for row in rows for event in alarms.on_gauges(row)], rows
+
+
+@pytest.mark.parametrize("storage", ["naive"])
+def test_most_weights_that_stand_still_are_told_though_the_edq_is_good(storage: str) -> None:
+    events, rows = run(storage)
+    (event,) = [event for event in events if event.kind == "unchanged_weights"]
+    assert (event.tensor, event.threshold) == ("weight", 0.5) and event.value is not None and event.value > 0.7
+    assert "'word'" in event.advice and event.step <= 20
+    assert (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
+
+
+@pytest.mark.parametrize("storage", ["word", "kahan", "stochastic", "float32"])
+def test_what_is_kept_beside_the_weight_is_no_alarm(storage: str) -> None:
+    events, rows = run(storage)
+    assert [event.kind for event in events] == []
+    # The number itself is as high: it counts what the model sees.
+    share, lost = (metric_of(rows[-1], "updates", "weight", name) for name in ("imprecision_share", "lost_decay"))
+    assert share is not None and (storage == "float32" or share > 0.7)
+    assert lost is not None and abs(lost) < 0.25
+
+
+@pytest.mark.parametrize("storage", ["naive"])
+def test_decay_that_is_lost_is_told_though_updates_survive(storage: str) -> None:
+    events, rows = run(storage)
+    (event,) = [event for event in events if event.kind == "lost_decay"]
+    assert (
+        (event.tensor, event.threshold) == ("weight", MAX_LOST_DECAY) and event.value is not None and event.value > 0.6
+    )
+    assert "'word'" in event.advice and (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
+    assert run(storage, weight_decay=0.0)[0] == []  # what nobody meant to move is not lost
