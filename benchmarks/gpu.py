@@ -135,19 +135,20 @@ def layer_row(compute: str, device: torch.device) -> Row:
     return {"": f"layer {compute}", "wrong": error, "passes": "yes" if error < 0.01 else "NO"}
 
 
-def check(kind: str, name: Any, device: torch.device, steps: int) -> Row:
-    """Run one check and print it at once. An error is a failed check."""
+def check(row_of: Callable[..., Row], name: Any, device: torch.device, *options: int) -> Row:
+    """Make one check and print its row at once. An error is a failed check."""
     torch.set_num_threads(1)
     try:
-        row = (
-            step_row(name, device, steps)
-            if kind == "step"
-            else {"cast": cast_row, "layer": layer_row}[kind](name, device)
-        )
+        row = row_of(name, device, *options)
     except Exception as error:  # the other checks are still made
-        row = {"": f"{kind} {name}", "wrong": math.inf, "passes": f"NO: {type(error).__name__}: {str(error)[:300]}"}
+        row = {"": str(name), "wrong": math.inf, "passes": f"NO: {reason(error)}"}
     print(row, file=sys.stderr, flush=True)
     return row
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:70]}"
 
 
 def correctness(report: Report, device: torch.device, quick: bool) -> bool:
@@ -155,9 +156,9 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     storages = ("word", "compact") if quick else tuple(STORAGES)
     casts = distinct_casts()[: 2 if quick else None]
     computes = ("int8-row",) if quick else tuple(name for name, row in COMPUTES.items() if not row.owns_storages)
-    checks = [("step", name) for name in storages] + [("cast", cast) for cast in casts]
-    checks += [("layer", name) for name in computes]
-    jobs = [(kind, name, device, 5 if quick else 12) for kind, name in checks]
+    steps = 5 if quick else 12
+    jobs: list[tuple[Any, ...]] = [(step_row, name, device, steps) for name in storages]
+    jobs += [(cast_row, cast, device) for cast in casts] + [(layer_row, name, device) for name in computes]
     rows = in_processes(check, jobs) if device.type == "cuda" else [check(*job) for job in jobs]
     report.add("correctness: elements with other bits than the CPU's; of layers the relative error", rows)
     return all(row["passes"] == "yes" for row in rows)
@@ -166,7 +167,7 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
 def in_processes(function: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Call a function for each tuple of arguments, in several processes, and return the results in order."""
     with ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(function, *zip(*jobs, strict=True)))
+        return [future.result() for future in [pool.submit(function, *job) for job in jobs]]
 
 
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,7 +257,7 @@ def time_table(
             pair = [Contender(baseline[0], baseline[1]()), Contender(name, make())]
             rows.append(measure(pair, baseline=baseline[0], rounds=rounds, warmup=3, wait=wait)[1].row())
         except Exception as error:  # a peer that is not installed, or a kernel that is not for this device
-            rows.append({"": name, "why not": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:70]}"})
+            rows.append({"": name, "why not": reason(error)})
         if device.type == "cuda":
             torch.cuda.empty_cache()
     report.add(f"{title}; ratio to {baseline[0]}", rows)
@@ -290,13 +291,16 @@ def python_source() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)[:30_000_000]), dtype=torch.uint8)
 
 
-def starters() -> dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]]:
+Start = Callable[[nn.Module], tuple[nn.Module, Any]]
+
+
+def starters() -> dict[str, Start]:
     """Return, by name, functions that take a float32 model and return the model to train and its optimizer."""
 
-    def recipe(name: str) -> Callable[[nn.Module], Any]:
+    def recipe(name: str) -> Start:
         return lambda model: ng.prepare(model, name, **OPTIONS)
 
-    def over_bfloat16(optimizer: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+    def over_bfloat16(optimizer: Callable[..., Any]) -> Start:
         return lambda model: (model.bfloat16(), optimizer(list(model.parameters())))
 
     return {
@@ -307,19 +311,16 @@ def starters() -> dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]]:
     }
 
 
-def trained(name: str, device: torch.device, steps: int) -> Row:
+def trained(name: str, start: Start, device: torch.device, steps: int, text: Tensor) -> Row:
     """Train a Llama. The learning rate rises for a tenth of the steps, then falls to zero."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    on_gpu, text = device.type == "cuda", python_source()
+    on_gpu = device.type == "cuda"
     side, length, rows = (640, 512, 32) if on_gpu else (64, 64, 2)
     sizes = {"hidden_size": side, "intermediate_size": 27 * side // 10, "num_attention_heads": side // 64}
     config = LlamaConfig(vocab_size=256, num_hidden_layers=13 if on_gpu else 2, **sizes)
-    try:
-        model, optimizer = starters()[name](LlamaForCausalLM(config).to(device))
-    except ImportError as error:
-        return {"": name, "why not": str(error)}
+    model, optimizer = start(LlamaForCausalLM(config).to(device))
     held_out, generator = len(text) // 20, torch.Generator().manual_seed(1)
 
     def loss_of(part: Tensor, draws: torch.Generator) -> Tensor:
@@ -346,25 +347,26 @@ def trained(name: str, device: torch.device, steps: int) -> Row:
     with torch.no_grad():
         draws = torch.Generator().manual_seed(2)
         loss = float(torch.stack([loss_of(text[-held_out:], draws) for _ in range(8)]).mean())
-    row = {"": name, "held-out loss": loss, "ms a step": statistics.median(times), "peak GiB": memory}
-    print(steps, row, file=sys.stderr, flush=True)
-    return row
+    return {"": name, "held-out loss": loss, "ms a step": statistics.median(times), "peak GiB": memory}
 
 
 def training(report: Report, device: torch.device, quick: bool) -> None:
-    """Compare recipes and peers on the same batches. Losses come from all rows at once, times from each alone."""
-    names, steps = list(starters())[: 3 if quick else None], 2 if quick else 500
-    jobs = [(name, device, steps) for name in names]
-    rows = in_processes(trained, jobs) if device.type == "cuda" else [trained(*job) for job in jobs]
-    print("losses done", file=sys.stderr, flush=True)
-    for row in rows if device.type == "cuda" else []:
-        torch.cuda.reset_peak_memory_stats()
-        row |= {name: value for name, value in trained(row[""], device, 40).items() if name != "held-out loss"}
-        torch.cuda.empty_cache()
-    counts = torch.bincount(python_source().int(), minlength=256)
+    """Compare recipes and peers on the same batches, one at a time."""
+    text, steps = python_source(), 2 if quick else 500
+    rows: list[Row] = []
+    for name, start in list(starters().items())[: 3 if quick else None]:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            rows.append(trained(name, start, device, steps, text))
+        except Exception as error:  # a peer that is not installed, or a kernel that is not for this device
+            rows.append({"": name, "why not": reason(error)})
+        print(rows[-1], file=sys.stderr, flush=True)
+    counts = torch.bincount(text.int(), minlength=256)
     shares = counts[counts > 0] / counts.sum()
     report.note(f"a table of byte frequencies has a loss of {float(-(shares * shares.log()).sum()):.3f}")
-    report.add(f"training, {steps} steps; times and memory of 40 steps alone", rows)
+    report.add(f"training, {steps} steps", rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,8 +11,6 @@ Private names of PyTorch, why, and alternatives:
     Compile a graph that Dynamo did not capture. Instead: ``torch.compile(function, dynamic=True)``, 20 µs more a call.
 ``torch._subclasses.FakeTensorMode``, ``ShapeEnv.produce_guards_expression``
     Give each size its own symbol, and find the sizes that the graph supports. Instead: as above.
-``torch.compiler._is_compiling_flag``
-    Lets functions see that they are traced, as ``torch.export`` does. Instead: slower square roots.
 Options of ``torch._inductor.config``
     One loop for each function; the roundings of eager mode. Options that a release lacks are omitted.
 """
@@ -211,8 +209,7 @@ def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], on
     sizes = ShapeEnv(duck_shape=False)  # sides of equal length are different symbols
     mode = FakeTensorMode(shape_env=sizes)
     fakes: list[Any] = [mode.from_tensor(argument.detach()) for argument in arguments]
-    with _seen_as_compiling():
-        graph = make_fx(function, tracing_mode="symbolic")(*fakes)
+    graph = make_fx(function, tracing_mode="symbolic")(*fakes)
     with few_instructions():
         call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop))
         call(*(argument.detach().clone() for argument in arguments))  # compile lazy code now
@@ -329,16 +326,6 @@ def _place(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-@contextlib.contextmanager
-def _seen_as_compiling() -> Iterator[None]:
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager

@@ -109,9 +109,9 @@ def _recorded(settings: Settings, apply: Apply, folder: Path) -> list[Reading]:
     return list(ng.diagnose(folder).readings)
 
 
-def verdict(row: Fault, readings: list[Reading], parameters: list[str]) -> str:
+def verdict(row: Fault, readings: list[Reading]) -> str:
     """Return ``located``, ``elsewhere`` or ``silent``."""
-    named = [name for name in parameters if re.search(row.where, name)]
+    named = [name for name, _ in Loop(row.settings).model.named_parameters() if re.search(row.where, name)]
 
     def points(reading: Reading) -> bool:
         is_there = not row.where or not named or not reading.tensor or any(name in reading.tensor for name in named)

@@ -500,7 +500,7 @@ def score() -> None:
         if isinstance(row, Healthy):
             found = "accused" if readings else "silent"
         else:
-            found = verdict(row, readings, [name for name, _ in Loop(row.settings).model.named_parameters()])
+            found = verdict(row, readings)
         scope = "out of scope" if row.name in OUT_OF_SCOPE else ""
         print(f"{row.name:32} {found:9} {scope:12}", *sorted({reading.what for reading in readings}), flush=True)
 

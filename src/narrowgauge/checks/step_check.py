@@ -209,9 +209,8 @@ def _damaged_by_gradients(step: SampledStep) -> Iterator[Reading]:
     }  # fmt: skip
     if number := sum(bad.values()):
         advice = "The step wrote values of the gradient that are not finite to the weights. Skip a step whose norm is not finite."
-        yield Reading(
-            step.step, "gradient", of_all([n for n in bad if bad[n]]), "nonfinite-gradient", number, 0, 0, advice
-        )
+        reading = KINDS["nonfinite-gradient"].reading(of_all([n for n in bad if bad[n]]), number, 0, step=step.step)
+        yield replace(reading, advice=advice)
 
 
 def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:

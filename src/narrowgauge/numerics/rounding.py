@@ -29,6 +29,7 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.spec.formats import Format, get_format
+from narrowgauge.torch_names import is_traced
 
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
@@ -155,7 +156,7 @@ def sqrt(x: Tensor) -> Tensor:
     right. A detour through float64 is right everywhere, but costs a compiled optimizer step a fifth of its time. NumPy's is
     right.
     """
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if is_traced() or x.device.type != "cpu":
         return x.sqrt()
     if x.dtype is torch.float64:
         with np.errstate(invalid="ignore"):

@@ -47,7 +47,7 @@ def decide(norm: Tensor, options: Tensor) -> Tensor:
     Both norms may be infinite. ``found_inf`` is not 0 if GradScaler found a gradient that is not finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options.unbind()
-    scale, unscaled, finite = 1.0 / grad_scale, norm / grad_scale, norm.isfinite()
+    scale, unscaled, finite = reciprocal(grad_scale), norm / grad_scale, norm.isfinite()
     clip = (reciprocal(norm * scale + 1e-6) * max_norm).clamp(max=1.0)
     overflow = (found_inf != 0) | ~finite
     skip = overflow | (unscaled > skip_above)
