@@ -52,16 +52,6 @@ def stochastic_sum(gradients: Sequence[Singles], seeds: Sequence[int]) -> Single
     return total
 
 
-def kahan_sum(gradients: Sequence[Singles]) -> tuple[Singles, Singles]:
-    """A bfloat16 sum and a bfloat16 of what it leaves over, both of the float32 sum of the three."""
-    high, low = gradients[0].copy(), np.zeros_like(gradients[0])
-    for gradient in gradients[1:]:
-        total = high + low + gradient
-        high = nearest(total)
-        low = nearest(total - high)
-    return high, low
-
-
 @dataclass
 class Scale:
     """A loss scale that a person would keep on paper."""

@@ -25,12 +25,12 @@ from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
-from narrowgauge.optim.clip import Finite, StepControl, control_scalars
+from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
 from narrowgauge.optim.loading import make_loaded_states, seed_of, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states, states_beside
+from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, read_leading
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
@@ -190,9 +190,6 @@ class Optimizer(torch.optim.Optimizer):
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
         self.reduction: Any = None
-        # The handle of an active gradient release, and the parameters it has stepped.
-        self.release: Any = None
-        self.released: set[Tensor] = set()
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._control = StepControl(self._is_worth_compiling)
@@ -217,12 +214,6 @@ class Optimizer(torch.optim.Optimizer):
         If true, frameworks do not clip the gradients. So it is true only if necessary: GradScaler refuses to unscale float16
         gradients itself.
         """
-        if self.release is not None:
-            raise RecipeError(
-                "Cannot release gradients as they arrive beside a torch.amp.GradScaler, or a framework that clips: both need all "
-                "gradients first.",
-                "Train in bfloat16 without one, or call remove() on the handle of release_gradients.",
-            )
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
     def add_param_group(self, param_group: Group) -> None:
@@ -324,9 +315,8 @@ class Optimizer(torch.optim.Optimizer):
             check_visible(parameter, row)
             rule = self.rule_in(group, parameter, (names or {}).get(parameter, ()))
             if isinstance(rule, MatrixRule):
-                needed = rule.states(tuple(parameter.shape), group)
-                extras = {name: (s.shape, s.role) for name, s in needed.items() if not s.beside}
-                beside = states_beside(needed)
+                extras = rule.states(tuple(parameter.shape), group)
+                beside = tuple((name, "exp_avg") for name in rule.beside)
             else:
                 beside = rule.kept
             row = row.keeping(beside)
@@ -425,14 +415,10 @@ class Optimizer(torch.optim.Optimizer):
         return 0 if state is None else state.step
 
     def bytes_per_param(self) -> float:
-        """Return bytes per parameter of live weights, gradients (in the parameters' format) and states.
-
-        Gradients that :func:`narrowgauge.optim.release_gradients` frees on arrival do not count.
-        """
+        """Return bytes per parameter of live weights, gradients (in the parameters' format) and states."""
         parameters = [local_of(p) for p in self._parameters()]
-        gradients = [local_of(p) for p in self._parameters() if p not in self.released]
         states = [t for state in map(self.state_of, self._parameters()) if state is not None for t in state.tensors()]
-        total = sum(t.numel() * t.element_size() for t in [*parameters, *gradients, *states])
+        total = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
         return total / max(1, sum(p.numel() for p in parameters))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -467,19 +453,17 @@ class Optimizer(torch.optim.Optimizer):
         if not self._stepped:
             check_replaced(self.state, list(self._parameters()))
             check_in_use(self.parameter_names(), self._model())
-        if self.release is not None:
-            self.release.before_step()
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:
             if self.reduction is not None:
                 self.reduction.require_stepped()
-            self._take_audit([])  # for parameters stepped alone
             return
         device = check_one_device([state.parameter for state in states])
         refuse_capture(device)
         if not self._stepped:
-            self._begin(device)
+            self._stepped = True
+            warn_of_slow_matmuls(self.param_groups)
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
         decision = self._control(
@@ -496,38 +480,15 @@ class Optimizer(torch.optim.Optimizer):
         self.last_control, self.watched_grad_norm = control, decision.own_norm
         self.grad_norm = self.grad_norm if norm is None else norm
         for group, members in work:
-            self._advance(group, members, control)
+            Stepper(group, control, self.auditor, self.audit_every).step(members)
+            for state in members:
+                state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
         if control.device.type == "cpu":
             self.settle()  # nothing to wait for
         for state in states:
             state.gradient = NO_GRADIENT
-
-    def _begin(self, device: torch.device) -> None:
-        self._stepped = True
-        warn_of_slow_matmuls(self.param_groups)
-
-    def step_alone(self, group: Group, parameter: Tensor) -> None:
-        """Step one parameter that has a gradient now, and free the gradient.
-
-        A parameter in a bucket waits for :meth:`step`. A parameter without a state waits too, so that small ones can share a
-        bucket.
-        """
-        state = self.state_of(parameter)
-        if state is None or state.bucket is not None:
-            return
-        with torch.no_grad():
-            states = self._with_gradient({**group, "params": [parameter]})
-            refuse_capture(state.parameter.device)
-            self._advance(group, states, control_scalars(None, None, state.parameter.device))
-        state.gradient, parameter.grad = NO_GRADIENT, None
-        self.released.add(parameter)
-
-    def _advance(self, group: Group, states: list[ParameterState], control: Tensor) -> None:
-        Stepper(group, control, self.auditor, self.audit_every).step(states)
-        for state in states:
-            state.step += 1
 
     def _with_gradient(self, group: Group) -> list[ParameterState]:
         """Set the gradients of a group's states, and return the states that have one."""

@@ -17,7 +17,6 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import care_for, is_left_slow
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage, find
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range, refuse_matrix_rule
@@ -270,8 +269,6 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
     for mine, theirs in zip(groups, saved, strict=True):
-        if "storage" in theirs and "proj_type" in mine:
-            theirs.setdefault("proj_type", USUAL_PROJECTION)  # a group of ours leaves it out
         if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
