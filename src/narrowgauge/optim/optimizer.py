@@ -49,7 +49,6 @@ from narrowgauge.optim.validation import (
     gradient_of,
     known_row,
     refuse_capture,
-    warn_of_slow_matmuls,
 )
 from narrowgauge.spec.storages import Storage, for_vectors
 from narrowgauge.spec.update_rules import Range
@@ -461,9 +460,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         device = check_one_device([state.parameter for state in states])
         refuse_capture(device)
-        if not self._stepped:
-            self._stepped = True
-            warn_of_slow_matmuls(self.param_groups)
+        self._stepped = True
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
         decision = self._control(

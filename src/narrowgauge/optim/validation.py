@@ -6,7 +6,6 @@ The table ``LAWS`` has one row per option of a rule. It is checked when a param 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.machine import care_for, is_left_slow
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.formats import dtype_name
@@ -243,25 +241,6 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
                 "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer or call "
                 "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a forward pass.",
             )
-
-
-class SlowMatmulNotice(UserWarning):
-    """Warn once that a training step spends its time in matmuls without processor instructions."""
-
-
-def warn_of_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
-    """Warn once of bfloat16 matrices on a CPU that does not multiply bfloat16, if no model was prepared."""
-    if not is_left_slow("bfloat16"):
-        return
-    if any(p.dtype is torch.bfloat16 and p.ndim > 1 and p.device.type == "cpu" for g in groups for p in g["params"]):
-        care_for("bfloat16")  # already warned
-        warnings.warn(
-            "this CPU does not multiply bfloat16, and PyTorch's own bfloat16 matmuls are 8 to 180 times slower here than "
-            "float32's. narrowgauge.prepare(model, …) or narrowgauge.swap_linears(model, 'bfloat16') replaces them by "
-            "float32 products with the same values.",
-            SlowMatmulNotice,
-            stacklevel=6,
-        )
 
 
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
