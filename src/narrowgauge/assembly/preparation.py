@@ -169,7 +169,7 @@ def prepare(
     groups = _groups(inner, policy, decays, extra_options, factors)
     stepper = optimizer(
         [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
-        storage=policy.storage,
+        storage=policy.storage.name,
         max_grad_norm=max_grad_norm,
         seed=seed,
         audit_every=audit_every,
@@ -306,7 +306,7 @@ def _groups(
             continue
         key = {
             # The optimizer derives the storage of vectors from the storage of their group.
-            "storage": recipe.storage_of(name, max(2, parameter.ndim)),
+            "storage": recipe.storage_of(name, max(2, parameter.ndim)).name,
             "decays": decays(name, parameter),
             "factor": factors.get(name, 1.0),
             "extra": extra_options[name],

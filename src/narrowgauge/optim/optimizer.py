@@ -42,7 +42,6 @@ from narrowgauge.optim.validation import (
     check_options,
     check_real,
     check_replaced,
-    check_rule,
     check_same_rule,
     check_step,
     check_visible,
@@ -51,7 +50,7 @@ from narrowgauge.optim.validation import (
     refuse_capture,
 )
 from narrowgauge.spec.storages import Storage, for_vectors
-from narrowgauge.spec.update_rules import Range
+from narrowgauge.spec.update_rules import Range, refuse_matrix_rule
 from narrowgauge.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
@@ -71,7 +70,7 @@ def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
     return call
 
 
-_OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler", "rows")
+_OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler")
 _HOOKS = (
     "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post",
 )  # fmt: skip
@@ -80,7 +79,7 @@ _HOOKS = (
 class Options(TypedDict, total=False):
     """List the options of every optimizer here, without those of its rule; see :class:`Optimizer`."""
 
-    storage: str | Storage | None
+    storage: str | None
     max_grad_norm: float | None
     seed: int
     audit_every: int
@@ -112,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
             format (``narrowgauge.prepare`` converts them without losing the cut bits).
         rule: the update rule.
         defaults: the rule's options, which groups may override.
-        storage: a storage of ``narrowgauge.spec.STORAGES``, or its name; ``None`` is ``word``.
+        storage: the name of a storage of ``narrowgauge.spec.STORAGES``, or of three codes joined by ``+``; ``None`` is ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip. With it, a step whose norm is
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
@@ -137,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
         rule: Rule | MatrixRule,
         defaults: dict[str, Any],
         *,
-        storage: str | Storage | None = None,
+        storage: str | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
         audit_every: int = 10,
@@ -152,16 +151,15 @@ class Optimizer(torch.optim.Optimizer):
         Range().check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        row = known_row(USUAL_STORAGE if storage is None else storage, {})
         self._start(
             rule=rule,
             max_grad_norm=max_grad_norm,
             audit_every=audit_every,
             compile=compile,
             loss_scaler=loss_scaler,
-            rows={row.name: row},
         )
-        super().__init__(params, {**defaults, "storage": row.name, "seed": seed, "maximize": maximize})
+        storage = known_row(USUAL_STORAGE if storage is None else storage).name
+        super().__init__(params, {**defaults, "storage": storage, "seed": seed, "maximize": maximize})
 
     def _start(
         self,
@@ -171,9 +169,8 @@ class Optimizer(torch.optim.Optimizer):
         audit_every: int,
         compile: bool | None,
         loss_scaler: LossScaler | None,
-        rows: dict[str, Storage],
     ) -> None:
-        self.rule, self.rows, self.compile = rule, rows, compile
+        self.rule, self.compile = rule, compile
         self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
         # A parameter whose own gradient norm a loop also needs, and that norm in the last step.
@@ -228,13 +225,12 @@ class Optimizer(torch.optim.Optimizer):
         try:
             require_float64(group["params"])
             check_options(group, self.rule)
-            row = known_row(group["storage"], self.rows)
-            self.rows[row.name], group["storage"] = row, row.name
             for parameter in group["params"]:
                 storage = self._storage_in(group, parameter)
                 check_real(parameter)
                 check_visible(parameter, storage)
-                check_rule(self.rule_in(group, parameter), storage)
+                if isinstance(rule := self.rule_in(group, parameter), MatrixRule):
+                    refuse_matrix_rule(rule.name, storage)
         except (ChipError, RecipeError):
             self.param_groups.pop()
             raise
@@ -273,7 +269,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.rule_in(self.group_of(parameter), parameter).name
 
     def _storage_in(self, group: Group, parameter: Tensor) -> Storage:
-        row = known_row(group["storage"], self.rows)
+        row = known_row(group["storage"])
         return for_vectors(row) if parameter.ndim < 2 else row
 
     def rule_in(self, group: Group, parameter: Tensor, states: Collection[str] = ()) -> Rule | MatrixRule:

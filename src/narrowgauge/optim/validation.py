@@ -17,7 +17,7 @@ from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage, find
-from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range, refuse_matrix_rule
+from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
 from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
 
 if TYPE_CHECKING:
@@ -102,20 +102,14 @@ def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
 # ── storages, parameters and gradients ──────────────────────────────────────────────────────────────────────────────
 
 
-def known_row(storage: object, own_rows: Mapping[str, Storage]) -> Storage:
-    """Return the row that ``storage`` names or is. ``own_rows`` are rows outside the table, by name."""
-    if isinstance(storage, Storage):
-        if STORAGES.get(storage.name, storage) != storage:
-            raise RecipeError(
-                f"Cannot use a storage of other codes under the name '{storage.name}' of the table's own row.",
-                "Give it a name of its own: dataclasses.replace(row, name=…).",
-            )
-        return storage
-    row = (own_rows.get(storage) or find(storage)) if isinstance(storage, str) else None
+def known_row(storage: object) -> Storage:
+    """Return the row of a name, from the table or composed of codes."""
+    row = find(storage) if isinstance(storage, str) else None
     if row is None:
-        names = {**STORAGES, **own_rows}
-        belongs = [name for name in names if name.endswith(f"/{storage}")]  # a compute whose name contains the storage
-        near = suggestion(belongs[0] if belongs else storage, names) if isinstance(storage, str) else ""
+        belongs = [
+            name for name in STORAGES if name.endswith(f"/{storage}")
+        ]  # a compute whose name contains the storage
+        near = suggestion(belongs[0] if belongs else storage, STORAGES) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
     return row
 
@@ -144,12 +138,6 @@ def check_real(parameter: Tensor) -> None:
             f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta device.",
             "Give the model its memory (to_empty) and values first, and build the optimizer after.",
         )
-
-
-def check_rule(rule: object, storage: Storage) -> None:
-    """Refuse a rule that does not support the storage's arithmetic."""
-    if isinstance(rule, MatrixRule):
-        refuse_matrix_rule(rule.name, storage)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
