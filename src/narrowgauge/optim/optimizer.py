@@ -311,10 +311,7 @@ class Optimizer(torch.optim.Optimizer):
             rule = self.rule_in(group, parameter, (names or {}).get(parameter, ()))
             if isinstance(rule, MatrixRule):
                 extras = rule.states(tuple(parameter.shape), group)
-                beside = tuple((name, "exp_avg") for name in rule.beside)
-            else:
-                beside = rule.kept
-            row = row.keeping(beside)
+            row = row.keeping(rule.kept)
             kernel = self._kernel(rule, row)
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
             alike.setdefault((kernel, state.parameter.device), []).append(state)

@@ -75,6 +75,11 @@ class MatrixRule:
     average: Callable[[Tensor, States, Options], Result] | None = None
     measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = _no_measure
 
+    @property
+    def kept(self) -> tuple[tuple[str, str], ...]:
+        """Return the states beside the weight, each with the code of a storage that it takes."""
+        return tuple((name, "exp_avg") for name in self.beside)
+
     def update(self, weight: Tensor, gradient: Tensor, states: States, options: Options, step: int) -> Result:
         """Return the change of a weight and the new states: the definition of a step, for tensors of two dims or more.
 
