@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from narrowgauge.errors import RecipeError
 
 State = dict[str, Tensor]
 COUNTERS = ("lives", "good_steps", "num_overflows", "num_held")
-Losses = TypeVar("Losses", list[Tensor], tuple[Tensor, ...])
 
 
 class LossScaler:
@@ -43,7 +42,6 @@ class LossScaler:
         growth_interval: steps without an overflow until the scale grows.
         hysteresis: lives. 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
         floor, ceiling: the smallest and the largest scale. With 2^24 the smallest float16 stands for 2^-48.
-        device: device of the scale. ``None`` is the device of the first loss or overflow.
     Raises:
         RecipeError: a scale is not a power of two, or limits contradict each other.
 
@@ -70,7 +68,6 @@ class LossScaler:
         hysteresis: int = 2,
         floor: float = 1.0,
         ceiling: float = 2.0**24,
-        device: torch.device | str | None = None,
     ) -> None:
         for name, value in (("initial", initial), ("floor", floor), ("ceiling", ceiling)):
             _require_power_of_two(name, value)
@@ -84,34 +81,26 @@ class LossScaler:
             )
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.floor, self.ceiling = float(floor), float(ceiling)
-        self._waits_for_device = device is None
+        self._waits_for_device = True
         self.request: object = None
         """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
-        self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32, device=device)}
+        self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32)}
         for name in COUNTERS:
             value = hysteresis if name == "lives" else 0
-            self._state[name] = torch.full((), value, dtype=torch.int32, device=device)
+            self._state[name] = torch.full((), value, dtype=torch.int32)
 
     @classmethod
-    def static(cls, scale: float, *, device: torch.device | str | None = None) -> LossScaler:
+    def static(cls, scale: float) -> LossScaler:
         """Return a scaler with a constant scale, a power of two. It still counts and reports overflows."""
-        return cls(scale, floor=scale, ceiling=scale, device=device)
+        return cls(scale, floor=scale, ceiling=scale)
 
-    @overload
-    def scale(self, loss: Tensor) -> Tensor: ...
-
-    @overload
-    def scale(self, loss: Losses) -> Losses: ...
-
-    def scale(self, loss: Any) -> Any:
-        """Return the loss, or a list or tuple of losses, times the scale, for backward.
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale, for backward.
 
         A float16 loss can already overflow here: compute it in float32.
         """
         self.request = object()  # written, never read here, so a compiled loss is not recompiled for it
-        if isinstance(loss, Tensor):
-            return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
-        return type(loss)(map(self.scale, loss))
+        return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
 
     @property
     def scale_tensor(self) -> Tensor:

@@ -305,12 +305,11 @@ class Optimizer(torch.optim.Optimizer):
         states: dict[Tensor, ParameterState] = {}
         alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
         for parameter in parameters:
-            row, extras = self._storage_in(group, parameter), {}
+            row = self._storage_in(group, parameter)
             require_float64([parameter])
             check_visible(parameter, row)
             rule = self.rule_in(group, parameter, (names or {}).get(parameter, ()))
-            if isinstance(rule, MatrixRule):
-                extras = rule.states(tuple(parameter.shape), group)
+            extras = rule.states(tuple(parameter.shape), group) if isinstance(rule, MatrixRule) else {}
             row = row.keeping(rule.kept)
             kernel = self._kernel(rule, row)
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
