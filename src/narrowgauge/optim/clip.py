@@ -29,13 +29,12 @@ class Decision(NamedTuple):
 
     Args:
         control: the scalars of ``CONTROL``, ``[2]``. Float64 if any gradient is float64, else float32.
-        norm, own_norm: norm of all unscaled gradients, and of one gradient. ``None`` if unused.
+        norm: norm of all unscaled gradients; ``None`` if unused.
         finite: ``None`` on a CPU, where the gradients themselves can be read after the step.
     """
 
     control: Tensor
     norm: Tensor | None
-    own_norm: Tensor | None
     finite: Finite | None
 
 
@@ -81,9 +80,8 @@ class StepControl:
         skip_above: float,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        own: Tensor | None = None,
     ) -> Decision:
-        """Decide for all gradients; ``own`` is one of them. Skip the step if the norm is above ``skip_above``.
+        """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
         Args:
             max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
@@ -97,7 +95,7 @@ class StepControl:
         needs_norm = not (max_norm is None and self.loss_scaler is None and skip_above == math.inf)
         if not needs_norm and scale is found_inf is None:
             unchanged = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu")
-            return Decision(to_device(unchanged, device), None, None, None)
+            return Decision(to_device(unchanged, device), None, None)
         peaks = None if device.type == "cpu" else largest_magnitudes([local_of(g) for g in gradients])
         finite = None if peaks is None else lambda: torch.stack(peaks).isfinite().tolist()
         is_double = needs_norm and any(g.dtype is torch.float64 for g in gradients)
@@ -108,14 +106,13 @@ class StepControl:
             if scalar is not None:
                 options[place] = scalar.to(options).view(())
         if not needs_norm:
-            return Decision(decide(options.new_zeros(()), options)[:2], None, None, finite)
+            return Decision(decide(options.new_zeros(()), options)[:2], None, finite)
         compile = self._worth_compiling(sum(g.numel() for g in gradients))
-        squares, own_squares = exact_squares(gradients, own, peaks=peaks, compile=compile)
+        squares = exact_squares(gradients, peaks=peaks, compile=compile)
         decided = decide(sqrt(squares).to(options.dtype), options)
-        own_norm = None if own_squares is None else decide(sqrt(own_squares).to(options.dtype), options)[2]
         if is_ours and self.loss_scaler is not None:
             self.loss_scaler.update_(decided[3])
-        return Decision(decided[:2], decided[2], own_norm, finite)
+        return Decision(decided[:2], decided[2], finite)
 
     def _scale_of_loss(
         self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None

@@ -173,9 +173,6 @@ class Optimizer(torch.optim.Optimizer):
         self.rule, self.compile = rule, compile
         self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
-        # A parameter whose own gradient norm a loop also needs, and that norm in the last step.
-        self.watched: Tensor | None = None
-        self.watched_grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
         self.skip_above = math.inf
@@ -463,10 +460,9 @@ class Optimizer(torch.optim.Optimizer):
             # torch.amp.GradScaler sets these two during a step.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
-            own=next((g for s, g in zip(states, gradients, strict=True) if s.owner is self.watched), None),
         )
         control, norm = decision.control, decision.norm
-        self.last_control, self.watched_grad_norm = control, decision.own_norm
+        self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
         for group, members in work:
             Stepper(group, control, self.auditor, self.audit_every).step(members)

@@ -273,7 +273,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             narrow_gather=config.narrow_gather,
             average=False,
         )
-    optimizer.watched = next(model.get_input_embeddings().parameters())
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
