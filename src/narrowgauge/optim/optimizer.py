@@ -558,19 +558,13 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
 
-    def load_states(
-        self, entries: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]] | None = None
-    ) -> None:
+    def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Replace all states by states from :meth:`states`. A refused state changes nothing.
 
-        Args:
-            entries: the state of each parameter.
-            groups: options of the saved states; ``None`` for the optimizer's own. A group without ``storage`` is from plain
-                ``torch.optim``. Its moments are rounded.
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.
         """
-        states = make_loaded_states(self, entries, groups or self.param_groups)
+        states = make_loaded_states(self, entries, self.param_groups)
         self.__setstate__({"state": defaultdict(dict, {**self._free(), **states})})
 
     def __getstate__(self) -> dict[str, Any]:
