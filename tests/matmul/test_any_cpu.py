@@ -11,7 +11,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge import machine
 from narrowgauge.machine import pretending
 from narrowgauge.matmul import gemm
 from narrowgauge.matmul.gemm import EmulationNotice
@@ -26,7 +25,6 @@ TOKENS = torch.arange(18).reshape(2, 9) % 32
 def laptop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """AVX2 alone, in a process that has not warned yet."""
     monkeypatch.setattr(gemm, "_WARNED", set())
-    monkeypatch.setattr(machine, "_emulated", set())
     with pretending("avx2"):
         yield
 
