@@ -32,7 +32,7 @@ from timing import NOT_INSTALLED, Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from oracles.published_states import PUBLISHED, CodedAdamW, PublishedStates
@@ -93,13 +93,11 @@ class Stall:
         return float((moved - self.wanted).norm() / self.wanted.norm())
 
 
-def ours(
-    case: Stall, storage: str | Storage, device: str = "cpu", *, compile: bool = False
-) -> tuple[Trainee, ng.AdamW]:
+def ours(case: Stall, storage: str, device: str = "cpu", *, compile: bool = False) -> tuple[Trainee, ng.AdamW]:
     """A trainee of one of our storages, and its optimizer for the audit."""
-    row = STORAGES[storage] if isinstance(storage, str) else storage
+    row = STORAGES[storage]
     weight = nn.Parameter(case.start.to(device, getattr(torch, row.visible), copy=True))
-    optimizer = ng.AdamW([("weight", weight)], lr=LR, **OPTIONS, storage=row, compile=compile)
+    optimizer = ng.AdamW([("weight", weight)], lr=LR, **OPTIONS, storage=storage, compile=compile)
     optimizer.adopt({weight: case.start.to(device).float()})  # a visible format narrower than bfloat16 cuts it
 
     def step() -> None:
@@ -110,19 +108,18 @@ def ours(
     return Trainee(weight, step, lambda: optimizer.stored(weight).cpu()), optimizer
 
 
-def our_row(case: Stall, storage: str | Storage) -> Row:
+def our_row(case: Stall, storage: str) -> Row:
     """Error and audit of one of our storages."""
     trainee, optimizer = ours(case, storage)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         error = case.error(trainee)
     reading = ng.audit(optimizer)["weight"]
-    row = STORAGES[storage] if isinstance(storage, str) else storage
     return {
-        "": f"ours {row.name}",
+        "": f"ours {storage}",
         "bytes per parameter": optimizer.bytes_per_param(),
         "error": error,
-        "asked": f"≤ {ASKED[row.name]:g}" if row.name in ASKED else "",
+        "asked": f"≤ {ASKED[storage]:g}" if storage in ASKED else "",
         "EDQ": reading.edq,
         "noise": reading.noise,
         "lost": f"{reading.lost_fraction:.1%}",

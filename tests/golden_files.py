@@ -32,7 +32,7 @@ def tolerance_of(name: str) -> float:
 _LEVELS = (
     "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx512f", "avx_vnni", "avx2", "sve2", "sve", "bf16", "asimd",
 )  # fmt: skip
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "NARROWGAUGE_CPU")
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 Curves = Mapping[str, Sequence[float]]
 """Losses by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -121,3 +122,13 @@ def bytes_alone(code: Code, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor of ``shape`` in a code, where no value shares its word, with the scales of its rows."""
     scales = 4 * math.prod(shape[:-1]) if code.scaled else 0
     return math.prod(shape) * code.parts * width_alone(code) // 8 + scales
+
+
+def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's folder, whole."""
+    from narrowgauge.checkpoints.dcp_files import described, fill  # imports a second of torch.distributed
+
+    saved = described(checkpoint)
+    tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in saved.items()}
+    fill(checkpoint, tensors)
+    return tensors

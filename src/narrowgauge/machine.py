@@ -2,7 +2,7 @@
 
 AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16. VNNI, AMX and I8MM multiply int8. All processors multiply
 float32. PyTorch multiplies other formats in loops that are 8 to 180 times slower than float32's (``RESULTS.md``). So callers
-multiply them as float32. PyTorch calls oneDNN for these matmuls. It does not use instruction sets above ``ONEDNN_MAX_CPU_ISA``.
+multiply them as float32.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
@@ -24,25 +21,11 @@ from typing import Any
 
 from narrowgauge.errors import ChipError
 
-TESTED_TORCH = ("2.11", "2.13", "2.15")
-"""The tested releases of PyTorch: the oldest that this package allows, the one that ``./dev`` installs, and the newest."""
-OVERRIDE = "NARROWGAUGE_CPU"
-"""Environment variable with instruction sets to assume instead of the processor's, such as ``avx2,fma``."""
-
 # Instruction sets that multiply a format; any of them suffices.
 _MULTIPLYING = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16"},
     "int8": {"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"},
 }
-# Values of ONEDNN_MAX_CPU_ISA in ascending order, each with the sets above that it adds; x86 only.
-_LEVELS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("SSE41", ()), ("AVX", ()), ("AVX2", ()), ("AVX2_VNNI", ("avx_vnni",)), ("AVX2_VNNI_2", ()), ("AVX512_CORE", ()),
-    ("AVX512_CORE_VNNI", ("avx512_vnni",)), ("AVX512_CORE_BF16", ("avx512_bf16",)), ("AVX512_CORE_FP16", ()),
-    ("AVX10_1_512", ()), ("AVX512_CORE_AMX", ("amx_bf16", "amx_int8")),
-)  # fmt: skip
-# oneDNN reads both names; the first takes precedence.
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-_emulated: set[str] = set()
 
 
 def multiplies(format: str) -> bool:
@@ -53,16 +36,6 @@ def multiplies(format: str) -> bool:
         (True, False)
     """
     return format in ("float32", "float64") or bool(_usable & _MULTIPLYING.get(format, set()))
-
-
-def care_for(format: str) -> None:
-    """Record that matmuls of a model in a format are emulated in float32 if they are not native."""
-    _emulated.add(format)
-
-
-def is_left_slow(format: str) -> bool:
-    """Return whether matmuls in a format are slow here and no model emulates them (see :func:`care_for`)."""
-    return not multiplies(format) and format not in _emulated
 
 
 @contextlib.contextmanager
@@ -82,23 +55,9 @@ def pretending(*sets: str) -> Iterator[None]:
         _usable = before
 
 
-def usable_sets() -> frozenset[str]:
-    """Return the instruction sets that PyTorch uses for matmuls."""
-    if (named := os.environ.get(OVERRIDE)) is not None:
-        return frozenset(name.strip().lower() for name in named.split(","))
-    return instruction_sets() - forbidden_by(next((os.environ[name] for name in _LIMITS if os.environ.get(name)), ""))
-
-
-def forbidden_by(level: str) -> frozenset[str]:
-    """Return the sets above a value of ``ONEDNN_MAX_CPU_ISA``, none for an unknown value."""
-    names = [name for name, _ in _LEVELS]
-    above = _LEVELS[names.index(level.upper()) + 1 :] if level.upper() in names else ()
-    return frozenset(name for _, added in above for name in added)
-
-
 @lru_cache(None)
 def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return this processor's instruction sets by Linux's names, none elsewhere. Ignore environment variables."""
+    """Return this processor's instruction sets by Linux's names, none elsewhere."""
     return frozenset((_cpuinfo("flags", cpuinfo) or _cpuinfo("features", cpuinfo)).split())
 
 
@@ -130,24 +89,6 @@ def require_float64(tensors: Iterable[Any]) -> None:
         )
 
 
-def untested_torch(version: str) -> str:
-    """Return a warning for a release of PyTorch newer than the tested ones, else an empty string.
-
-    Example:
-        >>> untested_torch("2.15.1+cpu"), untested_torch("2.9.0")
-        ('', '')
-        >>> untested_torch("3.0.0a0").partition(":")[0]
-        'narrowgauge was tested with PyTorch 2.11 to 2.15, and this is 3.0.0a0'
-    """
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or tuple(map(int, numbers.groups())) <= tuple(map(int, TESTED_TORCH[-1].split("."))):
-        return ""
-    return (
-        f"narrowgauge was tested with PyTorch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}, and this is {version}: compiled kernels "
-        "are compared with their definitions before they are used; nothing else of it was tested."
-    )
-
-
 def installed_version(package: str) -> str | None:
     """Return the version of a package without importing it, or ``None`` if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
@@ -160,8 +101,8 @@ def installed_version(package: str) -> str | None:
 
 # ── folders and compilers ───────────────────────────────────────────────────────────────────────────────────────────────
 #
-# PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler or the headers of Python it fails in the first
-# training step, with 150 lines of error. Compiling three lines first takes a quarter of a second.
+# PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler it fails in the first training step, with 150 lines of
+# error.
 
 
 def cache_folder() -> Path:
@@ -173,9 +114,6 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "narrowgauge"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
-
-
-LIMIT_SECONDS = 60
 
 
 def compiler_name() -> str:
@@ -195,10 +133,7 @@ def compiler_missing() -> str:
     if torch is not None and " " in (torch.origin or ""):  # PyTorch's compiler does not quote paths
         return f"PyTorch's compiler cannot work from '{torch.origin}'"
     name = compiler_name()
-    if not shutil.which(name):
-        return f"no C++ compiler ('{name}') is on PATH"
-    reason = "" if sys.platform == "win32" else _failure(name)
-    return f"the C++ compiler '{name}' does not work ({reason})" if reason else ""
+    return "" if shutil.which(name) else f"no C++ compiler ('{name}') is on PATH"
 
 
 def gpu_compiler_missing() -> str:
@@ -215,22 +150,4 @@ def gpu_compiler_missing() -> str:
     return "" if header.is_file() else f"the headers of Python are not installed ({header})"
 
 
-@lru_cache
-def _failure(compiler: str) -> str:
-    """Return the first error of compiling a library that uses Python and OpenMP, or an empty string."""
-    # Apple's compiler needs a library for OpenMP. PyTorch knows its path.
-    on_mac = sys.platform == "darwin"
-    flags, includes = (["-undefined", "dynamic_lookup"], "") if on_mac else (["-fopenmp"], "#include <omp.h>\n")
-    source = f'#include <Python.h>\n{includes}extern "C" int narrowgauge() {{ return 0; }}\n'
-    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
-        command = [compiler, "-x", "c++", "-", "-shared", "-fPIC", *flags, "-o", str(Path(folder) / "probe.so")]
-        command += [f"-I{sysconfig.get_path(name)}" for name in ("include", "platinclude")]
-        try:
-            result = subprocess.run(command, input=source, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()] or [f"status {result.returncode}"]
-    return next((line for line in lines if "error" in line), lines[0])[:200] if result.returncode else ""
-
-
-_usable = usable_sets()
+_usable = instruction_sets()

@@ -49,8 +49,6 @@ A release that renames one of these fails here, with a plain ImportError or Attr
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -60,18 +58,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from narrowgauge.machine import untested_torch
-
-
-def _warn_of_release() -> None:
-    """Warn once a run: on rank 0, and not in processes that load data or compile."""
-    message = untested_torch(torch.__version__)
-    if message and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
-        warnings.warn(message, stacklevel=2)
-
-
-_warn_of_release()
 
 # ── public PyTorch, in few words ────────────────────────────────────────────────────────────────────────────────────────
 

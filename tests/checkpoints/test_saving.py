@@ -21,7 +21,7 @@ from narrowgauge.checkpoints import dcp_files
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, damage, latest_checkpoint
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import digest
-from tensors import assert_same_bits
+from tensors import assert_same_bits, tensors_in
 
 STATE = {"step": 3, "seed": 2**63, "loss": 0.1, "worst": math.inf, "names": ["a", None, True], "text": "ü"}
 
@@ -59,7 +59,7 @@ def save(folder: Path, step: int, content: dict[str, torch.Tensor], state: dict[
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     assert not damage(path)
     checkpoint = Checkpoint(path, int(path.name.removeprefix("step-")))
-    return checkpoint.tensors(), checkpoint.state()
+    return tensors_in(path), checkpoint.state()
 
 
 def names(folder: Path) -> list[str]:
@@ -90,7 +90,7 @@ def test_only_the_newest_are_kept_and_the_same_step_is_replaced(tmp_path: Path) 
     assert names(tmp_path) == ["step-09999999", "step-123456789"]
     latest = latest_checkpoint(tmp_path, must_not_be_called)
     assert latest is not None and latest.step == 123_456_789
-    assert_same_bits(latest.tensors(), tensors(123_456_789))
+    assert_same_bits(tensors_in(latest.path), tensors(123_456_789))
 
 
 def truncate(path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, harm: 
     latest = latest_checkpoint(tmp_path, lambda path, why: reported.append((path, why)))
     assert [path for path, _ in reported] == [newest] and re.search(word, reported[0][1])
     assert latest is not None and latest.step == 1
-    assert_same_bits(latest.tensors(), tensors(1))
+    assert_same_bits(tensors_in(latest.path), tensors(1))
     assert_same_bits(load(save(tmp_path, 2, tensors(3), {"n": 3}))[0], tensors(3))
 
 
@@ -263,7 +263,7 @@ def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> 
     for name in killed:
         latest = latest_checkpoint(tmp_path / name, must_not_be_called)
         assert latest is not None
-        found, state = latest.tensors(), latest.state()
+        found, state = tensors_in(latest.path), latest.state()
         step = state["step"]
         assert_same_bits(found, {"w": torch.full((1000,), float(step)), "m": torch.arange(5) + step})
         # Nothing half-written or half-removed bears a checkpoint's name, and nothing else is left.

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from narrowgauge.checkpoints import dcp_files, saving
-from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
+from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecordError
 from ranks import run_ranks
-from tensors import assert_same_bits
+from tensors import assert_same_bits, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -61,7 +61,7 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
         saver.wait()
     checkpoint = latest_checkpoint(folder, must_not_be_called, ranks)
     assert checkpoint is not None
-    return caught.value.message, checkpoint.step, float(checkpoint.tensors()["w"].sum())
+    return caught.value.message, checkpoint.step, float(tensors_in(checkpoint.path)["w"].sum())
 
 
 def save_replicas(rank: int, folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(
     run_ranks(save_replicas, 4, tmp_path / "ranks", tmp_path / "run")
     first, second = sorted((tmp_path / "run" / "checkpoints").iterdir())
     expected = {"w": torch.arange(14.0).view(7, 2), "plain": torch.ones(2), "number": torch.tensor(3)}
-    assert_same_bits(Checkpoint(first, 1).tensors(), expected)
+    assert_same_bits(tensors_in(first), expected)
     files = sorted(second.glob("*.safetensors"))
     assert sorted(name for file in files for name in load_file(file)) == ["number", "plain", "w", "w"]
     data = bytearray(files[-1].read_bytes())

@@ -193,39 +193,6 @@ def test_what_cannot_be_done_is_refused() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def released(rank: int) -> tuple[list[dict[str, Tensor]], list[str]]:
-    """Weights after steps that kept their gradients, and after ones that released them as they arrived; and what is refused."""
-    weights, refused = [], []
-    for releases, is_last in ((False, True), (True, True), (True, False)):
-        model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
-        nn.init.constant_(model.weight, 0.5)
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = ng.AdamW(model.parameters(), lr=0.1, storage="word", compile=False)
-        if releases:
-            ng.optim.release_gradients(optimizer)
-        reduction = ng.reduce_gradients_with(model, "reproducible")
-        try:
-            for step in range(2):
-                optimizer.zero_grad()
-                for last in (True,) if is_last else (False, True):
-                    with reduction.micro_batch(is_last=last):
-                        model(torch.full((1, 256), 1.0 + rank, dtype=torch.bfloat16)).sum().backward()
-                # The first gradients wait for the step.
-                assert (model.weight.grad is None) is (releases and step > 0)
-                optimizer.step()
-        except RecipeError as error:
-            refused.append(str(error))
-            continue
-        weights.append({"weight": whole(model.weight.detach())})
-    return weights, refused
-
-
-def test_sums_are_released_and_addends_are_not(tmp_path: Path) -> None:
-    for (kept, freed), refused in run_ranks(released, 2, tmp_path):
-        close(freed, kept, 0.0)
-        assert len(refused) == 1 and "a second one" in refused[0]
-
-
 # ── backward passes that nothing surrounds ──────────────────────────────────────────────────────────────────────────────
 
 

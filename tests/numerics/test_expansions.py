@@ -130,7 +130,7 @@ def test_two_prod_is_exact_for_all_pairs(name: str) -> None:
     assert torch.equal(rn(e[fits]), e[fits])
 
 
-@pytest.mark.parametrize("dropped", [0, 13, 16, 20])
+@pytest.mark.parametrize("dropped", [13, 16, 20])
 def test_two_sum_and_two_prod_at_any_distance(dropped: int) -> None:
     rn, generator = NearestEven(dropped), torch.Generator().manual_seed(dropped)
     a = rn(torch.randn(20_000, generator=generator))

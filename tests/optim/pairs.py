@@ -83,10 +83,9 @@ RULES = {
     "lion": Row(ng.Lion, {"lr": 0.2}, 0.03, {"weight8": 1.5}),
     "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
     "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),
-    "adafactor": Row(ng.Adafactor, {"lr": 0.3, "beta1": 0.9, **OWN_RATE}, 0.029, matrix=True),
+    "adafactor": Row(ng.Adafactor, {"lr": 0.3, **OWN_RATE}, 0.029, matrix=True),
     # Its moments are rounded too; after 200 steps 0.03 % is left at most.
     "galore": Row(ng.optim.GaLore, SUBSPACE, 0.052, {"word": 1.5, "states8": 1.4, "compact": 1.5}, matrix=True),
-    "galore full": Row(ng.optim.GaLore, {**SUBSPACE, "proj_type": "full"}, 0.173, matrix=True),
     "gradnorm_lorp": Row(ng.optim.GradNormLoRP, SUBSPACE, 0.083, {"weight8": 1.5}, matrix=True),
 }
 

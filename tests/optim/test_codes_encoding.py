@@ -13,7 +13,6 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import codes, layout
-from narrowgauge.optim.accumulation import ACCUMULATIONS
 from narrowgauge.spec.storages import MOMENT_CODES, WEIGHT_CODES, Code, Storage, find
 from optim.scenarios import CUT
 from oracles import codes as oracle
@@ -26,7 +25,7 @@ IN_TABLES = {
     replace(code, parts=1)
     for row in CUT.values()
     for code in (row.weight, row.exp_avg, row.exp_avg_sq, *MOMENT_CODES.values())
-} | {row.code for row in ACCUMULATIONS.values() if row.code is not None}
+}
 OTHERS = {
     Code("e4m3", 4, 3, lowest=-6),
     Code("e5m2, unsigned, held", 5, 2, signed=False, lowest=-14, hold=True),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.optim.rules.matrix import MatrixRule, states_beside
+from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.storages import FLOAT32, STORAGES
 from optim.pairs import ELEMENTWISE, EVERY, FEW, MOST, RULES, SOME, Shape, build, everything, parameters
 from tensors import assert_same_bits, bits, bytes_alone, parameters_of, step_gradients, take_steps
@@ -216,9 +216,9 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     storage, group = STORAGES[optimizer.param_groups[0]["storage"]], optimizer.param_groups[0]
     if isinstance(optimizer.rule, MatrixRule):
         states = optimizer.rule.states((rows, cols), group)
-        row = storage.keeping(states_beside(states))
+        row = storage.keeping(optimizer.rule.kept)
         codes = {name: FLOAT32 if state.role is None else storage.code(state.role) for name, state in states.items()}
-        whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items() if not state.beside)
+        whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())
     else:
         row, whole = storage.keeping(optimizer.rule.under(group).kept), 0
     return row.bytes_per_param + row.bytes_per_row / cols + whole / (rows * cols)

@@ -12,11 +12,9 @@ from narrowgauge.assembly.preparation import class_of
 from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
 from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
 
 RATES = {"params", "lr", "weight_decay", "options"}
-LEFT_OUT = {"proj_type": USUAL_PROJECTION}  # a group has no such entry where it is this
 
 
 def test_every_optimizer_has_a_row_and_every_row_an_optimizer() -> None:
@@ -38,5 +36,4 @@ def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_step
     optimizer = class_of(rule)([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32")
     assert optimizer.rule.name == rule and isinstance(optimizer.rule, MatrixRule) == row.is_matrix
     if isinstance(optimizer.rule, MatrixRule):
-        defaults = {**LEFT_OUT, **optimizer.defaults}
-        assert {name: defaults[name] for name in optimizer.rule.defaults} == optimizer.rule.defaults
+        assert {name: optimizer.defaults[name] for name in optimizer.rule.defaults} == optimizer.rule.defaults

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.spec.storages import CODES, STORAGES
 from optim.scenarios import kept, parameters
 from tensors import assert_same_bits, take_steps
 
@@ -50,13 +47,3 @@ def test_a_damaged_state_is_refused_and_nothing_is_lost(storage: str, place: int
     straight = trained(storage)
     take_steps(straight, range(5, 7), scale=0.01)
     assert_same_bits(kept(straight), kept(optimizer))
-
-
-def test_a_row_of_ones_own_is_obeyed_and_an_impostor_refused() -> None:
-    longer = replace(STORAGES["word"], name="word16", weight=CODES["tail16"], exp_avg=STORAGES["split"].exp_avg)
-    optimizer = ng.AdamW(parameters("word", SHAPES), storage=longer, compile=False)
-    take_steps(optimizer, range(3), scale=0.01)
-    assert set(optimizer.state_dict()["state"][0]) == {"step", "tail", "exp_avg", "exp_avg_sq"}
-    assert "word16" not in STORAGES
-    with pytest.raises(ng.errors.RecipeError, match="name of its own"):
-        ng.AdamW(parameters("word", SHAPES), storage=replace(longer, name="word"))

@@ -52,23 +52,11 @@ def stochastic_sum(gradients: Sequence[Singles], seeds: Sequence[int]) -> Single
     return total
 
 
-def kahan_sum(gradients: Sequence[Singles]) -> tuple[Singles, Singles]:
-    """A bfloat16 sum and a bfloat16 of what it leaves over, both of the float32 sum of the three."""
-    high, low = gradients[0].copy(), np.zeros_like(gradients[0])
-    for gradient in gradients[1:]:
-        total = high + low + gradient
-        high = nearest(total)
-        low = nearest(total - high)
-    return high, low
-
-
 @dataclass
 class Scale:
     """A loss scale that a person would keep on paper."""
 
     scale: float
-    growth_factor: float
-    backoff_factor: float
     growth_interval: int
     hysteresis: int
     floor: float
@@ -85,13 +73,13 @@ class Scale:
             self.good_in_a_row += 1
             if self.good_in_a_row == self.growth_interval:
                 self.good_in_a_row = 0
-                self.scale = min(self.scale * self.growth_factor, self.ceiling)
+                self.scale = min(self.scale * 2, self.ceiling)
             return
         self.overflows += 1
         self.overflows_in_a_row += 1
         self.good_in_a_row = 0
         if self.overflows_in_a_row >= self.hysteresis:
-            before, self.scale = self.scale, max(self.scale * self.backoff_factor, self.floor)
+            before, self.scale = self.scale, max(self.scale / 2, self.floor)
             self.held += before == self.scale
 
     def as_dict(self) -> dict[str, Any]:

@@ -53,15 +53,13 @@ def splitmix_fingerprint(bits: Sequence[int], offset: int = 0) -> int:
 
 
 def update_sums(intended: Sequence[float], stored: Sequence[float], visible: Sequence[float]) -> list[Fraction]:
-    """The sums of an update without decay, as fractions, in their order: dd, de, ee, dv, vv, nonzero, lost, unseen, cc, ct,
-    elements, spacings."""
+    """The sums of an update without decay, as fractions, in their order: dd, de, ee, nonzero, lost, unseen, cc, ct, elements,
+    spacings."""
     rows = [(Fraction(d), Fraction(e), Fraction(v)) for d, e, v in zip(intended, stored, visible, strict=True)]
     return [
         sum((d * d for d, _, _ in rows), Fraction(0)),
         sum((d * e for d, e, _ in rows), Fraction(0)),
         sum((e * e for _, e, _ in rows), Fraction(0)),
-        sum((d * v for d, _, v in rows), Fraction(0)),
-        sum((v * v for _, _, v in rows), Fraction(0)),
         Fraction(sum(d != 0 for d, _, _ in rows)),
         Fraction(sum(d != 0 and e == 0 for d, e, _ in rows)),
         Fraction(sum(d != 0 and v == 0 for d, _, v in rows)),

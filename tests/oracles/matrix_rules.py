@@ -64,14 +64,13 @@ class Adam:
 
 @dataclass
 class Subspace:
-    """Zhao et al. 2024 (2403.03507): Adam on the leading singular vectors of the shorter side, or of both, found again every
-    ``gap`` steps."""
+    """Zhao et al. 2024 (2403.03507): Adam on the leading singular vectors of the shorter side, found again every ``gap``
+    steps."""
 
     adam: Adam
     rank: int
     gap: int
     scale: float
-    both: bool = False
     left: Matrix | None = None
     right: Matrix | None = None
 
@@ -79,8 +78,8 @@ class Subspace:
         if self.adam.t % self.gap == 0:
             u, _, vt = np.linalg.svd(g, full_matrices=False)
             columns_are_shorter = g.shape[0] >= g.shape[1]
-            self.left = _fixed(u[:, : self.rank]) if self.both or not columns_are_shorter else np.eye(g.shape[0])
-            self.right = _fixed(vt[: self.rank].T) if self.both or columns_are_shorter else np.eye(g.shape[1])
+            self.left = np.eye(g.shape[0]) if columns_are_shorter else _fixed(u[:, : self.rank])
+            self.right = _fixed(vt[: self.rank].T) if columns_are_shorter else np.eye(g.shape[1])
         assert self.left is not None and self.right is not None
         return self.scale * self.left @ self.adam.step(self.left.T @ g @ self.right) @ self.right.T
 

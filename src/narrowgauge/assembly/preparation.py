@@ -9,8 +9,7 @@ of :mod:`narrowgauge.matmul.scopes` come last.
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def prepare(
 
     The model then computes with each weight in its visible format. The optimizer holds the remaining bits. Before the first
     step, the stored weights are the given float32 weights, rounded once to the storage's code. The optimizer's defaults are
-    ``torch.optim``'s. A :class:`DifferenceNotice` names the exceptions once.
+    ``torch.optim``'s.
 
     Language models usually train with ``betas=(0.9, 0.95)``, ``weight_decay=0.1`` of matrices alone and ``max_grad_norm=1.0``,
     as ``narrowgauge train`` does.
@@ -170,7 +169,7 @@ def prepare(
     groups = _groups(inner, policy, decays, extra_options, factors)
     stepper = optimizer(
         [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
-        storage=policy.storage,
+        storage=policy.storage.name,
         max_grad_norm=max_grad_norm,
         seed=seed,
         audit_every=audit_every,
@@ -191,7 +190,6 @@ def prepare(
         stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
     sync_amax_before_steps(inner, stepper)
     carry_state(stepper, inner)
-    _notice_differences(stepper, policy)
     return model, stepper
 
 
@@ -308,7 +306,7 @@ def _groups(
             continue
         key = {
             # The optimizer derives the storage of vectors from the storage of their group.
-            "storage": recipe.storage_of(name, max(2, parameter.ndim)),
+            "storage": recipe.storage_of(name, max(2, parameter.ndim)).name,
             "decays": decays(name, parameter),
             "factor": factors.get(name, 1.0),
             "extra": extra_options[name],
@@ -352,35 +350,3 @@ def _set_rates(optimizer: Optimizer, groups: list[dict[str, Any]], is_unit_scale
             rate = group["lr"] * factor
             decay = float(group["weight_decay"] * _DECAYED_AT / rate)
             group.update(lr=rate, lr_factor=factor, weight_decay=decay)
-
-
-class DifferenceNotice(UserWarning):
-    """Warn once how an optimizer differs from ``torch.optim.AdamW`` with the same options."""
-
-
-_NOTICED: set[str] = set()
-
-
-def _notice_differences(optimizer: Optimizer, recipe: Recipe) -> None:
-    for text in _differences(optimizer, recipe):
-        if text not in _NOTICED:
-            _NOTICED.add(text)
-            warnings.warn(text, DifferenceNotice, stacklevel=3)
-
-
-def _differences(optimizer: Optimizer, recipe: Recipe) -> Iterator[str]:
-    if any("lr_factor" in group for group in optimizer.param_groups):
-        yield (
-            f"recipe '{recipe.name}' multiplies each parameter's learning rate by a factor of its shape. It decays weights as at "
-            f"a rate of {_DECAYED_AT:g}, whatever the rate. torch.optim.AdamW does neither."
-        )
-    for group in optimizer.param_groups:
-        row = optimizer.rows[group["storage"]]
-        beta2 = float(group["betas"][1]) if "betas" in group else 0.0
-        if row.highest_beta2 is not None and beta2 > row.highest_beta2:
-            yield (
-                f"beta2 = {beta2:g} freezes the second moments of storage '{row.name}': it moves them by less than half an ulp "
-                f"of {row.exp_avg_sq.mantissa_bits} mantissa bits. Take a beta2 below {row.highest_beta2:.4g}, such as "
-                f"betas=(0.9, 0.95), or storage '{row.fallback}'."
-            )
-            return

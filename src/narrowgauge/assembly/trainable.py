@@ -98,7 +98,7 @@ def _no_match(what: str, kind: str, model: nn.Module, names: list[str]) -> Recip
 
 
 def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
-    """Refuse sparse gradients and a batch norm of mixed dtypes. Refuse modules with memory if bits must not depend on ranks."""
+    """Refuse sparse gradients. Refuse modules with memory if bits must not depend on ranks."""
     kind = type(module).__name__
     if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters()):
         raise RecipeError(
@@ -110,22 +110,6 @@ def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
         raise RecipeError(
             f"Cannot give the same bits on any number of ranks by recipe '{recipe.name}' because '{name}' is a {kind}, {reason}.",
             f"{advice}, or take another reduction.",
-        )
-    if (
-        not isinstance(module, _BatchNorm)
-        or not module.affine
-        or module.running_mean is None
-        or recipe.dtype == "float64"
-    ):
-        return
-    # Buffers are never rounded, and PyTorch does not compute with mixed dtypes here.
-    visible = recipe.storage_of(f"{name}.weight" if name else "weight", 1).visible
-    visible = visible if visible == "float32" else recipe.dtype
-    if (statistics := dtype_name(module.running_mean.dtype)) != visible:
-        keep = f'Keep it in float32 with keep = ["{name}"].' if name else "Use recipe 'float32'."
-        raise RecipeError(
-            f"Cannot give {visible} weights to '{name}', a {kind}, because its running statistics are {statistics}.",
-            "Call model.float() first." if visible == "float32" else keep,
         )
 
 
@@ -158,21 +142,10 @@ def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
 
 
 def _check_mesh(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
-    """Refuse a mesh without this rank. Refuse to shard a parameter that is not contiguous.
-
-    FSDP2 would gather such a parameter in another layout. Products in that layout round differently. Rounding makes parameters
-    contiguous.
-    """
+    """Refuse a mesh without this rank."""
     if mesh.get_coordinate() is None:
         raise RecipeError(
             f"Cannot prepare a model on rank {all_ranks().rank} because the mesh has only ranks {mesh.mesh.flatten().tolist()}.",
             "Call prepare on the ranks of the mesh alone.",
         )
     require_mesh(model, mesh, shard)
-    for name, parameter in model.named_parameters() if shard == "full" else ():
-        is_rounded = dtype_name(parameter.dtype) != recipe.storage_of(name, parameter.ndim).visible
-        if not is_rounded and not parameter.is_contiguous():
-            raise RecipeError(
-                f"Cannot shard '{name}' of shape {tuple(parameter.shape)} because FSDP2 needs contiguous parameters.",
-                "Make it contiguous: parameter.data = parameter.data.contiguous().",
-            )

@@ -4,20 +4,16 @@
 torch.optim            float32 or narrower moments, as they are
 bitsandbytes           8-bit codes of a map, times the largest value of each block
 torchao                tensors of its own class: 8-bit or 4-bit codes of a map, or float8, times a scale per block
-FlashOptim             int8 codes, softsign or square root, times a float16 scale per 32; a weight corrected by error bits
-optimi                 moments divided by their bias correction; a weight and the Kahan compensation
 FusedAdam              TransformerEngine's and Apex's: one step for a group. TransformerEngine keeps float32 masters, or the
                        16 bits that the bfloat16 weight lacks
 =====================  ===================================================================================================
 
-Decoding is exact in float32 unless a function says what it rounds. What a library lost before it saved is not known here.
+Decoding is exact in float32. What a library lost before it saved is not known here.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,24 +25,23 @@ from narrowgauge.spec.storages import STATE_NAMES
 
 Entry = Mapping[str, Any]
 _8BIT = "__bnb_optimizer_quant_state__"
-_ONLY_ADAM = "Only states of Adam and AdamW can be loaded."
+_ONLY_ADAM = "Give the state of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
 
 
-def load_states(optimizer: Optimizer, checkpoint: str | Path | Mapping[str, Any]) -> str:
+def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
     """Load weights and moments from the ``state_dict()`` of another library's Adam or AdamW.
 
-    Load the model's weights first. If the state knows a weight more precisely (a float32 master, error bits), the optimizer
-    takes that weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if
-    the state has them, otherwise by the order of the groups.
+    Load the model's weights first. If the state knows a weight more precisely (a float32 master), the optimizer takes that
+    weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if the state
+    has them, otherwise by the order of the groups.
 
     Args:
         optimizer: ours, with the parameters in the same order.
-        checkpoint: ``optimizer.state_dict()``, or a file that ``torch.save`` wrote with it alone or under ``"optimizer"``. No
-            code in a file is run. The library need not be installed.
+        state: ``optimizer.state_dict()`` of the other library.
     Returns:
         The name of the library.
     Raises:
-        DataError: an unreadable file, states of another rule, or shapes that do not fit.
+        DataError: states of another rule, or shapes that do not fit.
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -57,10 +52,8 @@ def load_states(optimizer: Optimizer, checkpoint: str | Path | Mapping[str, Any]
         >>> ng.load_states(ours, theirs.state_dict())
         'torch.optim'
     """
-    state = _read(Path(checkpoint)) if isinstance(checkpoint, str | Path) else checkpoint
-    state = state.get("optimizer", state)
     if not {"state", "param_groups"} <= set(state):
-        raise DataError("The checkpoint has no 'state' and 'param_groups'.", "Give the optimizer's state_dict().")
+        raise DataError("The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict().")
     values: dict[Tensor, Tensor] = {}
     moments: dict[Tensor, dict[str, Tensor | int]] = {}
     libraries = set()
@@ -98,8 +91,7 @@ def _library(entry: Entry, group: Entry) -> str:
         return "bitsandbytes"
     if any(hasattr(entry.get(kind), "codes") for kind in STATE_NAMES):
         return "torchao"
-    marks = {"master_bytewidth": "FlashOptim", "beta2": "optimi", "bias_correction": "FusedAdam"}
-    return next((library for mark, library in marks.items() if mark in group), "torch.optim")
+    return "FusedAdam" if "bias_correction" in group else "torch.optim"
 
 
 _ADAM = {"step", *STATE_NAMES}
@@ -107,8 +99,6 @@ _KEYS = {
     "torch.optim": _ADAM,
     "bitsandbytes": {"step", *(f"{part}{n}" for part in ("state", "qmap", "absmax") for n in (1, 2))},
     "torchao": _ADAM,
-    "FlashOptim": _ADAM | {"error_bits"} | {f"{k}::{part}" for k in STATE_NAMES for part in ("quantized", "scales")},
-    "optimi": _ADAM | {"kahan_comp"},
     "FusedAdam": _ADAM | {"master_param"},
 }
 
@@ -119,13 +109,13 @@ def _decode(
     """Return the weight (float32 if the state is more precise), and the step and float32 moments."""
     if odd := sorted(set(entry) - _KEYS[library]):
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ONLY_ADAM)
-    step = entry.get("step", group.get("step"))  # FusedAdam and optimi count the steps of a group
+    step = group.get("step") if library == "FusedAdam" else entry.get("step")  # FusedAdam counts the steps of a group
     if step is None:
         raise DataError(f"The state of '{name}' lacks 'step'.", _ONLY_ADAM)
     moments: dict[str, Tensor | int] = {"step": int(step)}
     for kind in STATE_NAMES:
         try:
-            moment = _moment(library, entry, kind, group, int(step)).contiguous()
+            moment = _moment(library, entry, kind).contiguous()
         except KeyError as error:
             raise DataError(f"The state of '{name}' lacks {error}.", _ONLY_ADAM) from None
         if moment.shape != weight.shape:
@@ -134,30 +124,19 @@ def _decode(
                 "Make the optimizer with the same parameters in the same order.",
             )
         moments[kind] = moment
-    return _weight(library, entry, weight, group), moments
+    return _weight(entry, weight), moments
 
 
-def _moment(library: str, entry: Entry, kind: str, group: Entry, step: int) -> Tensor:
+def _moment(library: str, entry: Entry, kind: str) -> Tensor:
     if library == "bitsandbytes":
         return _bitsandbytes(entry, str(1 + STATE_NAMES.index(kind)))
-    if library == "FlashOptim" and f"{kind}::quantized" in entry:
-        return _flashoptim(entry, kind)
     value: Tensor = entry[kind]
     if library == "torchao" and hasattr(value, "codes"):  # small tensors are not quantized
         return _torchao(value)
-    if library == "optimi":
-        # optimi stores the bias-corrected moment (0.3.3, debias_beta). The product is rounded to float32 once.
-        beta = float(group["beta1" if kind == STATE_NAMES[0] else "beta2"])
-        return (value.double() * (1.0 - beta**step)).float()
     return value.float()
 
 
-def _weight(library: str, entry: Entry, weight: Tensor, group: Entry) -> Tensor:
-    if library == "FlashOptim" and entry.get("error_bits") is not None and weight.dtype is not torch.float32:
-        return _corrected(weight, entry["error_bits"], int(group["master_bytewidth"]) == 4)
-    owed: Tensor | None = entry.get("kahan_comp")  # one byte stands for it under Triton
-    if owed is not None and owed.shape == weight.shape and owed.is_floating_point():
-        return (weight.double() + owed.double()).float()
+def _weight(entry: Entry, weight: Tensor) -> Tensor:
     master: Tensor | None = entry.get("master_param")
     if master is None:
         return weight
@@ -198,61 +177,3 @@ def _torchao(value: Any) -> Tensor:
     else:
         values = value.qmap[codes.flatten().long()]
     return _scaled_blocks(values, scales, values.numel() // scales.numel()).reshape(value.shape)
-
-
-def _flashoptim(entry: Entry, kind: str) -> Tensor:
-    """Decode a moment of flashoptim 0.1.4 (``_triton_dequantize_kernel``), bit for bit."""
-    codes, scales = entry[f"{kind}::quantized"], entry[f"{kind}::scales"]
-    # The bits of float16 as bfloat16, where the weight is: torch would round them on loading otherwise.
-    scales = scales.view(torch.float16) if scales.dtype is torch.bfloat16 else scales
-    is_first = kind == STATE_NAMES[0]
-    values = codes.float() / (127.0 if is_first else 255.0)
-    values = values / (2.0 - values.abs()) if is_first else values
-    values = _scaled_blocks(values, scales, 32).reshape(codes.shape)
-    return values if is_first else values * values
-
-
-def _corrected(weight: Tensor, errors: Tensor, is_wide: bool) -> Tensor:
-    """Add FlashOptim's error bits, a fraction of half an ulp (flashoptim 0.1.4, ``_apply_error_correction``)."""
-    mantissa, least = (7, -126) if weight.dtype is torch.bfloat16 else (10, -14)
-    errors = errors.view(torch.int16) if is_wide and errors.is_floating_point() else errors
-    # frexp's exponent is one above the unbiased one. Zero and subnormals use the smallest normal number's exponent.
-    exponent = (torch.frexp(weight.float()).exponent - 1).clamp(min=least)
-    exponent = torch.where(weight == 0, torch.full_like(exponent, least), exponent)
-    power = (exponent - mantissa - 1).float()
-    half = torch.floor(power / 2)
-    fraction = errors.float() / (32767.0 if is_wide else 127.0)
-    return weight.float() + fraction * torch.exp2(half) * torch.exp2(power - half)
-
-
-# ── files that name classes of other packages ───────────────────────────────────────────────────────────────────────
-
-_PACKAGES = ("torchao.", "transformer_engine.")
-
-
-class _StandIn(Tensor):
-    """A tensor of another package's class. Its parts are attributes, such as torchao's ``codes`` and ``scale``."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # a class method, as PyTorch documents it
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise NotImplementedError(f"{func} of a {cls.__name__}")
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    """Read a ``torch.save`` file without running code in it; inert classes stand in for those of known packages."""
-    try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        known_names = [name for name in named if name.startswith(_PACKAGES)]
-        stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in known_names]
-        with torch.serialization.safe_globals(stand_ins):
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, LookupError, RuntimeError, EOFError, TypeError, pickle.UnpicklingError) as error:
-        reason = (
-            "it names code, which is not run" if isinstance(error, pickle.UnpicklingError) else type(error).__name__
-        )
-        raise DataError(f"Cannot read {file}: {reason}.", "Save optimizer.state_dict() with torch.save.") from error
-    if not isinstance(content, Mapping):
-        raise DataError(f"{file} contains a {type(content).__name__}.", "Save optimizer.state_dict() with torch.save.")
-    return content

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.atomic_io import (
@@ -49,16 +47,6 @@ class Checkpoint:
 
     path: Path
     step: int
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Read all tensors, whole and on the CPU."""
-        from narrowgauge.checkpoints.dcp_files import described, fill
-
-        with disk_errors(self.path):
-            saved = described(self.path)
-            tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in saved.items()}
-            fill(self.path, tensors)
-        return tensors
 
     def state(self) -> dict[str, Any]:
         """Read ``state.json``."""

@@ -177,22 +177,19 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapp
         number: of the step, from 1.
         parameters: the optimizer's, by name.
     """
-    released = getattr(optimizer, "released", ())
     step = SampledStep(number)
     # GradScaler sets these two during a step. Our optimizers report skips and factors afterwards.
     found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found_inf is not None and bool(found_inf):
         step.why_not = "a gradient is not finite: the step is skipped"
     loss_scale = 1.0 if grad_scale is None or isinstance(optimizer, Optimizer) else float(grad_scale)
-    gradients = [g for p in parameters.values() if p not in released and (g := _gradient_of(p)) is not None]
+    gradients = [g for p in parameters.values() if (g := _gradient_of(p)) is not None]
     if not any(map(is_sharded, gradients)):
         squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
         step.grad_norm = math.sqrt(sum(squares)) / loss_scale
     listed = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
-        if parameter in released:  # stepped in backward already
-            continue
         group, gradient = groups[id(parameter)], _gradient_of(parameter)
         step.samples[name] = Sample(
             name,

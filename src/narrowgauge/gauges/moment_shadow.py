@@ -258,16 +258,13 @@ class UpdateMetrics:
             readings = {name: audit.read([row[:-1]]) for name, row in sums if row[-1]}
         sizes = zip(fetched["update to weight"].tolist(), fetched["update to ulp"].tolist(), strict=True)
         table = {}
-        # With gradient release, parameters are stepped during backward and were not saved before.
-        released = getattr(self.states.optimizer, "released", ())
-        for (name, parameter), sizes_of_step in zip(self.parameters.items(), sizes, strict=True):
+        for name, sizes_of_step in zip(self.parameters, sizes, strict=True):
             reading = readings.get(name)
             audited, shares = (None,) * 4, (None,) * 2
             if reading is not None:
                 audited = reading.edq, reading.noise, reading.lost_fraction, reading.unseen_fraction
                 shares = reading.imprecision_share, reading.lost_decay
-            sizes_or_none = (None, None) if parameter in released else sizes_of_step
-            table[name] = [rounded(value) for value in (*audited, *sizes_or_none, *shares)]
+            table[name] = [rounded(value) for value in (*audited, *sizes_of_step, *shares)]
             if reading is not None:
                 table[name][0] = rounded(reading.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
         return table

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine import care_for, require_float64
+from narrowgauge.machine import require_float64
 from narrowgauge.matmul import experts
 from narrowgauge.matmul.cast_cache import after_every_step
 from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
@@ -188,8 +188,6 @@ def swap_linears(
     slow = _swap_slow_layers(model)
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
-    if is_widened(torch.bfloat16, device.type):
-        care_for("bfloat16")
     linears = NarrowLayers(layers, Clock(seed))
     linears.share_histories()
     after_every_step(_advance_untied)

@@ -28,7 +28,7 @@ one. So if that addition rounds, first correct it to *odd*: an odd float64 is no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -121,29 +121,19 @@ def exact_norm(tensors: Sequence[Tensor], *, compile: bool = True) -> Tensor:
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float32)
-    return sqrt(exact_squares(tensors, compile=compile)[0]).float()
+    return sqrt(exact_squares(tensors, compile=compile)).float()
 
 
 @torch.no_grad()
-def exact_squares(
-    tensors: Sequence[Tensor],
-    part: Tensor | None = None,
-    *,
-    peaks: Sequence[Tensor] | None = None,
-    compile: bool = True,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of squares of all tensors, at least one, and of ``part``, one of them: float64 0-d, or ``None``.
-
-    The sum of ``part`` uses the grids of all tensors, and has their absolute error.
+def exact_squares(tensors: Sequence[Tensor], *, peaks: Sequence[Tensor] | None = None, compile: bool = True) -> Tensor:
+    """Return the sum of squares of all tensors, at least one: float64 0-d.
 
     Args:
         peaks: the largest magnitude of each local tensor, if known.
         compile: compile the second pass for large tensors.
     """
     device = local_of(tensors[0]).device
-    groups = by_group(tensor for tensor in tensors if tensor is not part)
-    split = len(groups)
-    groups += [] if part is None else by_group([part])
+    groups = by_group(tensors)
     pieces = [_pieces([local_of(tensor) for tensor in members]) for _, members in groups]
     maxima = []
     peak_of = dict(zip(map(id, tensors), peaks, strict=True)) if peaks is not None else {}
@@ -153,16 +143,12 @@ def exact_squares(
         maxima.append(add_up(torch.stack([zero, *all_peaks]).amax(), ranks, "max"))
     largest = torch.stack(maxima).amax()
     scales = grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))
-    steps = []
+    total = torch.zeros(2, dtype=torch.int64, device=device)
     for (ranks, _), parts in zip(groups, pieces, strict=True):
         zeros = torch.zeros(2, dtype=torch.int64, device=device)
-        steps.append(add_up(sum((_sum_steps(part, scales, compile) for part in parts), zeros), ranks, "sum"))
-
-    def squares(sums: Iterable[Tensor]) -> Tensor:
-        coarse, fine = sum(sums, torch.zeros(2, dtype=torch.int64, device=device)).double()
-        return torch.where(largest.isfinite(), (coarse + fine / scales[1]) / scales[0], largest.double())
-
-    return squares(steps), None if part is None else squares(steps[split:])
+        total += add_up(sum((_sum_steps(part, scales, compile) for part in parts), zeros), ranks, "sum")
+    coarse, fine = total.double()
+    return torch.where(largest.isfinite(), (coarse + fine / scales[1]) / scales[0], largest.double())
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:

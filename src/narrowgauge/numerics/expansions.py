@@ -39,8 +39,8 @@ Operand: TypeAlias = "Expansion | Tensor | float"
 class NearestEven:
     """Round float32 to 24 - ``dropped`` significant bits, ties to even. The exponent stays float32's.
 
-    ``dropped`` is 13 to 21, or 0 for no rounding. With 1 to 12, float32's operations would round twice. NaNs must come from
-    16-bit tensors or from arithmetic. On a CPU these need no care, which would be a third of the cost.
+    ``dropped`` is 13 to 21. With fewer, float32's operations would round twice. NaNs must come from 16-bit tensors or from
+    arithmetic. On a CPU these need no care, which would be a third of the cost.
 
     Example:
         >>> NearestEven(16)(torch.tensor([0.1, 1.00390625])), NearestEven(20)(torch.tensor([0.3]))
@@ -50,15 +50,12 @@ class NearestEven:
     dropped: int
 
     def __post_init__(self) -> None:
-        if self.dropped and not 13 <= self.dropped <= 21:
+        if not 13 <= self.dropped <= 21:
             raise FormatError(
-                f"Cannot compute in parts that are {self.dropped} bits shorter than float32.",
-                "Drop 13 to 21 bits, or none.",
+                f"Cannot compute in parts that are {self.dropped} bits shorter than float32.", "Drop 13 to 21 bits."
             )
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.dropped == 0:
-            return x
         # Use integers. A compiler would drop `.to(bfloat16).float()`, and fuse a product with its sum. It cannot fuse across
         # integers.
         rounded = float_of(cut_to_even(bits_of(x), self.dropped))
@@ -86,11 +83,8 @@ def fast_two_sum(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]
 def two_prod(a: Tensor, b: Tensor, rn: NearestEven) -> tuple[Tensor, Tensor]:
     """Return ``(p, e)``, the rounded product and its error: ``p + e == a * b`` exactly, unless e underflows.
 
-    The product of two parts has at most 22 bits, so float32 holds it. The product of two float32 needs float64.
+    The product of two parts has at most 22 bits, so float32 holds it.
     """
-    if rn.dropped == 0:
-        exact = a.double() * b.double()
-        return exact.float(), (exact - exact.float()).float()
     product = a * b
     p = rn(product)
     return p, rn(product - p)

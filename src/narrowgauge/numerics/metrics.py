@@ -30,8 +30,8 @@ from narrowgauge.spec.significance import FEWEST_SPACINGS
 
 # ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-CHANGE_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
-"""Sums over an update: D², D·E, E², D·V, V², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
+CHANGE_SUMS = ("dd", "de", "ee", "nonzero", "lost", "unseen")
+"""Sums over an update: D², D·E, E², and counts of D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
 DECAY_SUMS = ("cc", "ct")
 """Sums of its weight decay, see :func:`decay_terms`: C², C·T. They are zero if the rule has no separate decay."""
 KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
@@ -44,22 +44,20 @@ _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
-    """Return the eight addends of one element each, from D, E and V, in the order of :data:`CHANGE_SUMS`.
+    """Return the six addends of one element each, from D, E and V, in the order of :data:`CHANGE_SUMS`.
 
-    Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so one kind of register sums all eight.
+    Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so one kind of register sums all six.
     Squares below the dtype's range vanish (float32: changes under 1e-23). The counts do not.
 
     Example:
         >>> [term.item() for term in update_terms(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0))]
-        [4.0, 2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+        [4.0, 2.0, 1.0, 1.0, 0.0, 1.0]
     """
     moved = intended != 0
     return (
         intended * intended,
         intended * stored,
         stored * stored,
-        intended * visible,
-        visible * visible,
         moved.to(intended.dtype),
         (moved & (stored == 0)).to(intended.dtype),
         (moved & (visible == 0)).to(intended.dtype),
@@ -82,14 +80,14 @@ def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """Return the sums of one tensor's update without decay, float64 ``[12]``. This is the reference for kernels.
+    """Return the sums of one tensor's update without decay, float64 ``[10]``. This is the reference for kernels.
 
     Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
         >>> update_sums(d, d, torch.zeros(4)).tolist()
-        [6.0, 6.0, 6.0, 0.0, 0.0, 3.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
+        [6.0, 6.0, 6.0, 3.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
     """
     if not intended.shape == stored.shape == visible.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
@@ -124,14 +122,12 @@ UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "imprecision_share": lambda s: 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
     # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored. NaN over too few ulps for a reliable number.
     "lost_decay": lambda s: torch.where(s["spacings"] >= FEWEST_SPACINGS, 1 - _ratio(s["ct"], s["cc"]), torch.nan),
-    # ⟨D,V⟩/‖D‖²: the EDQ of the weight that the model sees.
-    "visible_edq": lambda s: _ratio(s["dv"], s["dd"]),
 }
 """By name, from the named sums. Each is NaN if nothing was intended: it can neither hide nor raise an alarm."""
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return all :data:`UPDATE_METRICS` of sums ``[..., 12]``, float64 ``[...]`` each.
+    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each.
 
     Args:
         sums: from an audit or :func:`update_sums`. Add sums of several steps or tensors first.

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.rounding import bits_of, float_of
 
 State = dict[str, Tensor]
 COUNTERS = ("lives", "good_steps", "num_overflows", "num_held")
-Losses = TypeVar("Losses", list[Tensor], tuple[Tensor, ...])
 
 
 class LossScaler:
@@ -31,23 +29,21 @@ class LossScaler:
     Invariant: the scale is a power of two in ``[floor, ceiling]``. The state depends only on the sequence of overflows:
 
     * A step that overflows spends one of ``hysteresis`` lives and restarts the count of good steps. If no life is left, it
-      multiplies the scale by ``backoff_factor``, but never below ``floor``.
+      halves the scale, but never below ``floor``.
     * A step that does not overflow restores all lives. So only ``hysteresis`` overflows *in a row* lower the scale. If a
       fraction p of steps overflows, two in a row come after about 1/p² steps.
-    * After ``growth_interval`` steps in a row without an overflow the scale is multiplied by ``growth_factor``, but never above
-      ``ceiling``. Then the count restarts.
+    * After ``growth_interval`` steps in a row without an overflow the scale is doubled, but never above ``ceiling``. Then the
+      count restarts.
 
     Ranks that train together must agree on overflows, as they do on a norm over all of them. Then their scales are equal.
 
     Args:
         initial: the first scale.
-        growth_factor, backoff_factor: at least 1; at most 1.
         growth_interval: steps without an overflow until the scale grows.
         hysteresis: lives. 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
         floor, ceiling: the smallest and the largest scale. With 2^24 the smallest float16 stands for 2^-48.
-        device: device of the scale. ``None`` is the device of the first loss or overflow.
     Raises:
-        RecipeError: a scale or a factor is not a power of two, or limits contradict each other.
+        RecipeError: a scale is not a power of two, or limits contradict each other.
 
     Example:
         >>> scaler = LossScaler(growth_interval=2, hysteresis=1)
@@ -68,75 +64,48 @@ class LossScaler:
         self,
         initial: float = 2.0**16,
         *,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         hysteresis: int = 2,
         floor: float = 1.0,
         ceiling: float = 2.0**24,
-        device: torch.device | str | None = None,
     ) -> None:
-        for name, value in (
-            ("initial", initial), ("growth_factor", growth_factor), ("backoff_factor", backoff_factor), ("floor", floor),
-            ("ceiling", ceiling),
-        ):  # fmt: skip
+        for name, value in (("initial", initial), ("floor", floor), ("ceiling", ceiling)):
             _require_power_of_two(name, value)
         for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
             if type(count) is not int or not 1 <= count < 1 << 31:
                 raise RecipeError(f"Cannot take {name} = {count!r}: it must be a whole number, at least 1.")
-        if growth_factor < 1 or backoff_factor > 1:
-            raise RecipeError(
-                f"Cannot take growth_factor = {growth_factor:g} and backoff_factor = {backoff_factor:g}: growth multiplies by at "
-                "least 1, backing off by at most 1.",
-                "Try 2 and 0.5.",
-            )
         if not floor <= initial <= ceiling:
             raise RecipeError(
                 f"Cannot begin with a loss scale of {initial:g}, outside of {floor:g} … {ceiling:g}.",
                 "Change initial, floor or ceiling.",
             )
-        self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.floor, self.ceiling = float(floor), float(ceiling)
-        self._waits_for_device = device is None
+        self._waits_for_device = True
         self.request: object = None
         """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
-        self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32, device=device)}
+        self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32)}
         for name in COUNTERS:
             value = hysteresis if name == "lives" else 0
-            self._state[name] = torch.full((), value, dtype=torch.int32, device=device)
+            self._state[name] = torch.full((), value, dtype=torch.int32)
 
     @classmethod
-    def static(cls, scale: float, *, device: torch.device | str | None = None) -> LossScaler:
+    def static(cls, scale: float) -> LossScaler:
         """Return a scaler with a constant scale, a power of two. It still counts and reports overflows."""
-        return cls(scale, growth_factor=1.0, backoff_factor=1.0, floor=scale, ceiling=scale, device=device)
+        return cls(scale, floor=scale, ceiling=scale)
 
-    @overload
-    def scale(self, loss: Tensor) -> Tensor: ...
-
-    @overload
-    def scale(self, loss: Losses) -> Losses: ...
-
-    def scale(self, loss: Any) -> Any:
-        """Return the loss, or a list or tuple of losses, times the scale, for backward.
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale, for backward.
 
         A float16 loss can already overflow here: compute it in float32.
         """
         self.request = object()  # written, never read here, so a compiled loss is not recompiled for it
-        if isinstance(loss, Tensor):
-            return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
-        return type(loss)(map(self.scale, loss))
+        return loss * self._on(loss.device)["scale"].to(loss.device, non_blocking=True)
 
     @property
     def scale_tensor(self) -> Tensor:
         """Return the scale, float32 0-d on the device. It is updated in place."""
         return self._state["scale"]
-
-    @property
-    def inverse(self) -> Tensor:
-        """Return one over the scale, exact, float32 0-d on the device."""
-        # The exponent field of 2^e is 127 + e; no division, which a GPU's compiler may approximate.
-        return float_of((254 << 23) - bits_of(self._state["scale"]))
 
     @torch.no_grad()
     def update_(self, overflowed: Tensor) -> None:
@@ -153,8 +122,8 @@ class LossScaler:
         lowers = overflowed & (lives == 0)
         # Do not use ==: a state may have been saved under a longer interval.
         grows = good_steps >= self.growth_interval
-        lowered = (scale * self.backoff_factor).clamp(min=self.floor)
-        raised = (scale * self.growth_factor).clamp(max=self.ceiling)
+        lowered = (scale * 0.5).clamp(min=self.floor)
+        raised = (scale * 2.0).clamp(max=self.ceiling)
         state["num_overflows"] += overflowed
         state["num_held"] += lowers & (lowered == scale)
         state["lives"].copy_(lives)
@@ -172,11 +141,6 @@ class LossScaler:
     def at_floor(self) -> bool:
         """Return whether the scale is at its floor; waits for the device."""
         return bool(self._state["scale"] <= self.floor)
-
-    @property
-    def num_overflows(self) -> int:
-        """Return how many steps have overflowed; waits for the device."""
-        return int(self._state["num_overflows"])
 
     def report(self) -> str | None:
         """Return a line if steps overflow at the floor of the scale, else ``None``. Wait for the device."""

@@ -48,7 +48,6 @@ class Reading:
         noise: ‖E−D‖/‖D‖.
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
         unseen_fraction: the same for the visible weight.
-        visible_edq: ⟨D,V⟩/‖D‖².
         num_audits: audited steps in the window.
         imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of *all* elements whose visible
             weight did not change.
@@ -61,7 +60,6 @@ class Reading:
     noise: float
     lost_fraction: float
     unseen_fraction: float
-    visible_edq: float
     num_audits: int
     imprecision_share: float = math.nan
     lost_decay: float = math.nan
@@ -103,7 +101,7 @@ class Alarm:
 
 def figures_of(sums: Tensor) -> dict[str, float | None]:
     """Return the metrics that a run records from a vector of sums; ``None`` if no change was intended."""
-    values = {name: float(value) for name, value in metrics.update_metrics(sums).items() if name != "visible_edq"}
+    values = {name: float(value) for name, value in metrics.update_metrics(sums).items()}
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 

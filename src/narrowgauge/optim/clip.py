@@ -29,13 +29,12 @@ class Decision(NamedTuple):
 
     Args:
         control: the scalars of ``CONTROL``, ``[2]``. Float64 if any gradient is float64, else float32.
-        norm, own_norm: norm of all unscaled gradients, and of one gradient. ``None`` if unused.
+        norm: norm of all unscaled gradients; ``None`` if unused.
         finite: ``None`` on a CPU, where the gradients themselves can be read after the step.
     """
 
     control: Tensor
     norm: Tensor | None
-    own_norm: Tensor | None
     finite: Finite | None
 
 
@@ -53,47 +52,6 @@ def decide(norm: Tensor, options: Tensor) -> Tensor:
     skip = overflow | (unscaled > skip_above)
     scale = torch.where(finite & (max_norm < math.inf), scale * clip, scale)
     return torch.stack([scale, skip.to(scale.dtype), unscaled, overflow.to(scale.dtype)])
-
-
-def control_scalars(
-    norm: Tensor | None,
-    max_norm: float | None,
-    device: torch.device,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Tensor:
-    """Return the scalars ``(gradient_scale, skip)`` of a step, float32 ``[2]`` on ``device``.
-
-    Args:
-        norm: the norm of the scaled gradients; ``None`` if unused.
-        max_norm: clip to it; ``None`` does not clip.
-        grad_scale: factor of the loss, 0-d; ``None`` is 1.
-        found_inf: not 0 if ``torch.amp.GradScaler`` found a gradient that is not finite.
-    Returns:
-        ``gradient_scale`` is ``min(1, max_norm / (norm / grad_scale + 1e-6)) / grad_scale``, as in
-        ``torch.nn.utils.clip_grad_norm_``. ``skip`` is 1 if the norm is not finite or ``found_inf`` is set.
-    """
-    if grad_scale is found_inf is norm is None:
-        return to_device(torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu"), device)
-    if norm is None:
-        norm, max_norm = torch.zeros((), dtype=torch.float32, device=device), None
-    return decide(norm, _options(torch.float32, device, max_norm, math.inf, grad_scale, found_inf))[:2]
-
-
-def _options(
-    dtype: torch.dtype,
-    device: torch.device,
-    max_norm: float | None,
-    skip_above: float,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> Tensor:
-    limits = [math.inf if max_norm is None else max_norm, skip_above, 1.0, 0.0]
-    options = to_device(torch.tensor(limits, dtype=dtype, device="cpu"), device)
-    for place, scalar in ((2, grad_scale), (3, found_inf)):
-        if scalar is not None:
-            options[place] = scalar.to(options).view(())
-    return options
 
 
 class StepControl:
@@ -122,9 +80,13 @@ class StepControl:
         skip_above: float,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
-        own: Tensor | None = None,
     ) -> Decision:
-        """Decide for all gradients; ``own`` is one of them. Skip the step if the norm is above ``skip_above``.
+        """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
+
+        Args:
+            max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
+            grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a gradient that is not
+                finite; 0-d.
 
         Raises:
             RecipeError: the loss was not scaled.
@@ -132,22 +94,25 @@ class StepControl:
         scale, is_ours = self._scale_of_loss(gradients, grad_scale, found_inf)
         needs_norm = not (max_norm is None and self.loss_scaler is None and skip_above == math.inf)
         if not needs_norm and scale is found_inf is None:
-            return Decision(control_scalars(None, None, device), None, None, None)
+            unchanged = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu")
+            return Decision(to_device(unchanged, device), None, None)
         peaks = None if device.type == "cpu" else largest_magnitudes([local_of(g) for g in gradients])
         finite = None if peaks is None else lambda: torch.stack(peaks).isfinite().tolist()
+        is_double = needs_norm and any(g.dtype is torch.float64 for g in gradients)
+        limits = [math.inf if max_norm is None else max_norm, skip_above, 1.0, 0.0]
+        dtype = torch.float64 if is_double else torch.float32
+        options = to_device(torch.tensor(limits, dtype=dtype, device="cpu"), device)
+        for place, scalar in ((2, scale), (3, found_inf)):
+            if scalar is not None:
+                options[place] = scalar.to(options).view(())
         if not needs_norm:
-            return Decision(control_scalars(None, None, device, scale, found_inf), None, None, finite)
+            return Decision(decide(options.new_zeros(()), options)[:2], None, finite)
         compile = self._worth_compiling(sum(g.numel() for g in gradients))
-        is_double = any(g.dtype is torch.float64 for g in gradients)
-        options = _options(
-            torch.float64 if is_double else torch.float32, device, max_norm, skip_above, scale, found_inf
-        )
-        squares, own_squares = exact_squares(gradients, own, peaks=peaks, compile=compile)
+        squares = exact_squares(gradients, peaks=peaks, compile=compile)
         decided = decide(sqrt(squares).to(options.dtype), options)
-        own_norm = None if own_squares is None else decide(sqrt(own_squares).to(options.dtype), options)[2]
         if is_ours and self.loss_scaler is not None:
             self.loss_scaler.update_(decided[3])
-        return Decision(decided[:2], decided[2], own_norm, finite)
+        return Decision(decided[:2], decided[2], finite)
 
     def _scale_of_loss(
         self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None

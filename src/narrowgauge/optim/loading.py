@@ -164,7 +164,6 @@ def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
     return {
         part
         for name, state in states.items()
-        if not state.beside
         for part in codes.alone_zeros(name, extra_code(row, state.role), state.shape, meta)
     }
 

@@ -53,22 +53,19 @@ def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[Par
         weight = None if measure is None else ranks.gather(place, step.owner, step.weight())
         measures.append(None if measure is None or weight is None else measure(weight))
         del weight
-    wholes = [[ranks.gather(place, step.owner, part) for part in step.averaged()] for place, step in enumerate(steps)]
-    results: list[list[Tensor] | None] = []
+    gradients = [ranks.gather(place, step.owner, step.averaged()) for place, step in enumerate(steps)]
+    changes: list[Tensor | None] = []
     for place, step in enumerate(steps):
-        matrices = [weight for weight in wholes.pop(0) if weight is not None]
-        results.append(step.direction(matrices, measures[place]) if matrices else None)
-        del matrices
+        gradient = gradients.pop(0)
+        changes.append(None if gradient is None else step.direction(gradient, measures[place]))
+        del gradient
     for place, step in enumerate(steps):
-        whole_results, results[place] = results[place], None
-        parts = [
-            ranks.scatter(place, step.owner, None if whole_results is None else whole_results[number])
-            for number in range(1 + len(step.in_direction))
-        ]
-        del whole_results
+        change, changes[place] = changes[place], None
+        part = ranks.scatter(place, step.owner, change)
+        del change
         for tensor in step.state.tensors_of_extras().values():
             ranks.broadcast(place, tensor)
-        sums = step.write(parts)
+        sums = step.write(part)
         if sums is not None:
             yield step.state, sums
 
@@ -247,9 +244,6 @@ class MatrixStep:
         self.state, self.options, self.numbers = state, options, numbers
         self.owner, self.storage = state.owner, state.storage
         self.kernel, self.rule = state.kernel, state.kernel.rule
-        self.beside = [name for name, _ in state.storage.states]
-        self.in_direction = [] if self.rule.average is not None else self.beside
-        """The states beside the weight that the direction updates. The average updates the others."""
         self.skip: Tensor = numbers.values[1] != 0
         self._set_scales({})  # for reading
 
@@ -260,53 +254,45 @@ class MatrixStep:
             chunk.fill(weight, [codes.read_weight(self.storage, lane) for lane in chunk.lanes()])
         return weight
 
-    def averaged(self) -> list[Tensor]:
-        """Return the direction's inputs for this rank's shard: the gradient, and states beside the weight."""
-        tensors = [self._empty() for _ in range(1 + len(self.in_direction))]
+    def averaged(self) -> Tensor:
+        """Return the direction's gradient for this rank's shard."""
+        gradient = self._empty()
         for chunk in self._pieces():
-            lanes = [self._average(lane) for lane in chunk.lanes()]
-            for number, tensor in enumerate(tensors):
-                name = self.in_direction[number - 1] if number else ""
-                chunk.fill(tensor, [states[name] if name else gradient for gradient, states in lanes])
-        return tensors
+            chunk.fill(gradient, [self._average(lane)[0] for lane in chunk.lanes()])
+        return gradient
 
-    def direction(self, wholes: list[Tensor], measure: Tensor | None) -> list[Tensor]:
-        """Return the step of the whole matrix and the new states beside it. Store the other states."""
-        extras = {name: self.state.extra(name) for name in self.state.extras}
-        states = {**dict(zip(self.in_direction, wholes[1:], strict=True)), **extras}
-        step, new = self.rule.direction(wholes[0], measure, states, self.options, self.state.step + 1)
-        for name in new.keys() & extras.keys():
-            self.state.put_extra(name, new[name], self.numbers.seed, self.skip)
-        # States that the options no longer use stay unchanged.
-        return [x.contiguous() for x in (step, *(new.get(name, states[name]) for name in self.in_direction))]
+    def direction(self, gradient: Tensor, measure: Tensor | None) -> Tensor:
+        """Return the step of the whole matrix. Store the states that are not beside the weight."""
+        states = {name: self.state.extra(name) for name in self.state.extras}
+        change, new = self.rule.direction(gradient, measure, states, self.options, self.state.step + 1)
+        for name, values in new.items():
+            self.state.put_extra(name, values, self.numbers.seed, self.skip)
+        return change.contiguous()
 
-    def write(self, parts: list[Tensor]) -> Tensor | None:
+    def write(self, part: Tensor) -> Tensor | None:
         """Write this rank's shard. Return the sums of its audit, if it is audited and this rank has elements."""
         if self.state.bounds:
-            self._set_scales(self._row_peaks(parts))
+            self._set_scales(self._row_peaks())
         decay, totals = decay_of(self.options), []
         for chunk in self._pieces():
             decided: list[Tensor] = []
-            steps, *states = (chunk.pick(part) for part in parts)
-            for number, lane in enumerate(chunk.lanes()):
-                change = steps[number]
+            for change, lane in zip(chunk.pick(part), chunk.lanes(), strict=True):
                 if self.rule.decays:
                     change = change - codes.read_weight(self.storage, lane) * decay
-                new = self._average(lane)[1] if self.rule.average is not None else {}
-                new |= {name: values[number] for name, values in zip(self.in_direction, states, strict=True)}
-                decided += [change, *(new[name] for name in self.beside)]
+                states = self._average(lane)[1] if self.rule.beside else {}
+                decided += [change, *(states[name] for name in self.rule.beside)]
             tensors, numbers = [*chunk.tensors, *decided], self.numbers
             sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
             totals += [] if sums is None else [sums]
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
 
     def _average(self, lane: Lane) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the direction's gradient, and the new states beside the weight."""
         gradient = codes.gradient_value(self.storage.visible, lane.gradient) * self.numbers.values[0]
-        states = {name: codes.read_state(self.storage, lane, name) for name in self.beside}
         if self.rule.average is None:
-            return gradient, states
-        gradient, new = self.rule.average(gradient, states, self.options)
-        return gradient, {**states, **new}
+            return gradient, {}
+        states = {name: codes.read_state(self.storage, lane, name) for name in self.rule.beside}
+        return self.rule.average(gradient, states, self.options)
 
     def _empty(self) -> Tensor:
         return torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
@@ -338,21 +324,18 @@ class MatrixStep:
             scales = {n: rescaled(self.storage.code(n), state.bounds[n], peak, self.skip) for n, peak in bounds.items()}
             set_scales([state], scales)
 
-    def _row_peaks(self, parts: list[Tensor]) -> dict[str, Tensor]:
+    def _row_peaks(self) -> dict[str, Tensor]:
         """Return the bounds of each row's new states and weight, ``[rows, 1]``."""
-        state = self.state
-        peaks = {name: state.peaks_of(part) for name, part in zip(self.in_direction, parts[1:], strict=True)}
-        if self.rule.average is not None:
-            peaks = {name: torch.zeros_like(state.bounds[name]) for name in self.beside if name in state.bounds}
-            for chunk in self._pieces() if peaks else ():
-                lanes = [self._average(lane)[1] for lane in chunk.lanes()]
-                for name, peak in peaks.items():
-                    for part, rows in enumerate(chunk.elements(peak, of_rows=True)):
-                        per_word = layout.per_word(self.storage)
-                        row_maxima = [
-                            lane[name].abs().amax(1, keepdim=True) for lane in lanes[part * per_word :][:per_word]
-                        ]
-                        rows.copy_(torch.stack(row_maxima).amax(0)[: len(rows)])
+        state, per_word = self.state, layout.per_word(self.storage)
+        peaks = {name: torch.zeros_like(state.bounds[name]) for name in self.rule.beside if name in state.bounds}
+        for chunk in self._pieces() if peaks else ():
+            lanes = [self._average(lane)[1] for lane in chunk.lanes()]
+            for name, peak in peaks.items():
+                for part, rows in enumerate(chunk.elements(peak, of_rows=True)):
+                    row_maxima = [
+                        lane[name].abs().amax(1, keepdim=True) for lane in lanes[part * per_word :][:per_word]
+                    ]
+                    rows.copy_(torch.stack(row_maxima).amax(0)[: len(rows)])
         if "weight" in state.bounds:
             peaks["weight"] = weight_bound(state.peaks_of(state.parameter.detach()))
-        return {name: peak for name, peak in peaks.items() if name in state.bounds}
+        return peaks

@@ -25,12 +25,12 @@ from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
-from narrowgauge.optim.clip import Finite, StepControl, control_scalars
+from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
 from narrowgauge.optim.loading import make_loaded_states, seed_of, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states, states_beside
+from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, read_leading
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
@@ -42,17 +42,15 @@ from narrowgauge.optim.validation import (
     check_options,
     check_real,
     check_replaced,
-    check_rule,
     check_same_rule,
     check_step,
     check_visible,
     gradient_of,
     known_row,
     refuse_capture,
-    warn_of_slow_matmuls,
 )
 from narrowgauge.spec.storages import Storage, for_vectors
-from narrowgauge.spec.update_rules import Range
+from narrowgauge.spec.update_rules import Range, refuse_matrix_rule
 from narrowgauge.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
@@ -72,7 +70,7 @@ def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
     return call
 
 
-_OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler", "rows")
+_OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler")
 _HOOKS = (
     "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post",
 )  # fmt: skip
@@ -81,7 +79,7 @@ _HOOKS = (
 class Options(TypedDict, total=False):
     """List the options of every optimizer here, without those of its rule; see :class:`Optimizer`."""
 
-    storage: str | Storage | None
+    storage: str | None
     max_grad_norm: float | None
     seed: int
     audit_every: int
@@ -113,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
             format (``narrowgauge.prepare`` converts them without losing the cut bits).
         rule: the update rule.
         defaults: the rule's options, which groups may override.
-        storage: a storage of ``narrowgauge.spec.STORAGES``, or its name; ``None`` is ``word``.
+        storage: the name of a storage of ``narrowgauge.spec.STORAGES``, or of three codes joined by ``+``; ``None`` is ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip. With it, a step whose norm is
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
@@ -138,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
         rule: Rule | MatrixRule,
         defaults: dict[str, Any],
         *,
-        storage: str | Storage | None = None,
+        storage: str | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
         audit_every: int = 10,
@@ -153,16 +151,15 @@ class Optimizer(torch.optim.Optimizer):
         Range().check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        row = known_row(USUAL_STORAGE if storage is None else storage, {})
         self._start(
             rule=rule,
             max_grad_norm=max_grad_norm,
             audit_every=audit_every,
             compile=compile,
             loss_scaler=loss_scaler,
-            rows={row.name: row},
         )
-        super().__init__(params, {**defaults, "storage": row.name, "seed": seed, "maximize": maximize})
+        storage = known_row(USUAL_STORAGE if storage is None else storage).name
+        super().__init__(params, {**defaults, "storage": storage, "seed": seed, "maximize": maximize})
 
     def _start(
         self,
@@ -172,14 +169,10 @@ class Optimizer(torch.optim.Optimizer):
         audit_every: int,
         compile: bool | None,
         loss_scaler: LossScaler | None,
-        rows: dict[str, Storage],
     ) -> None:
-        self.rule, self.rows, self.compile = rule, rows, compile
+        self.rule, self.compile = rule, compile
         self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
-        # A parameter whose own gradient norm a loop also needs, and that norm in the last step.
-        self.watched: Tensor | None = None
-        self.watched_grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
         self.skip_above = math.inf
@@ -190,9 +183,6 @@ class Optimizer(torch.optim.Optimizer):
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
         self.reduction: Any = None
-        # The handle of an active gradient release, and the parameters it has stepped.
-        self.release: Any = None
-        self.released: set[Tensor] = set()
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._control = StepControl(self._is_worth_compiling)
@@ -217,12 +207,6 @@ class Optimizer(torch.optim.Optimizer):
         If true, frameworks do not clip the gradients. So it is true only if necessary: GradScaler refuses to unscale float16
         gradients itself.
         """
-        if self.release is not None:
-            raise RecipeError(
-                "Cannot release gradients as they arrive beside a torch.amp.GradScaler, or a framework that clips: both need all "
-                "gradients first.",
-                "Train in bfloat16 without one, or call remove() on the handle of release_gradients.",
-            )
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
     def add_param_group(self, param_group: Group) -> None:
@@ -238,13 +222,12 @@ class Optimizer(torch.optim.Optimizer):
         try:
             require_float64(group["params"])
             check_options(group, self.rule)
-            row = known_row(group["storage"], self.rows)
-            self.rows[row.name], group["storage"] = row, row.name
             for parameter in group["params"]:
                 storage = self._storage_in(group, parameter)
                 check_real(parameter)
                 check_visible(parameter, storage)
-                check_rule(self.rule_in(group, parameter), storage)
+                if isinstance(rule := self.rule_in(group, parameter), MatrixRule):
+                    refuse_matrix_rule(rule.name, storage)
         except (ChipError, RecipeError):
             self.param_groups.pop()
             raise
@@ -283,7 +266,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.rule_in(self.group_of(parameter), parameter).name
 
     def _storage_in(self, group: Group, parameter: Tensor) -> Storage:
-        row = known_row(group["storage"], self.rows)
+        row = known_row(group["storage"])
         return for_vectors(row) if parameter.ndim < 2 else row
 
     def rule_in(self, group: Group, parameter: Tensor, states: Collection[str] = ()) -> Rule | MatrixRule:
@@ -319,17 +302,12 @@ class Optimizer(torch.optim.Optimizer):
         states: dict[Tensor, ParameterState] = {}
         alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
         for parameter in parameters:
-            row, extras = self._storage_in(group, parameter), {}
+            row = self._storage_in(group, parameter)
             require_float64([parameter])
             check_visible(parameter, row)
             rule = self.rule_in(group, parameter, (names or {}).get(parameter, ()))
-            if isinstance(rule, MatrixRule):
-                needed = rule.states(tuple(parameter.shape), group)
-                extras = {name: (s.shape, s.role) for name, s in needed.items() if not s.beside}
-                beside = states_beside(needed)
-            else:
-                beside = rule.kept
-            row = row.keeping(beside)
+            extras = rule.states(tuple(parameter.shape), group) if isinstance(rule, MatrixRule) else {}
+            row = row.keeping(rule.kept)
             kernel = self._kernel(rule, row)
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
             alike.setdefault((kernel, state.parameter.device), []).append(state)
@@ -425,14 +403,10 @@ class Optimizer(torch.optim.Optimizer):
         return 0 if state is None else state.step
 
     def bytes_per_param(self) -> float:
-        """Return bytes per parameter of live weights, gradients (in the parameters' format) and states.
-
-        Gradients that :func:`narrowgauge.optim.release_gradients` frees on arrival do not count.
-        """
+        """Return bytes per parameter of live weights, gradients (in the parameters' format) and states."""
         parameters = [local_of(p) for p in self._parameters()]
-        gradients = [local_of(p) for p in self._parameters() if p not in self.released]
         states = [t for state in map(self.state_of, self._parameters()) if state is not None for t in state.tensors()]
-        total = sum(t.numel() * t.element_size() for t in [*parameters, *gradients, *states])
+        total = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
         return total / max(1, sum(p.numel() for p in parameters))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -467,19 +441,15 @@ class Optimizer(torch.optim.Optimizer):
         if not self._stepped:
             check_replaced(self.state, list(self._parameters()))
             check_in_use(self.parameter_names(), self._model())
-        if self.release is not None:
-            self.release.before_step()
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:
             if self.reduction is not None:
                 self.reduction.require_stepped()
-            self._take_audit([])  # for parameters stepped alone
             return
         device = check_one_device([state.parameter for state in states])
         refuse_capture(device)
-        if not self._stepped:
-            self._begin(device)
+        self._stepped = True
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
         decision = self._control(
@@ -490,44 +460,20 @@ class Optimizer(torch.optim.Optimizer):
             # torch.amp.GradScaler sets these two during a step.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
-            own=next((g for s, g in zip(states, gradients, strict=True) if s.owner is self.watched), None),
         )
         control, norm = decision.control, decision.norm
-        self.last_control, self.watched_grad_norm = control, decision.own_norm
+        self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
         for group, members in work:
-            self._advance(group, members, control)
+            Stepper(group, control, self.auditor, self.audit_every).step(members)
+            for state in members:
+                state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
         if control.device.type == "cpu":
             self.settle()  # nothing to wait for
         for state in states:
             state.gradient = NO_GRADIENT
-
-    def _begin(self, device: torch.device) -> None:
-        self._stepped = True
-        warn_of_slow_matmuls(self.param_groups)
-
-    def step_alone(self, group: Group, parameter: Tensor) -> None:
-        """Step one parameter that has a gradient now, and free the gradient.
-
-        A parameter in a bucket waits for :meth:`step`. A parameter without a state waits too, so that small ones can share a
-        bucket.
-        """
-        state = self.state_of(parameter)
-        if state is None or state.bucket is not None:
-            return
-        with torch.no_grad():
-            states = self._with_gradient({**group, "params": [parameter]})
-            refuse_capture(state.parameter.device)
-            self._advance(group, states, control_scalars(None, None, state.parameter.device))
-        state.gradient, parameter.grad = NO_GRADIENT, None
-        self.released.add(parameter)
-
-    def _advance(self, group: Group, states: list[ParameterState], control: Tensor) -> None:
-        Stepper(group, control, self.auditor, self.audit_every).step(states)
-        for state in states:
-            state.step += 1
 
     def _with_gradient(self, group: Group) -> list[ParameterState]:
         """Set the gradients of a group's states, and return the states that have one."""
@@ -612,19 +558,13 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
 
-    def load_states(
-        self, entries: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]] | None = None
-    ) -> None:
+    def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Replace all states by states from :meth:`states`. A refused state changes nothing.
 
-        Args:
-            entries: the state of each parameter.
-            groups: options of the saved states; ``None`` for the optimizer's own. A group without ``storage`` is from plain
-                ``torch.optim``. Its moments are rounded.
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.
         """
-        states = make_loaded_states(self, entries, groups or self.param_groups)
+        states = make_loaded_states(self, entries, self.param_groups)
         self.__setstate__({"state": defaultdict(dict, {**self._free(), **states})})
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON
-from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -241,7 +240,6 @@ class Adafactor(Optimizer):
         eps: a pair, as in transformers. The first is added to every squared gradient (``None`` is 1e-30). The second is the
             smallest root mean square of a weight with ``scale_parameter``.
         clip_threshold: largest root mean square of a step; torch's ``d``.
-        beta1: decay rate of an average of clipped steps, before the rate; ``None`` for no average.
         scale_parameter: multiply ``lr`` by the weight's root mean square.
         relative_step: bound ``lr`` by ``1 / sqrt(t)``.
         betas, adam_eps: AdamW's ``betas`` and ``eps``, for parameters of fewer than two dims.
@@ -270,7 +268,6 @@ class Adafactor(Optimizer):
         clip_threshold: float = 1.0,
         weight_decay: float = 0.0,
         *,
-        beta1: float | None = None,
         scale_parameter: bool = True,
         relative_step: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -279,14 +276,9 @@ class Adafactor(Optimizer):
     ) -> None:
         defaults = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip_threshold": clip_threshold, "weight_decay": weight_decay,
-            "beta1": beta1, "scale_parameter": scale_parameter, "relative_step": relative_step, "betas": betas,
-            "adam_eps": adam_eps,
+            "scale_parameter": scale_parameter, "relative_step": relative_step, "betas": betas, "adam_eps": adam_eps,
         }  # fmt: skip
         super().__init__(params, ADAFACTOR, defaults, **options)
-
-
-def _in_subspace(proj_type: str, **options: Any) -> dict[str, Any]:
-    return options if proj_type == USUAL_PROJECTION else {**options, "proj_type": proj_type}
 
 
 class GaLore(Optimizer):
@@ -301,12 +293,9 @@ class GaLore(Optimizer):
         update_proj_gap: steps between two subspaces.
         scale: factor of the step, but not of the decay.
         betas, eps: decay rates of the moments, and the addend of the denominator. AdamW uses them for fewer dims.
-        proj_type: ``"std"`` has a basis on the shorter side. ``"full"`` has one on each: ``rank²`` coordinates instead of
-            ``rank · longer side``. With ``"full"`` the first gradient is diagonal: choose ``eps`` well above rounding errors.
         options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments.
 
-    Cost: ``rank · (shorter + 2 · longer side)`` values of states, with ``"full"`` ``rank · (shorter + longer side + 2 ·
-    rank)``.
+    Cost: ``rank · (shorter + 2 · longer side)`` values of states.
         Transient memory holds four float32 copies of the matrix. Every ``update_proj_gap`` steps it computes eigenvectors of a
         float64 matrix of the shorter side. They take eight float32 copies of that square.
 
@@ -333,13 +322,12 @@ class GaLore(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        proj_type: str = USUAL_PROJECTION,
         **options: Unpack[Options],
     ) -> None:
-        defaults = _in_subspace(
-            proj_type, lr=lr, rank=rank, update_proj_gap=update_proj_gap, scale=scale, betas=betas, eps=eps,
-            weight_decay=weight_decay,
-        )  # fmt: skip
+        defaults = {
+            "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay,
+        }  # fmt: skip
         super().__init__(params, GALORE, defaults, **options)
 
 
@@ -354,7 +342,6 @@ class GradNormLoRP(Optimizer):
         params, lr, weight_decay, betas, eps, options: as in :class:`GaLore`.
         rank, update_proj_gap: for the directions' subspace, as in :class:`GaLore`.
         scale: factor of the directions' step.
-        proj_type: as in :class:`GaLore`. The paper's formula has ``"full"``, its released code ``"std"``.
 
     Cost: as :class:`GaLore`, and ``8 · cols`` bytes. Transient memory holds eight float32 copies of the matrix.
 
@@ -381,11 +368,10 @@ class GradNormLoRP(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        proj_type: str = USUAL_PROJECTION,
         **options: Unpack[Options],
     ) -> None:
-        defaults = _in_subspace(
-            proj_type, lr=lr, rank=rank, update_proj_gap=update_proj_gap, scale=scale, betas=betas, eps=eps,
-            weight_decay=weight_decay,
-        )  # fmt: skip
+        defaults = {
+            "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
+            "weight_decay": weight_decay,
+        }  # fmt: skip
         super().__init__(params, GRADNORM_LORP, defaults, **options)

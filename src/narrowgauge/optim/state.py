@@ -20,6 +20,7 @@ from narrowgauge.numerics.rounding import at_least_float32, half, narrowed
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.layout import Bucket
+from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32)
@@ -39,7 +40,7 @@ class ParameterState:
 
     Args:
         owner: the parameter of the model.
-        extras: shape and role of each matrix-rule state that is separate from the weight. Without a role it is float32.
+        extras: the states of a matrix rule that are separate from the weight.
 
     Attributes:
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
@@ -62,7 +63,7 @@ class ParameterState:
         storage: Storage,
         kernel: Kernel,
         requested: str = "",
-        extras: Mapping[str, tuple[Sequence[int], str | None]] | None = None,
+        extras: Mapping[str, MatrixState] | None = None,
     ) -> None:
         self.owner, self.parameter = owner, local_of(owner)
         self.made_for = self.parameter.shape, self.parameter.dtype, self.parameter.device
@@ -75,9 +76,9 @@ class ParameterState:
         self.scales: list[Tensor] = []
         self._extra_codes: dict[str, Code] = {}
         self.extras: dict[str, dict[str, Tensor]] = {}
-        for name, (shape, role) in (extras or {}).items():
-            self._extra_codes[name] = code = extra_code(storage, role)
-            self.extras[name] = codes.alone_zeros(name, code, shape, self.parameter.device)
+        for name, extra in (extras or {}).items():
+            self._extra_codes[name] = code = extra_code(storage, extra.role)
+            self.extras[name] = codes.alone_zeros(name, code, extra.shape, self.parameter.device)
         self._weight_at = -1
         self._weight_words: list[Tensor] | None = None
 

@@ -6,7 +6,6 @@ The table ``LAWS`` has one row per option of a rule. It is checked when a param 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.machine import care_for, is_left_slow
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage, find
-from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range, refuse_matrix_rule
+from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
 from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
 
 if TYPE_CHECKING:
@@ -105,20 +102,14 @@ def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
 # ── storages, parameters and gradients ──────────────────────────────────────────────────────────────────────────────
 
 
-def known_row(storage: object, own_rows: Mapping[str, Storage]) -> Storage:
-    """Return the row that ``storage`` names or is. ``own_rows`` are rows outside the table, by name."""
-    if isinstance(storage, Storage):
-        if STORAGES.get(storage.name, storage) != storage:
-            raise RecipeError(
-                f"Cannot use a storage of other codes under the name '{storage.name}' of the table's own row.",
-                "Give it a name of its own: dataclasses.replace(row, name=…).",
-            )
-        return storage
-    row = (own_rows.get(storage) or find(storage)) if isinstance(storage, str) else None
+def known_row(storage: object) -> Storage:
+    """Return the row of a name, from the table or composed of codes."""
+    row = find(storage) if isinstance(storage, str) else None
     if row is None:
-        names = {**STORAGES, **own_rows}
-        belongs = [name for name in names if name.endswith(f"/{storage}")]  # a compute whose name contains the storage
-        near = suggestion(belongs[0] if belongs else storage, names) if isinstance(storage, str) else ""
+        belongs = [
+            name for name in STORAGES if name.endswith(f"/{storage}")
+        ]  # a compute whose name contains the storage
+        near = suggestion(belongs[0] if belongs else storage, STORAGES) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
     return row
 
@@ -147,12 +138,6 @@ def check_real(parameter: Tensor) -> None:
             f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta device.",
             "Give the model its memory (to_empty) and values first, and build the optimizer after.",
         )
-
-
-def check_rule(rule: object, storage: Storage) -> None:
-    """Refuse a rule that does not support the storage's arithmetic."""
-    if isinstance(rule, MatrixRule):
-        refuse_matrix_rule(rule.name, storage)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -246,32 +231,11 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
             )
 
 
-class SlowMatmulNotice(UserWarning):
-    """Warn once that a training step spends its time in matmuls without processor instructions."""
-
-
-def warn_of_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
-    """Warn once of bfloat16 matrices on a CPU that does not multiply bfloat16, if no model was prepared."""
-    if not is_left_slow("bfloat16"):
-        return
-    if any(p.dtype is torch.bfloat16 and p.ndim > 1 and p.device.type == "cpu" for g in groups for p in g["params"]):
-        care_for("bfloat16")  # already warned
-        warnings.warn(
-            "this CPU does not multiply bfloat16, and PyTorch's own bfloat16 matmuls are 8 to 180 times slower here than "
-            "float32's. narrowgauge.prepare(model, …) or narrowgauge.swap_linears(model, 'bfloat16') replaces them by "
-            "float32 products with the same values.",
-            SlowMatmulNotice,
-            stacklevel=6,
-        )
-
-
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
     """Refuse saved param groups of other sizes, storages or rules. Fill in options that plain ``torch.optim`` lacks."""
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
     for mine, theirs in zip(groups, saved, strict=True):
-        if "storage" in theirs and "proj_type" in mine:
-            theirs.setdefault("proj_type", USUAL_PROJECTION)  # a group of ours leaves it out
         if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",

@@ -221,7 +221,6 @@ _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_
 _MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 _LIKE_ADAM = "its steps are divided by the root of second moments, as AdamW's are"
 _SUBSPACE = (Option("rank", 128, Range(1, is_integer=True)), Option("update_proj_gap", 200, Range(1, is_integer=True)))
-_PROJ_TYPE = Option("proj_type", "std", Choice(("std", "full")))
 _IN_SUBSPACE = "an AdamW's step in the subspace, times scale; vectors and embeddings share the rate"
 
 _RULES = (
@@ -265,7 +264,6 @@ _RULES = (
         (
             Option("beta2_decay", -0.8, Range(-math.inf, 0, above=True)),
             Option("eps", (1e-30, 1e-3), Range(or_none=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
-            Option("beta1", None, Range(0, 1, or_none=True)),
             Option("scale_parameter", True, FLAG, trained=False), Option("relative_step", True, FLAG, trained=False),
         ),
         rate_because=_LIKE_ADAM,
@@ -273,12 +271,12 @@ _RULES = (
     ),
     UpdateRule(
         "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,
-        (*_SUBSPACE, Option("scale", 0.25, Range()), _PROJ_TYPE),
+        (*_SUBSPACE, Option("scale", 0.25, Range())),
         rate_because=_IN_SUBSPACE, is_matrix=True, source="Zhao et al., ICML 2024 (2403.03507)",
     ),
     UpdateRule(
         "gradnorm_lorp", "GradNormLoRP", "lengths and low-rank directions of columns apart", _ADAM,
-        (*_SUBSPACE, Option("scale", 1.0, Range()), _PROJ_TYPE),
+        (*_SUBSPACE, Option("scale", 1.0, Range())),
         rate_because=_IN_SUBSPACE, is_matrix=True, source="Huang et al., AAAI 2025 (2412.19616)",
     ),
 )  # fmt: skip

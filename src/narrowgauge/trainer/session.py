@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly.preparation import DifferenceNotice, is_matrix, outer_names, prepare
+from narrowgauge.assembly.preparation import is_matrix, outer_names, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
@@ -256,7 +256,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     mesh = make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas) if here.size > 1 else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
-        warnings.simplefilter("ignore", DifferenceNotice)  # it is for loops that change from torch.optim
         _, optimizer = prepare(
             model,
             config.recipe,
@@ -274,7 +273,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             narrow_gather=config.narrow_gather,
             average=False,
         )
-    optimizer.watched = next(model.get_input_embeddings().parameters())
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None

@@ -89,7 +89,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     session.fingerprints.states(session.step)
 
     gradient_seconds, _, update_seconds = clock.seconds()
-    norm, embedding_norm = optimizer.grad_norm, optimizer.watched_grad_norm
+    norm = optimizer.grad_norm
     tokens_before, session.tokens = session.tokens, session.tokens + config.tokens_per_step
     columns: Row = {
         "loss": float(total),
@@ -101,7 +101,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "gradient_seconds": max(0.0, gradient_seconds - session.data_seconds),
         "update_seconds": update_seconds,
         "batch_crc": session.batch_crc,
-        "embedding_grad_norm": None if embedding_norm is None else float(embedding_norm),
     }
     if judgement is not None and (spike := judgement.judge_norm(columns["grad_norm"])) is not None:
         columns["spike"] = asdict(spike)

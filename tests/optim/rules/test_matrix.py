@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.rules.matrix import ADAFACTOR, MATRIX_RULES, MUON, MatrixRule
-from narrowgauge.optim.rules.subspaces import PROJECTIONS, leading_basis
+from narrowgauge.optim.rules.matrix import ADAFACTOR, MATRIX_RULES, MUON, MatrixRule, shapes_of_states
+from narrowgauge.optim.rules.subspaces import leading_basis
 from narrowgauge.trainer.counted_memory import counted_allocations
 from oracles import matrix_rules as oracle
 from tensors import gaussian, step_gradients
@@ -36,7 +36,7 @@ def options_of(rule: MatrixRule, **options: Any) -> dict[str, Any]:
 
 
 def fresh(rule: MatrixRule, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.zeros(kept.shape) for name, kept in rule.states(shape, options).items()}
+    return {name: torch.zeros(size) for name, size in shapes_of_states(rule, shape, options).items()}
 
 
 def train(
@@ -65,27 +65,21 @@ def relative(value: Tensor, wanted: Any) -> float:
 # ── against formulas and other implementations ──────────────────────────────────────────────────────────────────────
 
 
-def oracles(name: str, lr: float, decay: float, *, eps: float, both: bool = False) -> Any:
-    subspace = oracle.Subspace(oracle.Adam(lr, (0.9, 0.99), eps), rank=4, gap=5, scale=1.0, both=both)
+def oracles(name: str, lr: float, decay: float) -> Any:
+    subspace = oracle.Subspace(oracle.Adam(lr, (0.9, 0.99), 1e-8), rank=4, gap=5, scale=1.0)
     return {
         "muon": oracle.Muon(lr, decay, moonlight=True),
         "galore": oracle.GaLore(subspace, decay),
-        "gradnorm_lorp": oracle.WeightNormalised(subspace, oracle.Adam(lr, (0.9, 0.99), eps), decay),
+        "gradnorm_lorp": oracle.WeightNormalised(subspace, oracle.Adam(lr, (0.9, 0.99), 1e-8), decay),
     }[name]
 
 
-@pytest.mark.parametrize(
-    "name, proj_type",
-    [("muon", "std"), *((name, kind) for name in ("galore", "gradnorm_lorp") for kind in PROJECTIONS)],
-)
+@pytest.mark.parametrize("name", ["muon", "galore", "gradnorm_lorp"])
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
-def test_twelve_steps_agree_with_float64(name: str, proj_type: str, shape: tuple[int, int]) -> None:
+def test_twelve_steps_agree_with_float64(name: str, shape: tuple[int, int]) -> None:
     start, rule = gaussian(*shape), MATRIX_RULES[name]
-    # In bases of both sides the first gradient is diagonal, and what rounding leaves beside it must stay far below epsilon.
-    eps = 1e-5 if proj_type == "full" else 1e-8
-    more = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": eps, "proj_type": proj_type}
-    learned, _ = train(rule, start, noise(shape), 12, **more)
-    expert, w = oracles(name, 1e-2, 0.1, eps=eps, both=proj_type == "full"), start.double().numpy()
+    learned, _ = train(rule, start, noise(shape), 12, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8)
+    expert, w = oracles(name, 1e-2, 0.1), start.double().numpy()
     for step in range(1, 13):
         w = expert.step(w, gaussian(*shape, seed=100 + step, scale=0.01).double().numpy())
     assert relative(learned - start, w - start.double().numpy()) < 1e-4
@@ -108,23 +102,20 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16(shape: tuple[int, int],
         assert relative(states["momentum_buffer"], optimizer.state[theirs]["momentum_buffer"]) < 1e-6
 
 
-@pytest.mark.parametrize("beta1", [None, 0.9])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_adafactor_is_that_of_transformers(beta1: float | None, scaled: bool) -> None:
+def test_adafactor_is_that_of_transformers(scaled: bool) -> None:
     shape, start = (12, 20), gaussian(12, 20, scale=0.0001 if scaled else 1.0)  # 1e-4 is below the second of eps
     theirs = torch.nn.Parameter(start.clone())
     optimizer = transformers.Adafactor(
-        [theirs], lr=1e-2, beta1=beta1, clip_threshold=0.5, scale_parameter=scaled, relative_step=False
+        [theirs], lr=1e-2, clip_threshold=0.5, scale_parameter=scaled, relative_step=False
     )
     for step in range(1, 21):
         theirs.grad = noise(shape)(theirs, step)
         optimizer.step()
-    ours, states = train(
-        ADAFACTOR, start, noise(shape), 20,
-        lr=1e-2, beta1=beta1, clip_threshold=0.5, scale_parameter=scaled, weight_decay=0.0,
-    )  # fmt: skip
+    ours, _ = train(
+        ADAFACTOR, start, noise(shape), 20, lr=1e-2, clip_threshold=0.5, scale_parameter=scaled, weight_decay=0.0
+    )
     assert relative(ours - start, theirs.detach() - start) < 2e-5
-    assert ("exp_avg" in states) == (beta1 is not None)
 
 
 # ── degenerate matrices ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ parameter of fewer is stepped by AdamW.
 | rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
 | ``muon`` | one moment | the whole matrix: every singular value of the step becomes about 1 |
-| ``adafactor`` | ``rows + cols`` values; a moment if requested | means of squares along rows and columns |
+| ``adafactor`` | ``rows + cols`` values | means of squares along rows and columns |
 | ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
 | ``gradnorm_lorp`` | the same and ``2 · cols`` values | the same, and the lengths of its columns |
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import is_widened, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule
-from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed, shapes_in_subspace
+from narrowgauge.optim.rules.subspaces import coordinates_shape, is_tall, lift, project, refreshed
 
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
@@ -39,18 +39,15 @@ def _no_measure(options: Options) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """One state tensor of a matrix rule.
+    """One state tensor of a matrix rule, of a shape of its own. Every rank has the whole of it.
 
     Args:
         role: ``"exp_avg"`` (for values of either sign) or ``"exp_avg_sq"`` (for values that are never negative): stored in the
             storage's code for that moment. ``None``: stored in float32.
-        beside: whether the state has the weight's shape, and is packed and sharded with the weight. Every rank has the
-            whole of any other state.
     """
 
     shape: tuple[int, ...]
     role: str | None = None
-    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +60,7 @@ class MatrixRule:
             1. The gradient may be overwritten, states may not.
         defaults: the group's options. ``betas`` and ``eps`` are also AdamW's, for parameters of fewer dims.
         decays: whether ``lr · weight_decay · weight`` is subtracted from the step: decoupled weight decay.
+        beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
         average: ``(gradient, states, options) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
         measure: ``options -> function of the weight [rows, cols]``, whose value ``direction`` reads, or ``None``.
@@ -73,8 +71,14 @@ class MatrixRule:
     direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
     defaults: Options
     decays: bool = False
+    beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Options], Result] | None = None
     measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = _no_measure
+
+    @property
+    def kept(self) -> tuple[tuple[str, str], ...]:
+        """Return the states beside the weight, each with the code of a storage that it takes."""
+        return tuple((name, "exp_avg") for name in self.beside)
 
     def update(self, weight: Tensor, gradient: Tensor, states: States, options: Options, step: int) -> Result:
         """Return the change of a weight and the new states: the definition of a step, for tensors of two dims or more.
@@ -105,13 +109,9 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
     if isinstance(rule, MatrixRule):
-        return {name: state.shape for name, state in rule.states(tuple(shape), options).items()}
+        apart = {name: state.shape for name, state in rule.states(tuple(shape), options).items()}
+        return {**dict.fromkeys(rule.beside, tuple(shape)), **apart}
     return dict.fromkeys(rule.states, tuple(shape))
-
-
-def states_beside(states: Mapping[str, MatrixState]) -> tuple[tuple[str, str], ...]:
-    """Return the names of the states beside the weight, each with the code of a storage that it takes."""
-    return tuple((name, state.role or "exp_avg") for name, state in states.items() if state.beside)
 
 
 def decay_of(options: Options) -> float:
@@ -203,8 +203,8 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> 
     return result
 
 
-def _muon_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
-    return {"momentum_buffer": MatrixState(shape, "exp_avg", beside=True)}
+def _no_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
+    return {}
 
 
 def _momentum(g: Tensor, states: States, options: Options) -> Result:
@@ -225,8 +225,7 @@ _EPS_SQUARE = 1e-30
 
 def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     rows, cols = matrix_shape(shape)
-    factors = {"exp_avg_sq_row": MatrixState((rows,)), "exp_avg_sq_col": MatrixState((cols,))}
-    return factors if options["beta1"] is None else {"exp_avg": MatrixState(shape, "exp_avg", beside=True), **factors}
+    return {"exp_avg_sq_row": MatrixState((rows,)), "exp_avg_sq_col": MatrixState((cols,))}
 
 
 def _least_rms(options: Options) -> Callable[[Tensor], Tensor] | None:
@@ -253,15 +252,9 @@ def _adafactor(g: Tensor, rms: Tensor | None, states: States, options: Options, 
     for rows, root in zip(pieces, root_row.split([len(rows) for rows in pieces]), strict=True):
         rows.div_((root * root_col).clamp_(min=TINY))
     g.div_((_root_mean_square(g) / options["clip_threshold"]).clamp(min=1.0).float())
-    new = {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
     size = min(float(options["lr"]), step**-0.5) if options["relative_step"] else float(options["lr"])
-    if options["beta1"] is None:
-        change = g.mul_(-size)
-    else:
-        m = states["exp_avg"]
-        new["exp_avg"] = m + (g - m) * (1 - options["beta1"])
-        change = new["exp_avg"] * -size
-    return change if rms is None else change.mul_(rms), new
+    change = g.mul_(-size)
+    return change if rms is None else change.mul_(rms), {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -280,9 +273,9 @@ def adam_step(
 def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     rows, cols = matrix_shape(shape)
     rank = min(options["rank"], rows, cols)
-    bases, coordinates = shapes_in_subspace(rows, cols, rank, options.get("proj_type", "std"))
+    coordinates = coordinates_shape(rows, cols, rank)
     return {
-        **{name: MatrixState(basis, "exp_avg") for name, basis in bases.items()},
+        "projector": MatrixState((min(rows, cols), rank), "exp_avg"),
         "projected_exp_avg": MatrixState(coordinates, "exp_avg"),
         "projected_exp_avg_sq": MatrixState(coordinates, "exp_avg_sq"),
     }
@@ -290,12 +283,11 @@ def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, Matrix
 
 def _galore(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
     """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
-    names = [name for name in ("projector", "projector_longer") if name in states]
-    bases = refreshed({name: states[name] for name in names}, g, step, options["update_proj_gap"])
+    basis = refreshed(states["projector"], g, step, options["update_proj_gap"])
     m, v = states["projected_exp_avg"], states["projected_exp_avg_sq"]
-    change, m, v = adam_step(project(bases, g), m, v, options, step)
-    lifted = lift(bases, change, is_tall(*g.shape)).mul_(options["scale"])
-    return lifted, {**bases, "projected_exp_avg": m, "projected_exp_avg_sq": v}
+    change, m, v = adam_step(project(basis, g), m, v, options, step)
+    lifted = lift(basis, change, is_tall(*g.shape)).mul_(options["scale"])
+    return lifted, {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}
 
 
 def _gradnorm_lorp_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
@@ -348,17 +340,17 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _ADAM: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-_SUBSPACE: Options = {**_ADAM, "rank": 128, "update_proj_gap": 200, "proj_type": "std"}
+_SUBSPACE: Options = {**_ADAM, "rank": 128, "update_proj_gap": 200}
 _MUON: Options = {
     **_ADAM, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16",
     "adjust_lr_fn": None,
 }  # fmt: skip
 _ADAFACTOR: Options = {
-    **_ADAM, "lr": 1e-2, "weight_decay": 0.0, "eps": (_EPS_SQUARE, 1e-3), "adam_eps": 1e-8, "beta1": None,
+    **_ADAM, "lr": 1e-2, "weight_decay": 0.0, "eps": (_EPS_SQUARE, 1e-3), "adam_eps": 1e-8,
     "beta2_decay": -0.8, "clip_threshold": 1.0, "scale_parameter": True, "relative_step": True,
 }  # fmt: skip
 
-MUON = MatrixRule("muon", _muon_states, _muon, _MUON, decays=True, average=_momentum)
+MUON = MatrixRule("muon", _no_states, _muon, _MUON, decays=True, beside=("momentum_buffer",), average=_momentum)
 ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, _ADAFACTOR, decays=True, measure=_least_rms)
 GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25}, decays=True)
 GRADNORM_LORP = MatrixRule(
