@@ -192,9 +192,8 @@ FILES = [
     ("compute = 16", "text"),
     (f'{WORD}keep = "lm_head"', "list"),
     (f'{WORD}[[override]]\nstorage = "split"', "pattern"),
-    (f'{WORD}[[phase]]\nuntil = 2\ncompute = "mxfp8"', "at most 1"),
-    (f'{WORD}[[phase]]\nuntil = 0.5\ncompute = "mxpf8"', "mean 'mxfp8'"),
-    (f'{WORD}evaluation = "unit"', "transform"),
+    (f'{WORD}[[override]]\npattern = "*"\ncompute = "mxpf8"', "mean 'mxfp8'"),
+    (f'{WORD}[[override]]\npattern = "*"\ncompute = "unit"', "transform"),
     ("not toml", r"mine\.toml"),
 ]
 CLUSTERS = [

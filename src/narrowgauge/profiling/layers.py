@@ -50,7 +50,7 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
     # A storage that belongs to one compute is plain, and works with no other.
     compute = recipe.compute if recipe.storage.owner else COMPUTES[recipe.dtype]
-    return replace(recipe, compute=compute, overrides=overrides, phases=(), evaluation=None)
+    return replace(recipe, compute=compute, overrides=overrides)
 
 
 def baseline_of(recipe: Recipe) -> Recipe:

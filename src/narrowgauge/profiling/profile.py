@@ -92,11 +92,6 @@ def profile(
     config = TrainConfig(model=model, batch_size=batch_size, sequence_length=sequence_length).validated()
     kinds, rounds = measurement.measure(recipes, config, say=say)
     notes = measurement.noise_notes(rounds)
-    notes += [
-        f"{recipe.name} has phases; the layers are those of the last one, in {recipe.compute.name}."
-        for recipe in recipes
-        if recipe.phases
-    ]
     losses: list[tuple[Loss, ...]] = [()] * len(recipes)
     if numerics:
         text = f"{cast_error.NUM_BATCHES} steps on '{config.data}'"
@@ -250,7 +245,5 @@ _LOSSES = (
 def _toml(table: dict[str, Any]) -> str:
     import tomli_w
 
-    lists = {key: value for key, value in table.items() if key in ("override", "phase")}
-    text = tomli_w.dumps({key: value for key, value in table.items() if key not in lists})
-    entries = ((key, entry) for key, value in lists.items() for entry in value)
-    return text + "".join(f"\n[[{key}]]\n{tomli_w.dumps(entry)}" for key, entry in entries)
+    text = tomli_w.dumps({key: value for key, value in table.items() if key != "override"})
+    return text + "".join(f"\n[[override]]\n{tomli_w.dumps(entry)}" for entry in table.get("override", []))

@@ -351,8 +351,6 @@ def page_recipe(name: str) -> Page:
             {"pattern": o.pattern, "storage": o.storage and o.storage.name, "compute": o.compute and o.compute.name}
             for o in recipe.overrides
         ],
-        "phases": [{"until": phase.until, "compute": phase.compute.name} for phase in recipe.phases],
-        "evaluation": recipe.evaluation.name if recipe.evaluation else None,
     }
     in_all = {"what": "in all", "format": "", "bytes": row["bytes_per_param"], "rounding": ""}
     stored = (
@@ -372,7 +370,6 @@ def page_recipe(name: str) -> Page:
 
 def _facts(row: Row) -> dict[str, str]:
     vectors, inside = row["vectors"], "float64" if row["dtype"] == "float64" else "float32"
-    phases = ", ".join(f"{p['compute']} until {p['until']:g}" for p in row["phases"])
     facts = {
         "for": row["purpose"],
         "loses": row["loses"],
@@ -386,8 +383,6 @@ def _facts(row: Row) -> dict[str, str]:
         "kept in float32": ", ".join(row["keep"]),
         "stored otherwise": ", ".join(f"{o['pattern']} as {o['storage']}" for o in row["overrides"] if o["storage"]),
         "computed otherwise": ", ".join(f"{o['pattern']} in {o['compute']}" for o in row["overrides"] if o["compute"]),
-        "phases": phases and f"{phases}, then {row['compute']}",
-        "evaluated in": row["evaluation"] or "",
     }
     return {label: text for label, text in facts.items() if text}
 
