@@ -200,8 +200,7 @@ _LAYERS = (
 )
 _LOSSES = (
     Column("layer", "layer", code=True),
-    Column("operand", "operand"),
-    Column("cast", "cast"),
+    Column("tensor", "tensor"),
     Column("SQNR dB", lambda row: f"{row['sqnr_db']:.1f}", right=True),
     Column("overflow", lambda row: f"{row['overflow']:.2%}", right=True),
     Column("underflow", lambda row: f"{row['underflow']:.2%}", right=True),
