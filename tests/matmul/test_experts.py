@@ -16,11 +16,12 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from matmul.scenarios import names, with_threshold
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.experts import IMPLEMENTATION
 from narrowgauge.matmul.inference import inference_bytes, quantize_for_inference
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
-from narrowgauge.spec.computes import COMPUTES, stored_bytes
+from narrowgauge.spec.computes import COMPUTES, Compute, stored_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,7 +29,7 @@ SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
 }  # fmt: skip
-OUTLIER_ROWS = ("int8-outlier+threshold=2", "int8-outlier-codes+threshold=2")
+FLOAT8, OUTLIERS = COMPUTES["float8-row"], with_threshold("int8-outlier", 2.0)
 
 
 def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:
@@ -40,7 +41,7 @@ def tokens(rows: int = 2) -> Tensor:
     return torch.randint(0, 64, (rows, 24), generator=torch.Generator().manual_seed(1))
 
 
-def swap_experts(model: nn.Module, row: str) -> NarrowLayers:
+def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
     return swap_linears(model, lambda name: row if ".experts." in name else None)
 
 
@@ -73,8 +74,8 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         assert (ours.grad - theirs.grad).norm() <= 0.01 * theirs.grad.norm()
 
 
-@pytest.mark.parametrize("row", ["float8-row", OUTLIER_ROWS[0]])
-def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: str) -> None:
+@pytest.mark.parametrize("row", [FLOAT8, OUTLIERS], **names)
+def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: Compute) -> None:
     model = mixtral()
     experts = model.model.layers[0].mlp.experts
     swap_experts(model, row)
@@ -120,12 +121,12 @@ def gpt_oss() -> GptOssForCausalLM:
 
 
 @pytest.mark.parametrize(
-    ("make", "row"), [(mixtral, "float8-block"), (gpt_oss, "int8-row"), (mixtral, OUTLIER_ROWS[0])]
+    ("make", "row"), [(mixtral, COMPUTES["float8-block"]), (gpt_oss, COMPUTES["int8-row"]), (mixtral, OUTLIERS)]
 )
-def test_quantized_experts_give_what_they_gave_in_training(row: str, make: Any) -> None:
+def test_quantized_experts_give_what_they_gave_in_training(row: Compute, make: Any) -> None:
     trained, model = make(), make()
     swap_experts(trained, row)
-    columns = {"outlier_columns": "all"} if row == OUTLIER_ROWS[0] else {}
+    columns = {"outlier_columns": "all"} if row == OUTLIERS else {}
     quantize_for_inference(model, row, keep=ONLY_EXPERTS, **columns)
     x, chosen, shares = routed()
     with torch.no_grad():
@@ -138,7 +139,7 @@ def test_quantized_experts_give_what_they_gave_in_training(row: str, make: Any) 
     # What is kept of a projection names its columns once, and counts once.
     kept = [each.shape[2] if columns else 0 for each in stacks]
     after = sum(
-        len(w) * stored_bytes(COMPUTES[row.partition("+")[0]], *w.shape[1:], k) - 4 * k * (len(w) - 1) + 8 * bool(k)
+        len(w) * stored_bytes(row, *w.shape[1:], k) - 4 * k * (len(w) - 1) + 8 * bool(k)
         for w, k in zip(stacks, kept, strict=True)
     )
     saved = inference_bytes(make()) - inference_bytes(model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import expectations
+from matmul.scenarios import with_threshold
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.inference import find_outlier_columns, inference_bytes, missed_outliers
@@ -161,6 +162,7 @@ def test_calibration_finds_the_columns_that_the_layers_will_call_outliers() -> N
         model(tokens())
         assert set(missed_outliers(model).values()) == {0} and len(missed_outliers(model)) == 8
     usual, many = (
-        find_outlier_columns(tiny_llama(), [tokens()], f"int8-outlier{word}") for word in ("", "+threshold=0.5")
+        find_outlier_columns(tiny_llama(), [tokens()], compute)
+        for compute in ("int8-outlier", with_threshold("int8-outlier", 0.5))
     )
     assert not any(usual.values()) and sum(map(len, many.values())) > 100

@@ -1,4 +1,4 @@
-"""The linear layers of a model: kinds by shape and place, and groups that share an input."""
+"""The linear layers of a model: kinds by shape and place."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_equal_layers_are_one_kind_and_shared_inputs_one_group(tmp_path: Path) -> None:
+def test_equal_layers_are_one_kind(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     kinds = kinds_of(language_model.build(str(tmp_path), seed=0))
-    counts = [(kind.pattern.rpartition(".")[2], str(kind.shape), kind.count) for kind in kinds]
+    counts = [
+        (kind.pattern.rpartition(".")[2], f"{kind.out_features} × {kind.in_features}", len(kind.names))
+        for kind in kinds
+    ]
     assert counts == [
         ("q_proj", "32 × 32", 3), ("k_proj", "16 × 32", 3), ("v_proj", "16 × 32", 3), ("o_proj", "32 × 32", 3),
         ("gate_proj", "48 × 32", 3), ("up_proj", "48 × 32", 3), ("down_proj", "32 × 48", 3), ("lm_head", "280 × 32", 1),
     ]  # fmt: skip
-    q, k, v, o, gate, up, *_ = kinds
-    assert q.group == k.group == v.group != o.group and gate.group == up.group != q.group
+    assert kinds[0].names == tuple(f"model.layers.{number}.self_attn.q_proj" for number in range(3))

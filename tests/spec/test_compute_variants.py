@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import get_compute, parse
+from narrowgauge.spec.notation import parse
 
 OF_FOUR_BITS = {
     "mxfp4+deterministic": {
@@ -46,22 +46,3 @@ def test_a_form_of_four_bits_changes_the_casts_of_its_table_and_no_other(name: s
     assert len({str(cast) for cast in (*row.casts.values(), *base.casts.values())}) == len(
         {*row.casts.values(), *base.casts.values()}
     )
-
-
-@pytest.mark.parametrize(
-    ("said", "name", "threshold"),
-    [
-        ("int8-outlier+threshold=4", "int8-outlier+threshold=4", 4.0),
-        ("INT8-outlier-codes+threshold=2.50", "int8-outlier-codes+threshold=2.5", 2.5),
-        ("int8-outlier+threshold=6.0", "int8-outlier", 6.0),
-    ],
-)
-def test_a_threshold_is_a_part_of_the_name_and_comes_back_from_it(said: str, name: str, threshold: float) -> None:
-    recipe = parse(said)
-    assert recipe.name == f"{name}/word" and recipe.compute.output.left.outliers == threshold
-    assert recipe == parse(recipe.name) == parse(recipe.to_dict()) == parse(recipe.to_value())
-    assert recipe.compute == get_compute(said) == get_compute(name)
-    base = COMPUTES[name.partition("+")[0]]
-    cast = replace(recipe.compute.output.left, outliers=6.0)
-    assert replace(recipe.compute, output=replace(base.output, left=cast), name=base.name, purpose=base.purpose) == base
-    assert f"columns from {threshold:g} on in 16 bits" in str(recipe.compute.output.left)

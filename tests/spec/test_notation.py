@@ -15,7 +15,7 @@ from narrowgauge.spec.notation import (
     full_names,
     parse,
 )
-from narrowgauge.spec.recipes import Override, Phase, Recipe
+from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
 
 WORD = parse("bfloat16/word")
@@ -96,11 +96,10 @@ def test_names_that_leave_something_open_are_refused_with_the_recipes_that_are_n
 
 
 def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> None:
-    table = {"compute": "int8", "evaluation": "fp8", "phase": [{"until": 0.5, "compute": "blockwise"}]}
-    recipe = parse(table)
-    assert [row.name for row in recipe.computes] == ["int8-row", "float8-block", "float8-row"]
-    with pytest.raises(RecipeError, match="evaluation has compute 'float64' in a recipe of 'bfloat16'"):
-        parse({"compute": "bf16", "evaluation": "double"})
+    recipe = parse({"compute": "int8", "override": [{"pattern": "*.up_proj", "compute": "blockwise"}]})
+    assert [row.name for row in recipe.computes] == ["int8-row", "float8-block"]
+    with pytest.raises(RecipeError, match=r"override '\*' has compute 'float64' in a recipe of 'bfloat16'"):
+        parse({"compute": "bf16", "override": [{"pattern": "*", "compute": "double"}]})
 
 
 def test_a_file_says_the_same(tmp_path: Path) -> None:
@@ -108,18 +107,10 @@ def test_a_file_says_the_same(tmp_path: Path) -> None:
     path.write_text('compute = "bf16"\nkeep = ["lm_head"]\n', encoding="utf-8")
     assert parse(path) == parse(str(path)) == parse(path)
     assert parse(path) == dataclasses.replace(parse("bfloat16/word"), keep=("lm_head",))
-    path.write_text(
-        'recipe = "bf16/word"\nevaluation = "fp32"\n[[phase]]\nuntil = 1\ncompute = "int8-row"\n'
-        '[[override]]\npattern = "lm_head"\ncompute = "mxfp8"\n',
-        encoding="utf-8",
-    )
-    assert parse(path) == Recipe(
-        WORD.compute,
-        WORD.storage,
-        overrides=(Override("lm_head", compute=COMPUTES["mxfp8"]),),
-        phases=(Phase(1.0, COMPUTES["int8-row"]),),
-        evaluation=COMPUTES["float32"],
-    )
+    text = 'recipe = "bf16/word"\n[[override]]\npattern = "lm_head"\ncompute = "mxfp8"\n'
+    path.write_text(text, encoding="utf-8")
+    override = Override("lm_head", compute=COMPUTES["mxfp8"])
+    assert parse(path) == Recipe(WORD.compute, WORD.storage, overrides=(override,))
 
 
 def test_a_key_beside_recipe_overrules_its_part() -> None:

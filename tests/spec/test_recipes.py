@@ -1,4 +1,4 @@
-"""Recipes: the tables' figures, contradictions, and what a recipe says of each name and each step."""
+"""Recipes: the tables' figures, contradictions, and what a recipe says of each name."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_storage_by_parameter_name() -> None:
     assert parse(recipe.to_dict()) == recipe
 
 
-# ── computes by module and by progress ──────────────────────────────────────────────────────────────────────────────
+# ── computes by module ───────────────────────────────────────────────────────────────────────────────────────────
 
 LINEARS = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_head"]
 
 
-def computes_of(recipe: Recipe, progress: float = 1.0) -> list[str]:
-    return [recipe.compute_of(name, progress).name for name in LINEARS]
+def computes_of(recipe: Recipe) -> list[str]:
+    return [recipe.compute_of(name).name for name in LINEARS]
 
 
 @pytest.mark.parametrize(
@@ -88,23 +88,6 @@ def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> 
     assert recipe.storage_of("model.layers.0.mlp.up_proj.weight", 2).name == "word"
     assert parse(recipe.to_dict()) == recipe
     assert [row.name for row in recipe.computes] == ["float8-row", "int8-row", "bfloat16", "mxfp8"]
-
-
-def test_phases_hold_until_their_share_of_the_run_is_done() -> None:
-    recipe = parse(
-        {
-            "recipe": "bf16/word",
-            "phase": [{"until": 0.1, "compute": "float32"}, {"until": 0.9, "compute": "fp8-row"}],
-            "override": [{"pattern": "*.down_proj", "compute": "int8-row"}],
-        }
-    )
-    assert recipe.name == "bfloat16/word"
-    names = [recipe.compute_at(step / 10).name for step in range(11)]
-    assert names == ["float32"] + ["float8-row"] * 8 + ["bfloat16"] * 2
-    assert computes_of(recipe, 0.5) == ["float8-row", "int8-row", "bfloat16"]
-    assert computes_of(recipe) == ["bfloat16", "int8-row", "bfloat16"]
-    assert computes_of(recipe, 0.0) == ["float32", "int8-row", "float32"]
-    assert parse(recipe.to_dict()) == recipe
 
 
 @pytest.mark.parametrize(

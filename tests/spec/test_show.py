@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-
-import pytest
-
-from narrowgauge.spec import notation, show, tables
+from narrowgauge.spec import notation, show
 
 
 def test_recipe_rows_parse_back_and_carry_the_words_figures() -> None:
@@ -26,19 +21,3 @@ def test_parts_of_a_recipe_sum_to_its_bytes() -> None:
     ]:
         detail = show.page_recipe(name)[0][0]
         assert sum(part["bytes"] for part in detail["stored"]) == detail["bytes_per_param"], name
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("0.1", 0.1), ("1e-8", 1e-8), ("0x1p-3", 0.125), ("-0x1.8p1", -3.0), (" 2 ", 2.0), ("-inf", -math.inf)],
-)
-def test_values_are_read_as_written(text: str, value: float) -> None:
-    assert {row["name"]: row["value"] for row in show.page_value(text)[0]}["float64"] == value
-
-
-def test_nan_stays_nan_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    values = {row["name"]: row["value"] for row in show.page_value("nan")[0]}
-    assert math.isnan(values["float8_e4m3fn"])
-    assert values["float4_e2m1fn"] == 0
-    tables.write_json(show.page_value("nan")[0])
-    assert {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)}["bfloat16"] == "nan"

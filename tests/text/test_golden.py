@@ -31,7 +31,6 @@ COMMANDS = {
     "show-reductions": "show reductions",
     "show-recipe-word": "show recipe float8-row/word",
     "show-recipe-compact": "show recipe mxfp8/compact/reproducible",
-    "show-value": "show value 0.1",
     "plan-state": "plan state --params 10e9 --recipe bfloat16/master,bfloat16/word,bfloat16/compact",
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
@@ -49,7 +48,7 @@ COMMANDS = {
     "plan-adapters": "plan run --model llama-70b --chip H100-SXM --recipe bfloat16/word --lora 16 --base nf4",
 }
 MISTAKES = (
-    "shwo", "show format bfloat17", "show recipe bfloat16/wrod", "train --recpie x", "train --steps 0",
+    "shwo", "show recipe bfloat16/wrod", "train --recpie x", "train --steps 0",
     "train --model lama-1m", "plan --chip H100-SXM", "plan run --model llama-8b --chip H100", "report nowhere",
 )  # fmt: skip
 

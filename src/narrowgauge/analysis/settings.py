@@ -71,13 +71,9 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
                 moved = table == "config" and difference.name in same and are_paths
                 if not repeats and not moved:
                     yield difference
-    parted = arithmetic.differences(first_run, second_run)
-    for parting in parted:
-        yield SettingDifference(
-            parting.probe.name,
-            (_text(parting.one), _text(parting.other)),
-            f"arithmetic.{arithmetic.origin(parted)}",
-        )
+    parted = arithmetic.differences(arithmetic.arithmetic_of(first_run), arithmetic.arithmetic_of(second_run))
+    for name, texts in parted.results.items():
+        yield SettingDifference(name, texts, f"arithmetic.{parted.origin}")
 
 
 _PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}

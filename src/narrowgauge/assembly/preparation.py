@@ -149,7 +149,7 @@ def prepare(
     optimizer = _checked_class(optimizer, rule, options)
     sharding.settle(inner)
     extra_options = {name: _extra_options(name, options_of) for name, p in inner.named_parameters() if p.requires_grad}
-    require_trainable(model, policy, mesh, shard, narrow_gather=narrow_gather)
+    require_trainable(model, policy, mesh, shard)
 
     if mesh is not None:
         sharding.make_equal(inner, mesh)
@@ -216,14 +216,13 @@ def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
 
 
 def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:
-    """Swap the linear layers whose compute differs from PyTorch's own, in any phase or in evaluation."""
+    """Swap the linear layers whose compute differs from PyTorch's own."""
     device = next(model.parameters()).device
-    moments = [0.0, *(phase.until for phase in recipe.phases)]
     narrow: dict[str, Compute] = {}
     for name in linear_names(model):
-        computes = {policy.compute_of(name, at).name for policy in (recipe, recipe.in_evaluation) for at in moments}
-        if computes != {_compute_of_torch(recipe, name, device)}:
-            narrow[name] = recipe.compute_of(name, 0.0)
+        compute = recipe.compute_of(name)
+        if compute.name != _compute_of_torch(recipe, name, device):
+            narrow[name] = compute
     return swap_linears(model, narrow.get, seed=seed) if narrow else None
 
 

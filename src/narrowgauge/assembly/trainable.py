@@ -21,7 +21,7 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 
 
-def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str, *, narrow_gather: bool = False) -> None:
+def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
     """Refuse a model, perhaps inside DistributedDataParallel, that a recipe cannot train."""
     inner = inner_of(model)
     name, kind = recipe.name, type(inner).__name__
@@ -29,11 +29,6 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str, *
         raise RecipeError(
             f"Cannot sum gradients by '{recipe.reduction.name}' of recipe '{name}', which is not implemented.",
             "narrowgauge show reductions lists the others.",
-        )
-    if narrow_gather and recipe.changes_compute:
-        raise RecipeError(
-            f"Cannot gather weights as codes for recipe '{name}' because it changes its compute.",
-            "Leave out narrow_gather, or the phases and the compute of evaluation.",
         )
     parameters = dict(inner.named_parameters())
     require_float64(parameters.values())

@@ -10,7 +10,7 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.foreign_logs import is_log, log_names
+from narrowgauge.runs.foreign_logs import LOGS, is_log
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec import tables
 
@@ -56,9 +56,7 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, step: int | N
 def _record(path: Path) -> Run:
     """Read the run at a path, or the only run in a folder."""
     if path.is_file() and not is_log(path):
-        raise RecordError(
-            f"No run in {path}: the file is no log that can be read.", f"Name a run folder, or a {log_names()}."
-        )
+        raise RecordError(f"No run in {path}: the file is no log that can be read.", f"Name a run folder, or a {LOGS}.")
     if not is_run(path) and not is_log(path) and path.is_dir():
         inside = [place for place in sorted(path.iterdir()) if place.is_dir() and (is_run(place) or is_log(place))]
         if len(inside) > 1:

@@ -10,7 +10,7 @@ import click
 import narrowgauge
 from narrowgauge.errors import ChipError
 from narrowgauge.machine import installed_version, instruction_sets, processor_name
-from narrowgauge.runs.arithmetic import Arithmetic, changed_settings, compared, differences, read_arithmetic
+from narrowgauge.runs.arithmetic import PROBES, Arithmetic, differences, read_arithmetic
 from narrowgauge.spec import tables
 
 
@@ -47,17 +47,16 @@ def print_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool)
         table = machines[0].to_toml()
         lines = [f"{name}: {text}" for name, text in {**table["settings"], **table["results"]}.items()]
         return tables.write_json(table) if as_json else click.echo("\n".join(lines))
-    parted, settings = differences(*machines), changed_settings(*machines)
+    parted = differences(*machines)
+    affects = {name: PROBES[name].affects if name in PROBES else "" for name in parted.results}
     if as_json:
-        rows = [
-            {"probe": row.probe.name, "results": [row.one, row.other], "affects": row.probe.affects} for row in parted
-        ]
-        return tables.write_json({"differences": rows, "settings": {name: values for name, *values in settings}})
-    for row in parted:
-        click.echo(f"{row.probe.name}: {row.one} and {row.other}. It affects {row.probe.affects}.")
-    click.echo(f"{len(parted) or 'None'} of {len(compared(*machines))} measured properties differ.")
-    for name, first, second in settings:
-        click.echo(f"setting {name}: {first} and {second}")
+        rows = [{"probe": name, "results": texts, "affects": affects[name]} for name, texts in parted.results.items()]
+        return tables.write_json({"differences": rows, "settings": parted.settings})
+    for name, (one, other) in parted.results.items():
+        click.echo(f"{name}: {one} and {other}. It affects {affects[name]}.")
+    click.echo(f"{len(parted.results) or 'None'} of {parted.num_compared} measured properties differ.")
+    for name, (one, other) in parted.settings.items():
+        click.echo(f"setting {name}: {one} and {other}")
     return None
 
 

@@ -132,23 +132,6 @@ def show_checks(as_json: bool) -> None:
     _print(as_json, kind_rows(), kind_table())
 
 
-@show_group.command("format")
-@click.argument("name")
-@flags.json_list
-def show_format(name: str, as_json: bool) -> None:
-    """Print all properties of the format NAME."""
-    _print(as_json, *show.page_format(name))
-
-
-# A negative number would otherwise be parsed as an option.
-@show_group.command("value", context_settings={"ignore_unknown_options": True})
-@click.argument("value")
-@flags.json_list
-def show_value(value: str, as_json: bool) -> None:
-    """VALUE (0.1, 1e-8, 0x1p-3, inf) rounded to every format."""
-    _print(as_json, *show.page_value(value))
-
-
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
 @click.argument("name", shell_complete=flags.many_recipes)
 @flags.json_list
@@ -305,21 +288,18 @@ def compare(
     "--out", metavar="FILE", type=click.Path(path_type=Path),
     help="The page to write.  [default: report.html in the one folder named]",
 )  # fmt: skip
-@click.option(
-    "--table", "form", type=click.Choice(list(tables.FORMS)),
-    help="Print the table of costs instead of writing a page: markdown, LaTeX (booktabs), or all values as CSV.",
-)  # fmt: skip
-def report(runs: tuple[Path, ...], out: Path | None, form: str | None) -> None:
+@click.option("--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page.")
+def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or the log of
     another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder;
-    or a table (CSV, JSON rows, an export of Weights & Biases) or a log of text.
+    or a table (CSV, JSON rows, an export of Weights & Biases).
     """
     from narrowgauge.report import publishing
     from narrowgauge.report.publishing import report as write_report
 
-    if form is not None:
-        click.echo(tables.FORMS[form](publishing.table(runs)), nl=False)
-    if form is None or out is not None:
+    if table:
+        click.echo(publishing.table(runs).markdown(), nl=False)
+    if not table or out is not None:
         click.echo(write_report(runs, out))
 
 

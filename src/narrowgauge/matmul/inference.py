@@ -484,7 +484,7 @@ def find_outlier_columns(
     Args:
         model: before it is quantized.
         batches: each a tensor, or a dict of keyword arguments, to call the model with.
-        compute, keep: as for :func:`quantize_for_inference`; another threshold is ``"int8-outlier+threshold=4"``.
+        compute, keep: as for :func:`quantize_for_inference`.
     Returns:
         Ascending columns by the name of the layer. A layer without outliers has an empty list.
     Raises:

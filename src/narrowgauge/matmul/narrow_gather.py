@@ -140,7 +140,7 @@ class _GatheredWeight:
             raise RecipeError(
                 f"layer '{self.name}' went from compute '{self.compute.name}' to '{self.layer.compute.name}', and its weight "
                 "is gathered as the first one's codes.",
-                "Leave narrow gathers out of a recipe with phases.",
+                "Leave out narrow_gather, or do not change computes.",
             )
         in_backward = torch_names.runs_backward()
         slot, amax, dtype = self.slot(in_backward), None, mp_policy.param_dtype

@@ -1,20 +1,17 @@
-"""List the linear layers of a model by kind, and how a recipe and its baseline compute each.
+"""List the linear layers of a model by kind, and the baseline of a recipe.
 
-A model of 32 blocks has hundreds of linear layers, but only seven kinds. The layers of a kind have names that differ only in
-numbers (``model.layers.*.self_attn.q_proj``). Kinds of one shape take the same time and are timed once. q, k and v get the same
-tensor. One cast serves all three, and its cost is split between them. The *baseline* of a recipe is bfloat16 with the same
-storage.
+A model of 32 blocks has hundreds of linear layers, but only seven kinds. The layers of a kind have one shape, and names that
+differ only in numbers (``model.layers.*.self_attn.q_proj``). The *baseline* of a recipe is bfloat16 with the same storage.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from narrowgauge.planner.roofline import Setting, Shape, setting_of
-from narrowgauge.spec.computes import COMPUTES, first_of_input
+from narrowgauge.matmul.linear import is_linear, is_transposed
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
@@ -24,25 +21,21 @@ class Kind:
     """Layers of one shape whose names differ only in numbers, ``*`` in ``pattern``."""
 
     pattern: str
-    shape: Shape
-    count: int
-
-    @property
-    def group(self) -> str:
-        """Return a key that is equal for kinds with the same input."""
-        return first_of_input(self.pattern)
+    out_features: int
+    in_features: int
+    names: tuple[str, ...]
 
 
 def kinds_of(model: Any) -> tuple[Kind, ...]:
     """Return the kinds of linear layers of a PyTorch model, in their order."""
-    counts: Counter[tuple[str, Shape]] = Counter()
+    names: dict[tuple[str, int, int], list[str]] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ in ("Linear", "Conv1D"):
-            is_transposed = type(module).__name__ == "Conv1D"
+        if is_linear(module):
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
             rows, columns = module.weight.shape
-            shape = Shape(columns, rows, True) if is_transposed else Shape(rows, columns)
-            counts[".".join("*" if part.isdigit() else part for part in name.split(".")), shape] += 1
-    return tuple(Kind(pattern, shape, count) for (pattern, shape), count in counts.items())
+            sides = (columns, rows) if is_transposed(module) else (rows, columns)
+            names.setdefault((pattern, *sides), []).append(name)
+    return tuple(Kind(*key, tuple(layers)) for key, layers in names.items())
 
 
 def plain_recipe(recipe: Recipe) -> Recipe:
@@ -50,7 +43,7 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
     # A storage that belongs to one compute is plain, and works with no other.
     compute = recipe.compute if recipe.storage.owner else COMPUTES[recipe.dtype]
-    return replace(recipe, compute=compute, overrides=overrides, phases=(), evaluation=None)
+    return replace(recipe, compute=compute, overrides=overrides)
 
 
 def baseline_of(recipe: Recipe) -> Recipe:
@@ -67,16 +60,5 @@ def baseline_of(recipe: Recipe) -> Recipe:
 
 
 def timed_recipes(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Return the recipes whose whole steps are timed, without duplicates, the baselines first."""
+    """Return the recipes that are timed, without duplicates, the baselines first."""
     return list(dict.fromkeys([*map(baseline_of, recipes), *recipes]))
-
-
-def settings_of(kinds: Iterable[Kind], recipe: Recipe) -> dict[Kind, Setting]:
-    """Return how a recipe computes each kind, as its first layer."""
-    return {kind: setting_of(kind.pattern.replace("*", "0"), recipe) for kind in kinds}
-
-
-def timed_settings(kinds: Sequence[Kind], recipes: Sequence[Recipe]) -> list[tuple[Shape, Setting]]:
-    """Return all operations that the costs of these recipes need, without duplicates."""
-    needed = (settings_of(kinds, recipe).items() for recipe in timed_recipes(recipes))
-    return list(dict.fromkeys((kind.shape, setting) for settings in needed for kind, setting in settings))

@@ -6,17 +6,16 @@ A machine's speed drifts. So every ratio is taken within a round, and the median
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.planner.roofline import Setting, Shape
+from narrowgauge.planner.roofline import setting_of
 from narrowgauge.profiling import cast_error, measurement
 from narrowgauge.profiling.cast_error import Loss
-from narrowgauge.profiling.layers import Kind, baseline_of, plain_recipe, settings_of
+from narrowgauge.profiling.layers import Kind, baseline_of, plain_recipe
 from narrowgauge.profiling.measurement import Round
-from narrowgauge.spec.computes import SLOTS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Column, Row, Table
 from narrowgauge.trainer.config import TrainConfig
@@ -24,8 +23,6 @@ from narrowgauge.trainer.config import TrainConfig
 EVEN = 0.02
 """A smaller relative difference is neither a gain nor a loss: repeated measurements differ as much."""
 _SHOWN = 12
-Seconds = Mapping[str, float]
-Times = Mapping[tuple[Shape, Setting], Seconds]
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,6 @@ def profile(
     config = TrainConfig(model=model, batch_size=batch_size, sequence_length=sequence_length).validated()
     kinds, rounds = measurement.measure(recipes, config, say=say)
     notes = measurement.noise_notes(rounds)
-    notes += [
-        f"{recipe.name} has phases; the layers are those of the last one, in {recipe.compute.name}."
-        for recipe in recipes
-        if recipe.phases
-    ]
     losses: list[tuple[Loss, ...]] = [()] * len(recipes)
     if numerics:
         text = f"{cast_error.NUM_BATCHES} steps on '{config.data}'"
@@ -122,75 +114,47 @@ def profile(
 # ── from seconds to costs ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def kind_operations(kind: Kind, settings: Mapping[Kind, Setting], times: Times) -> dict[str, float]:
-    """Return the seconds of one kind's operations. A cast of a shared input (q, k, v) is split evenly among the layers."""
-    sharing = sum(sharer.group == kind.group and settings[sharer] == settings[kind] for sharer in settings)
-    return {
-        name: seconds / (sharing if name in SLOTS and SLOTS[name].tensor == "input" else 1)
-        for name, seconds in times[kind.shape, settings[kind]].items()
-    }
-
-
-def linears_seconds(settings: Mapping[Kind, Setting], times: Times) -> float:
-    """Sum the seconds of all linear layers, forward and backward."""
-    return sum(kind.count * sum(kind_operations(kind, settings, times).values()) for kind in settings)
-
-
 def cost_row(recipe: Recipe, kinds: Sequence[Kind], rounds: Sequence[Round]) -> Row:
     """Return a recipe's costs. Ratios are its baseline's seconds over its own, medians over rounds."""
     baseline = baseline_of(recipe)
-    narrow, wide = settings_of(kinds, recipe), settings_of(kinds, baseline)
-    times = {
-        key: {name: statistics.median(r.times[key][name] for r in rounds) for name in operations}
-        for key, operations in rounds[0].times.items()
-    }
 
-    def over_rounds(ratio: Callable[[Round], float]) -> float:
-        return statistics.median(map(ratio, rounds))
+    def over_rounds(figure: Callable[[Round], float]) -> float:
+        return statistics.median(map(figure, rounds))
 
-    def seconds(kind: Kind, settings: Mapping[Kind, Setting], times: Times) -> float:
-        return sum(kind_operations(kind, settings, times).values())
+    def linears(r: Round, of: Recipe) -> float:
+        return sum(len(kind.names) * r.layers[of, kind.pattern][1] for kind in kinds)
 
-    layers = []
-    for kind in kinds:
-        ratio = over_rounds(lambda r, kind=kind: seconds(kind, wide, r.times) / seconds(kind, narrow, r.times))  # type: ignore[misc]
-        layers.append(_layer_row(kind, narrow[kind], kind_operations(kind, narrow, times), ratio))
-        layers[-1]["baseline_seconds"] = seconds(kind, wide, times)
-    overrides = [layer["pattern"] for layer in layers if layer["verdict"] == "loses"]
+    layers = [_layer_row(recipe, kind, rounds) for kind in kinds]
+    slower = [layer["pattern"] for layer in layers if layer["verdict"] == "loses"]
+    narrow = [layer["pattern"] for layer in layers if layer["verdict"] != "kept"]
     return {
         "recipe": recipe.name,
         "baseline": baseline.name,
         "step_ratio": over_rounds(lambda r: r.steps[baseline] / r.steps[recipe]),
         "step_seconds": over_rounds(lambda r: r.steps[recipe]),
-        "linears_ratio": over_rounds(lambda r: linears_seconds(wide, r.times) / linears_seconds(narrow, r.times)),
-        "linears_share": over_rounds(lambda r: linears_seconds(wide, r.times) / r.steps[baseline]),
-        "overrides": overrides,
-        "fastest": _fastest(recipe, overrides, [k.pattern for k in kinds if not narrow[k].is_plain]),
+        "linears_ratio": over_rounds(lambda r: linears(r, baseline) / linears(r, recipe)),
+        "linears_share": over_rounds(lambda r: linears(r, baseline) / r.steps[baseline]),
+        "overrides": slower,
+        "fastest": _fastest(recipe, slower, narrow),
         "layers": layers,
     }
 
 
-def _layer_row(kind: Kind, setting: Setting, operations: Seconds, ratio: float) -> Row:
-    """Return one kind of layer in one recipe. Seconds are of one layer, forward and backward."""
-    parts = {
-        f"{direction}_{operation}_seconds": sum(
-            seconds
-            for name, seconds in operations.items()
-            if ("." in name) == (operation == "cast") and name.startswith("output") == (direction == "forward")
-        )
-        for direction in ("forward", "backward")
-        for operation in ("cast", "matmul")
-    }
+def _layer_row(recipe: Recipe, kind: Kind, rounds: Sequence[Round]) -> Row:
+    """Return one kind of layer in one recipe. Seconds are of one layer, medians over rounds."""
+    own, wide = ([r.layers[of, kind.pattern] for r in rounds] for of in (recipe, baseline_of(recipe)))
+    ratio = statistics.median(base / both for (_, both), (_, base) in zip(own, wide, strict=True))
+    setting = setting_of(kind.names[0], recipe)
     verdict = "gains" if ratio > 1 + EVEN else "loses" if ratio < 1 - EVEN else "even"
     return {
         "pattern": kind.pattern,
-        "out_features": kind.shape.out_features,
-        "in_features": kind.shape.in_features,
-        "count": kind.count,
+        "out_features": kind.out_features,
+        "in_features": kind.in_features,
+        "count": len(kind.names),
         "compute": setting.compute,
-        **parts,
-        "parts_seconds": dict(operations),
-        "seconds": sum(operations.values()),
+        "forward_seconds": statistics.median(forward for forward, _ in own),
+        "seconds": statistics.median(both for _, both in own),
+        "baseline_seconds": statistics.median(base for _, base in wide),
         "ratio": ratio,
         "verdict": "kept" if setting.is_plain else verdict,
     }
@@ -228,19 +192,15 @@ _LAYERS = (
     Column("layer", "pattern", code=True),
     Column("count", "count", right=True),
     Column("out × in", lambda row: f"{row['out_features']} × {row['in_features']}", right=True),
-    Column("forward: cast ms", _ms("forward_cast_seconds"), right=True),
-    Column("matmul", _ms("forward_matmul_seconds"), right=True),
-    Column("backward: cast", _ms("backward_cast_seconds"), right=True),
-    Column("matmul", _ms("backward_matmul_seconds"), right=True),
-    Column("total", _ms("seconds"), right=True),
+    Column("forward ms", _ms("forward_seconds"), right=True),
+    Column("and backward", _ms("seconds"), right=True),
     Column("baseline", _ms("baseline_seconds"), right=True),
     Column("speed-up", _ratio("ratio"), right=True),
     Column("", "verdict"),
 )
 _LOSSES = (
     Column("layer", "layer", code=True),
-    Column("operand", "operand"),
-    Column("cast", "cast"),
+    Column("tensor", "tensor"),
     Column("SQNR dB", lambda row: f"{row['sqnr_db']:.1f}", right=True),
     Column("overflow", lambda row: f"{row['overflow']:.2%}", right=True),
     Column("underflow", lambda row: f"{row['underflow']:.2%}", right=True),
@@ -250,7 +210,5 @@ _LOSSES = (
 def _toml(table: dict[str, Any]) -> str:
     import tomli_w
 
-    lists = {key: value for key, value in table.items() if key in ("override", "phase")}
-    text = tomli_w.dumps({key: value for key, value in table.items() if key not in lists})
-    entries = ((key, entry) for key, value in lists.items() for entry in value)
-    return text + "".join(f"\n[[{key}]]\n{tomli_w.dumps(entry)}" for key, entry in entries)
+    text = tomli_w.dumps({key: value for key, value in table.items() if key != "override"})
+    return text + "".join(f"\n[[override]]\n{tomli_w.dumps(entry)}" for entry in table.get("override", []))

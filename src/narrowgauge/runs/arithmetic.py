@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,6 @@ PROBES: dict[str, Probe] = {name: Probe(name, **row) for name, row in load_data(
 """All probes by name, in the order measured: the quickest first."""
 
 
-# ── results of two machines ────────────────────────────────────────────────────────────────────────────────────────────
-
-
 TABLE = "arithmetic"
 """The table of ``run.toml``."""
 UNAVAILABLE = "unavailable"
@@ -59,12 +56,12 @@ _MEASURE = "Measure it on that machine: narrowgauge show arithmetic --json > mac
 class Arithmetic:
     """The measured arithmetic of a machine: its active settings, and the result of each measured probe."""
 
-    settings: Mapping[str, str] = field(default_factory=dict)
-    results: Mapping[str, str] = field(default_factory=dict)
+    settings: dict[str, str]
+    results: dict[str, str]
 
     def to_toml(self) -> dict[str, dict[str, str]]:
         """Return the table of ``run.toml``, and the object that ``narrowgauge show arithmetic --json`` prints."""
-        return {"settings": dict(self.settings), "results": dict(self.results)}
+        return asdict(self)
 
     @classmethod
     def from_toml(cls, table: object, where: str) -> Arithmetic:
@@ -75,83 +72,62 @@ class Arithmetic:
             >>> Arithmetic.from_toml(measured.to_toml(), "run.toml") == measured
             True
         """
-        parts = [table.get(name) for name in ("settings", "results")] if isinstance(table, dict) else []
-        texts = [
-            part for part in parts if isinstance(part, dict) and all(isinstance(text, str) for text in part.values())
-        ]
-        if len(texts) != 2:
+        parts = [table.get(name) for name in ("settings", "results")] if isinstance(table, dict) else [None]
+        if not all(isinstance(part, dict) and all(isinstance(text, str) for text in part.values()) for part in parts):
             raise RecordError(f"{where} holds no measured arithmetic that can be read.", _MEASURE)
-        return cls(*texts)
+        return cls(*parts)
 
 
 @dataclass(frozen=True)
-class ArithmeticDifference:
-    """One property of the arithmetic that differs between two machines.
+class Differences:
+    """What differs between two machines.
 
-    Args:
-        probe: the row of the table. A name unknown to this version gets a row without words.
-        settings: all settings that differ: name, first value, second value.
+    Attributes:
+        results: both results of each probe that differs, in the order of the table.
+        settings: both values of each setting that differs.
+        num_compared: number of probes that both machines measured.
     """
 
-    probe: Probe
-    one: str
-    other: str
-    settings: tuple[tuple[str, str, str], ...]
+    results: dict[str, tuple[str, str]]
+    settings: dict[str, tuple[str, str]]
+    num_compared: int
+
+    @property
+    def origin(self) -> str:
+        """Classify the cause.
+
+        ``versions``: libraries differ. ``sums``: only orders of additions differ, as with another number of threads.
+        ``machine``: functions or roundings differ too, as with other vector instructions. Empty: no result differs.
+        """
+        if not self.results:
+            return ""
+        if not self.settings.keys().isdisjoint(VERSIONS):
+            return "versions"
+        return "sums" if all(name in PROBES and PROBES[name].is_sum for name in self.results) else "machine"
 
 
-def differences(
-    first: Mapping[str, Any] | Arithmetic, second: Mapping[str, Any] | Arithmetic
-) -> list[ArithmeticDifference]:
-    """Return the probes whose results differ between two machines, in the order of the table.
-
-    Skip probes that only one side has measured.
-
-    Args:
-        first, second: measured arithmetics, or the contents of two ``run.toml``. Without the table nothing is compared.
-    """
-    first, second = _arithmetic_in(first), _arithmetic_in(second)
-    settings = changed_settings(first, second)
-    return [
-        ArithmeticDifference(
-            PROBES.get(name) or Probe(name, "", ""), first.results[name], second.results[name], settings
-        )
-        for name in compared(first, second)
-        if first.results[name] != second.results[name]
-    ]
+def differences(first: Arithmetic, second: Arithmetic) -> Differences:
+    """Compare two machines. Skip probes that only one of them has measured."""
+    results = _pairs(first.results, second.results, UNAVAILABLE)
+    results = {n: pair for n, pair in results.items() if not any(text.startswith(UNAVAILABLE) for text in pair)}
+    return Differences(
+        _unequal({name: results[name] for name in [*PROBES, *results] if name in results}),
+        _unequal(_pairs(first.settings, second.settings, "not set")),
+        len(results),
+    )
 
 
-def compared(first: Arithmetic, second: Arithmetic) -> list[str]:
-    """Return the probes measured on both sides, probes of the table first."""
-    measured = [
-        {name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (first, second)
-    ]
-    return [
-        name
-        for name in [*PROBES, *sorted(set(first.results) - set(PROBES))]
-        if all(name in names for names in measured)
-    ]
+def _pairs(first: dict[str, str], second: dict[str, str], absent: str) -> dict[str, tuple[str, str]]:
+    return {name: (first.get(name, absent), second.get(name, absent)) for name in [*first, *second]}
 
 
-def origin(parted: list[ArithmeticDifference]) -> str:
-    """Classify the cause of differences between two machines, by their settings and probes.
-
-    ``versions``: libraries differ. ``sums``: only orders of additions differ, as with another number of threads.
-    ``machine``: functions or roundings differ too, as with other vector instructions. Empty: no difference.
-    """
-    if any(name in VERSIONS for difference in parted for name, *_ in difference.settings):
-        return "versions"
-    if any(not difference.probe.is_sum for difference in parted):
-        return "machine"
-    return "sums" if parted else ""
+def _unequal(pairs: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def changed_settings(first: Arithmetic, second: Arithmetic) -> tuple[tuple[str, str, str], ...]:
-    """Return the settings that differ: name and both values."""
-    values = [
-        (name, first.settings.get(name, "not set"), second.settings.get(name, "not set"))
-        for name in dict.fromkeys([*first.settings, *second.settings])
-    ]
-    return tuple(entry for entry in values if entry[1] != entry[2])
+def arithmetic_of(run: Mapping[str, Any]) -> Arithmetic:
+    """Return the arithmetic in the content of a ``run.toml``; an empty one if it has none."""
+    return Arithmetic.from_toml(run[TABLE], "run.toml") if TABLE in run else Arithmetic({}, {})
 
 
 def read_arithmetic(path: str | Path) -> Arithmetic:
@@ -166,12 +142,4 @@ def read_arithmetic(path: str | Path) -> Arithmetic:
             content = json.loads(text) if text.lstrip().startswith("{") else load_toml(text)
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{path} is neither JSON nor TOML: {error}.", _MEASURE) from None
-    if isinstance(content, dict) and TABLE in content:
-        content = content[TABLE]
-    return Arithmetic.from_toml(content, str(path))
-
-
-def _arithmetic_in(content: Mapping[str, Any] | Arithmetic) -> Arithmetic:
-    if isinstance(content, Arithmetic):
-        return content
-    return Arithmetic.from_toml(content[TABLE], "run.toml") if TABLE in content else Arithmetic()
+    return Arithmetic.from_toml(content.get(TABLE, content), str(path))

@@ -12,9 +12,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -89,10 +87,7 @@ def _read_csv(file: Path) -> Iterator[Value]:
 
     Lightning's CSVLogger counts steps from 0: its step 9 is our step 10.
     """
-    text = _text(file)
-    head = text.partition("\n")[0]
-    delimiter = "\t" if "\t" in head and "," not in head else ","
-    table = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
+    table = csv.DictReader(io.StringIO(_text(file), newline=""), strict=True)
     try:
         rows = list(table)
     except csv.Error as error:
@@ -176,69 +171,38 @@ def _read_events(file: Path) -> Iterator[Value]:
         records.file_handle.close()
 
 
-# ── lines of text ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-_COLUMN_OF = {name: column for column, names in NAMES.items() for name in names if "*" not in name}
-_NUMERAL = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
-_WORDS = "|".join(re.escape(name).replace("_", "[ _]") for name in sorted(_COLUMN_OF, key=len, reverse=True))
-# A name after another word is another one's: "test loss", "aux loss".
-_PAIR = re.compile(rf"(?<![a-z]\s)(?<![\w/])['\"]?({_WORDS})['\"]?\s*[:=]?\s*({_NUMERAL})", re.IGNORECASE)
-_STEP = re.compile(r"(?<![\w/])(?:global_step|iteration|iter|step)['\"]?\s*[:=]?\s*(\d[\d,]*)(?![\w.])", re.IGNORECASE)
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_EVALUATION = re.compile(r"\b(?:val|valid|validation|eval|evaluation)\b", re.IGNORECASE)
-
-
-def _read_text(file: Path) -> Iterator[Value]:
-    """Yield the values in lines of text. The step is in the line, or in the less indented line above."""
-    step, restarts = None, 0
-    for raw in _text(file).splitlines():
-        line = _COLOURS.sub("", raw)
-        if (match := _STEP.search(line)) is not None:
-            now = int(match[1].replace(",", ""))
-            restarts += step is not None and now < step and re.search(r"\bepoch\b", line, re.IGNORECASE) is not None
-            step = now
-        elif not line[:1].isspace():
-            continue
-        if step is None or re.search(r"\btest\b", line, re.IGNORECASE):
-            continue
-        if restarts > 1:
-            raise ValueError(
-                "its steps begin anew in each epoch, so a step has several rows: log one count of all steps"
-            )
-        is_evaluation = bool(_EVALUATION.search(line)) and not re.search(r"\btrain", line, re.IGNORECASE)
-        for pair in _PAIR.finditer(line):
-            column = _COLUMN_OF[pair[1].lower().replace(" ", "_")]
-            yield "val_loss" if column == "loss" and is_evaluation else column, step, float(pair[2])
-
-
 # ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class LogFormat:
-    """A format of logs.
+_READERS: dict[str, Callable[[Path], Iterator[Value]]] = {
+    "trainer_state.json": _read_json,
+    "metrics.csv": _read_csv,
+    "*.tfevents.*": _read_events,
+    "*.csv": _read_csv,
+    "*.json": _read_json,
+    "*.jsonl": _read_json,
+}
+"""The reader of each pattern of file names. It raises ``ValueError`` if a file is damaged."""
+_OF_FOLDERS = ("trainer_state.json", "metrics.csv", "*.tfevents.*")
+"""Patterns of logs that are looked for in a folder, which then names the run; the first that matches."""
+LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, TensorBoard event file, table (.csv) or rows of .json or .jsonl"
+"""All logs, to follow "a"."""
 
-    Args:
-        patterns: of the names of its files.
-        read: yields the values of a file. Raises ``ValueError`` if the file is damaged.
-        is_of_folder: a folder holds one log, in its files or its newest checkpoint, and names the run.
-    """
 
-    name: str
-    patterns: tuple[str, ...]
-    read: Callable[[Path], Iterator[Value]]
-    is_of_folder: bool = False
+def _pattern_of(file: Path) -> str | None:
+    return next((pattern for pattern in _READERS if fnmatchcase(file.name.lower(), pattern)), None)
 
-    def files(self, path: Path) -> list[Path]:
-        """Return the files of the log at a path; none if no log is there."""
-        if path.is_file():
-            return [path] if any(fnmatchcase(path.name.lower(), pattern) for pattern in self.patterns) else []
-        files: list[Path] = []
-        for pattern in self.patterns if self.is_of_folder else ():
-            # The newest checkpoint of Hugging Face's Trainer repeats earlier rows.
-            checkpoints = sorted(path.glob(f"checkpoint-*/{pattern}"), key=_checkpoint_step)
-            files += sorted(file for file in path.glob(pattern) if file.is_file()) or checkpoints[-1:]
-        return files
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of the log at a path; none if no log is there."""
+    if path.is_file():
+        return [path] if _pattern_of(path) else []
+    for pattern in _OF_FOLDERS:
+        # The newest checkpoint of Hugging Face's Trainer repeats earlier rows.
+        checkpoints = sorted(path.glob(f"checkpoint-*/{pattern}"), key=_checkpoint_step)
+        if files := sorted(file for file in path.glob(pattern) if file.is_file()) or checkpoints[-1:]:
+            return files
+    return []
 
 
 def _checkpoint_step(file: Path) -> int:
@@ -246,27 +210,10 @@ def _checkpoint_step(file: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-FORMATS = (
-    LogFormat("Hugging Face trainer_state.json", ("trainer_state.json",), _read_json, is_of_folder=True),
-    LogFormat("Lightning metrics.csv", ("metrics.csv",), _read_csv, is_of_folder=True),
-    LogFormat("TensorBoard events", ("*.tfevents.*",), _read_events, is_of_folder=True),
-    LogFormat("CSV table or export (.csv, .tsv)", ("*.csv", "*.tsv"), _read_csv),
-    LogFormat("JSON rows (.json, .jsonl)", ("*.json", "*.jsonl"), _read_json),
-    LogFormat("log of text (.log, .txt, .out)", ("*.log", "*.txt", "*.out"), _read_text),
-)
-"""All formats, in the order tried. The first that matches reads the folder."""
-
-
-def log_names() -> str:
-    """Name the logs that can be read, to follow "a": ``Hugging Face trainer_state.json, Lightning metrics.csv or …``."""
-    names = [row.name for row in FORMATS]
-    return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
 def is_log(path: Path) -> bool:
     """Return whether a file or folder is a log of another framework."""
     with disk_errors(path):
-        return any(log_format.files(path) for log_format in FORMATS)
+        return bool(_files(path))
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
@@ -275,27 +222,27 @@ def read_log(path: Path) -> dict[str, Any] | None:
     The summary has the last losses. It is ``None`` if the log says that the run has not ended.
     """
     with disk_errors(path):
-        matches = ((log_format, files) for log_format in FORMATS if (files := log_format.files(path)))
-        log_format, files = next(matches, (None, []))
-        if log_format is None:
+        files = _files(path)
+        if not files:
             return None
+        pattern = _pattern_of(files[0]) or ""
         try:
-            values = _by_name(value for file in files for value in log_format.read(file))
+            values = _by_name(value for file in files for value in _READERS[pattern](file))
             steps, evals = _rows(values, "steps"), _rows(values, "evals")
             config, is_finished = _progress(files[0])
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{files[0]} is damaged: {error}.", "Restore the file from a copy.") from error
     if not steps and not evals:
         raise RecordError(
-            f"{files[0]} holds no loss: {log_format.name} with {', '.join(sorted(values)[:8]) or 'nothing'}.",
+            f"{files[0]} holds no loss. It has {', '.join(sorted(values)[:8]) or 'nothing'}.",
             f"If one of its columns is the loss, rename it to one of {', '.join(NAMES['loss'][:3])}.",
         )
     summary: Row = {"steps": max(row["step"] for row in (*steps, *evals))}
     if evals:
         summary["val_loss"] = evals[-1].get("val_loss")
     return {
-        "path": path.parent if path.is_file() and log_format.is_of_folder else path,
-        "run": {"config": config, SOURCE: {"format": log_format.name, "file": str(files[-1])}},
+        "path": path.parent if path.is_file() and pattern in _OF_FOLDERS else path,
+        "run": {"config": config, SOURCE: {"file": str(files[-1])}},
         "steps": steps,
         "evals": evals,
         "summary": summary if is_finished else None,

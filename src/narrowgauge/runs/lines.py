@@ -20,8 +20,6 @@ from narrowgauge.runs.schema import NOT_FINITE, TEXT, Row, wrong_value
 
 ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 """The kinds of rows. Each has a file: ``steps.jsonl`` and so on."""
-STEPWISE = ("steps", "evals", "gauges", "fingerprints")
-"""The kinds that a resume rewrites from its checkpoint on."""
 _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 

@@ -16,9 +16,9 @@ import tomli_w
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
-from narrowgauge.runs.lines import ROW_FILES, STEPWISE, json_value, line_of, read_rows, rows_with_lengths, toml_value
+from narrowgauge.runs.lines import ROW_FILES, json_value, line_of, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, read_summary
-from narrowgauge.runs.schema import VERSION, Row, wrong_value
+from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 
 _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 

@@ -16,7 +16,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
@@ -608,14 +608,12 @@ def stored_bytes(compute: Compute, out_features: int, in_features: int, outlier_
 # ``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
 # cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
 #
-# ``threshold=4``: the magnitude from which a column of the input is an outlier, in a compute that separates them.
-#
 # The others are published forms of the four-bit computes; ``nvfp4+four-over-six+eden`` is two of them.
 
 
 SMOOTHED = ("down_proj", "*.down_proj")
 """Patterns of the layers whose input is the product of a gate and another projection."""
-_SMOOTH, _FRESH, _THRESHOLD = "+smooth", "+fresh", "+threshold="
+_SMOOTH, _FRESH = "+smooth", "+fresh"
 Changes = Mapping[str, Mapping[str, Any]]
 """New values of fields of casts, by patterns of slots."""
 
@@ -691,50 +689,19 @@ _VARIANTS = (
 VARIANTS: dict[str, Compute] = {compute.name: compute for compute in _VARIANTS}
 
 
-@lru_cache(None)
 def find(name: str) -> Compute | None:
     """Return the compute or variant of that name in full spelling, or ``None``.
 
-    Raises:
-        RecipeError: a threshold for a compute without outliers, or one that is not a finite number above 0.
     Example:
         >>> str(find("float8-delayed+smooth").output.left)
         'float8_e4m3fn, per tensor, channels smoothed'
     """
-    base, has_threshold, text = name.partition(_THRESHOLD)
-    compute = COMPUTES.get(base) or VARIANTS.get(base)
-    return _with_threshold(compute, text) if compute is not None and has_threshold else compute
+    return COMPUTES.get(name) or VARIANTS.get(name)
 
 
 def named(name: str) -> Compute:
     """Return the compute or variant of a known name."""
-    compute = find(name)
-    if compute is None:
-        raise KeyError(name)
-    return compute
-
-
-def _with_threshold(compute: Compute, text: str) -> Compute:
-    """Return the compute with another outlier threshold, under the shortest name, or itself if it has it."""
-    left, name = compute.output.left, compute.name
-    requested = f"'{name}{_THRESHOLD}{text}' was requested"
-    if not left.outliers:
-        names = " or ".join(f"'{row.name}{_THRESHOLD}{text}'" for row in COMPUTES.values() if row.output.left.outliers)
-        raise RecipeError(f"{requested}, and '{name}' separates no outliers.", f"Take {names}.")
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise RecipeError(
-            f"{requested}; a threshold of outliers is a finite number above 0.",
-            f"For instance '{name}{_THRESHOLD}4'; without outliers it is 'int8-row'.",
-        )
-    if value == left.outliers:
-        return compute
-    short = f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    purpose = f"{name} with columns from {short} on as outliers, and not from {left.outliers:g}"
-    return _variant(compute, _THRESHOLD + short, {"output.left": {"outliers": value}}, purpose)
+    return COMPUTES[name] if name in COMPUTES else VARIANTS[name]
 
 
 def fallback_of(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec import computes, storages
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.recipes import Override, Phase, Recipe, is_pair
+from narrowgauge.spec.recipes import Override, Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.toml import load_data, load_toml
@@ -41,7 +41,7 @@ ALIASES: dict[str, Alias] = {name: Alias(name, **row) for name, row in _NAMES["a
 AMBIGUOUS: dict[str, tuple[str, ...]] = {name: tuple(recipes) for name, recipes in _NAMES["ambiguous"].items()}
 """Names of other libraries that say too little of a recipe, or mean none, and the recipes that come nearest."""
 _COMPUTES = {alias.name: alias.recipe for alias in ALIASES.values() if "/" not in alias.recipe}
-_KEYS = ("recipe", "name", "compute", "storage", "reduction", "evaluation", "keep", "override", "phase")
+_KEYS = ("recipe", "name", "compute", "storage", "reduction", "keep", "override")
 _SEE = "(narrowgauge show recipes lists all.)"
 
 
@@ -124,8 +124,8 @@ def parse(value: Any, where: str = "") -> Recipe:
         value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a narrow compute alone
             (its default storage is added), the path of a ``.toml`` file, a table, or a recipe, which is returned unchanged.
             A table has ``compute``, ``storage`` and ``reduction``, or ``recipe = "bfloat16/word"`` instead. It may have
-            ``name`` (a label), ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (tables with ``pattern`` and
-            ``storage``, ``compute`` or both) and ``phase`` (tables with ``until`` and ``compute``).
+            ``name`` (a label), ``keep`` (patterns) and ``override`` (tables with ``pattern`` and ``storage``, ``compute`` or
+            both).
         where: names the place of a value in error messages.
     Returns:
         The recipe.
@@ -134,9 +134,6 @@ def parse(value: Any, where: str = "") -> Recipe:
     Example:
         >>> parse("bf16-mixed").name, parse("bf16/word").name, parse("float8-row").name
         ('bfloat16/float32', 'bfloat16/word', 'float8-row/word')
-        >>> recipe = parse({"recipe": "bfloat16/word", "phase": [{"until": 0.9, "compute": "float8-row"}]})
-        >>> recipe.compute_at(0.0).name, recipe.compute_at(0.9).name
-        ('float8-row', 'bfloat16')
     """
     if isinstance(value, Recipe):
         return value
@@ -208,8 +205,6 @@ def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
         _find_reduction(parts.get("reduction", "native")),
         tuple(keep),
         tuple(_overrides(table, where, compute.name)),
-        tuple(_phases(table, where)),
-        get_compute(_text(table, "evaluation", where)) if "evaluation" in table else None,
         " ".join(_text(table, "name", where).split()) if "name" in table else "",
     )
 
@@ -229,19 +224,6 @@ def _overrides(table: Mapping[str, Any], where: str, compute: str) -> Iterator[O
         storage = _find_storage(_text(entry, "storage", within), compute) if "storage" in entry else None
         entry_compute = get_compute(_text(entry, "compute", within)) if "compute" in entry else None
         yield Override(_text(entry, "pattern", within), storage, entry_compute)
-
-
-def _phases(table: Mapping[str, Any], where: str) -> Iterator[Phase]:
-    within = f"a [[phase]] of {where}"
-    for entry in _entries(table, "phase", where):
-        if set(entry) != {"until", "compute"}:
-            raise RecipeError(
-                f"{within} has the keys {', '.join(sorted(entry)) or 'none'}.", "It takes until and compute."
-            )
-        until = entry["until"]
-        if isinstance(until, bool) or not isinstance(until, (int, float)):
-            raise RecipeError(f"{within} has until = {until!r}, which is not a number.", "For instance until = 0.9.")
-        yield Phase(float(until), get_compute(_text(entry, "compute", within)))
 
 
 def _entries(table: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Recipes: a compute, a storage and a reduction, with exceptions by module and by phase.
+"""Recipes: a compute, a storage and a reduction, with exceptions by module.
 
 A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are stored,
 and how gradients are summed across ranks. Each part is an entry of a small table: N + M + K entries give N × M × K recipes.
@@ -8,8 +8,8 @@ and how gradients are summed across ranks. Each part is an entry of a small tabl
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -33,14 +33,6 @@ class Override:
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """The compute from the end of the previous phase to the fraction ``until`` of all steps."""
-
-    until: float
-    compute: Compute
-
-
 DEFAULT_RECIPE = "bfloat16/word"
 """What ``narrowgauge train`` takes where no recipe is named."""
 _PARTS = ("compute", "storage", "reduction")
@@ -51,13 +43,11 @@ class Recipe:
     """The formats of a whole model: a compute, a storage and a reduction, with exceptions.
 
     Args:
-        compute: how operands enter matmuls, after the last of ``phases``.
+        compute: how operands enter matmuls.
         storage: how weights and moments are stored.
         reduction: how gradients are summed across ranks.
         keep: patterns of modules that stay in float32 (weights, states and matmuls).
         overrides: other storages and computes by pattern of name; the last match wins.
-        phases: other computes for earlier parts of a run, in order.
-        evaluation: the compute for evaluation, if it is another.
         label: a user's name, to distinguish recipes of the same full name; ignored by comparisons.
     Raises:
         RecipeError: the parts contradict each other.
@@ -74,27 +64,15 @@ class Recipe:
     reduction: Reduction = REDUCTIONS["native"]
     keep: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
-    phases: tuple[Phase, ...] = ()
-    evaluation: Compute | None = None
     label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check_pair(self.compute, self.storage)
         if self.storage.visible == "float64":
             _check_float64(self)
-        _check_ends([phase.until for phase in self.phases])
-        for where, compute in self._further_computes():
-            _check_other(self, where, compute)
-
-    def _further_computes(self) -> Iterator[tuple[str, Compute]]:
-        """Yield every other compute of the recipe, and where it is named."""
-        for phase in self.phases:
-            yield f"the phase until {phase.until:g}", phase.compute
         for override in self.overrides:
             if override.compute is not None:
-                yield f"override '{override.pattern}'", override.compute
-        if self.evaluation is not None:
-            yield "evaluation", self.evaluation
+                _check_other(self, f"override '{override.pattern}'", override.compute)
 
     @property
     def name(self) -> str:
@@ -104,18 +82,8 @@ class Recipe:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the full name describes it completely: no exceptions by module, phase or evaluation."""
-        return not (self.keep or self.overrides or self.phases or self.evaluation)
-
-    @property
-    def changes_compute(self) -> bool:
-        """Return whether a model's matmuls change during a run or for evaluation."""
-        return bool(self.phases) or self.evaluation not in (None, self.compute)
-
-    @property
-    def in_evaluation(self) -> Recipe:
-        """Return the recipe for evaluation: this recipe with its evaluation compute instead of all phases."""
-        return self if self.evaluation is None else replace(self, compute=self.evaluation, phases=())
+        """Return whether the full name describes it completely: no exceptions by module."""
+        return not (self.keep or self.overrides)
 
     @property
     def title(self) -> str:
@@ -142,7 +110,7 @@ class Recipe:
     @property
     def computes(self) -> tuple[Compute, ...]:
         """Return all computes of the recipe without duplicates, the main one first."""
-        return tuple(dict.fromkeys([self.compute, *(compute for _, compute in self._further_computes())]))
+        return tuple(dict.fromkeys([self.compute, *(o.compute for o in self.overrides if o.compute is not None)]))
 
     @property
     def storages(self) -> tuple[Storage, ...]:
@@ -165,15 +133,12 @@ class Recipe:
         storage = next(matches, self.storage)
         return for_vectors(storage) if num_dims < 2 else storage
 
-    def compute_of(self, name: str, progress: float = 1.0) -> Compute:
+    def compute_of(self, name: str) -> Compute:
         """Return the compute of the linear layer of that dotted name.
 
-        Args:
-            name: of the module.
-            progress: as for :meth:`compute_at`.
-        Returns:
-            float32 for modules of ``keep``; else that of the last matching override; else, for a layer that the current
-            compute keeps wide, the plain compute of ``dtype``; else the current compute.
+        It is float32 for modules of ``keep``; else that of the last matching override; else, for a layer that the recipe's
+        compute keeps wide, the plain compute of ``dtype``; else the recipe's compute.
+
         Example:
             >>> from narrowgauge.spec.notation import parse
             >>> recipe = parse("float8-row/word")
@@ -185,16 +150,8 @@ class Recipe:
         matches = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
         if (override := next(matches, None)) is not None:
             return at_layer(override, name)
-        current = self.compute_at(progress)
-        return COMPUTES[self.dtype] if _matches_within(name, current.keep) else at_layer(current, name)
-
-    def compute_at(self, progress: float) -> Compute:
-        """Return the compute at a step: the first unfinished phase's, or the main compute after the last phase.
-
-        Args:
-            progress: the fraction of all steps before it, from 0 to 1 (the end of the run).
-        """
-        return next((phase.compute for phase in self.phases if progress < phase.until), self.compute)
+        is_kept_wide = _matches_within(name, self.compute.keep)
+        return COMPUTES[self.dtype] if is_kept_wide else at_layer(self.compute, name)
 
     def keeps(self, name: str) -> bool:
         """Return whether a ``keep`` pattern matches ``name``, a module or parameter, or a module that contains it."""
@@ -213,14 +170,10 @@ class Recipe:
         }
         if self.label:
             table["name"] = self.label
-        if self.evaluation is not None:
-            table["evaluation"] = self.evaluation.name
         if self.keep:
             table["keep"] = list(self.keep)
         if self.overrides:
             table["override"] = [_override_table(override) for override in self.overrides]
-        if self.phases:
-            table["phase"] = [{"until": phase.until, "compute": phase.compute.name} for phase in self.phases]
         return table
 
 
@@ -288,16 +241,6 @@ def _check_float64(recipe: Recipe) -> None:
             f"{requested} reduction '{recipe.reduction.name}', which sums gradients of at most 32 bits.",
             "Take 'native', which sums float64 gradients in float64.",
         )
-
-
-def _check_ends(ends: list[float]) -> None:
-    """Refuse phases whose ends do not increase up to 1."""
-    for before, end in zip([0.0, *ends], ends, strict=False):
-        if not before < end <= 1:
-            raise RecipeError(
-                f"a phase until {end:g} was requested after {before:g} of the run.",
-                "Each until is a fraction of the run, above the previous one and at most 1.",
-            )
 
 
 def _check_other(recipe: Recipe, where: str, compute: Compute) -> None:

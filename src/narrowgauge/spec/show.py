@@ -1,4 +1,4 @@
-"""The tables that ``narrowgauge show`` prints, and one format, value or recipe in full.
+"""The tables that ``narrowgauge show`` prints, and one recipe in full.
 
 Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints all of
 a dict; a terminal and the documentation print selected columns.
@@ -7,11 +7,9 @@ a dict; a terminal and the documentation print selected columns.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from narrowgauge.errors import FormatError
 from narrowgauge.spec import computes, formats, notation, storages, sums
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES, VARIANTS, Compute
@@ -215,7 +213,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
             Column("settings in training", _assigned("settings")),
             Column("own options", _assigned("trained")),
             Column("usual rate", lambda row: "none: set --lr" if row["rate"] is None else f"{row['rate']:.2g} × AdamW's"),
-            *text_columns(because="rate_because", source="source"),
+            *text_columns(source="source"),
         ),
     ),
     "storages": (
@@ -276,53 +274,6 @@ Page = tuple[list[Row], list[Table]]
 """The rows for JSON, and the tables to print."""
 
 
-def page_format(name: str) -> Page:
-    """Describe one format, found by its name, alias or PyTorch spelling.
-
-    Example:
-        >>> page_format("e4m3")[0][0]["max"]
-        448.0
-    """
-    row = _format_row(formats.get_format(name))
-    figures = {key.replace("_", " "): value for key, value in row.items() if value is not None and key != "name"}
-    return [row], [_pairs("format", str(row["name"]), figures)]
-
-
-def page_value(text: str) -> Page:
-    """Round a number to every format (:func:`narrowgauge.spec.formats.describe_value`).
-
-    Args:
-        text: a decimal (``0.1``, ``1e-8``), a hexadecimal float (``0x1p-3``), ``inf`` or ``nan``.
-    Raises:
-        FormatError: the text is not a number, or one beyond float64.
-    Example:
-        >>> {row["name"]: row["value"] for row in page_value("0x1p-3")[0]}["bfloat16"]
-        0.125
-    """
-
-    def percent(row: Row) -> str:
-        return "" if row["relative_error"] is None else f"{100 * row['relative_error']:.3g} %"
-
-    columns = (
-        *name_columns(format="name"), *number_columns(code="hex"), *name_columns(value=lambda row: repr(row["value"])),
-        *number_columns(relative_error=percent, spacing="spacing"), *text_columns(note="note"),
-    )  # fmt: skip
-    number = _number(text)
-    rows = formats.describe_value(number)
-    return rows, [Table(columns, rows, f"{text.strip()} is {number:.20g} in float64; in all formats:")]
-
-
-def _number(text: str) -> float:
-    word = text.strip().lower()
-    try:
-        value = float.fromhex(word) if "0x" in word else float(word)
-    except (ValueError, OverflowError):
-        raise FormatError(f"{text!r} is not a number.", "Write it like 0.1, 1e-8, 0x1p-3, inf or nan.") from None
-    if math.isinf(value) and "inf" not in word:
-        raise FormatError(f"{text} is outside the range of float64.", "Write inf for infinity.")
-    return value
-
-
 def page_recipe(name: str) -> Page:
     """Describe one recipe: its row in ``rows("recipes")``, what is stored and cast, and its exceptions.
 
@@ -351,8 +302,6 @@ def page_recipe(name: str) -> Page:
             {"pattern": o.pattern, "storage": o.storage and o.storage.name, "compute": o.compute and o.compute.name}
             for o in recipe.overrides
         ],
-        "phases": [{"until": phase.until, "compute": phase.compute.name} for phase in recipe.phases],
-        "evaluation": recipe.evaluation.name if recipe.evaluation else None,
     }
     in_all = {"what": "in all", "format": "", "bytes": row["bytes_per_param"], "rounding": ""}
     stored = (
@@ -372,7 +321,6 @@ def page_recipe(name: str) -> Page:
 
 def _facts(row: Row) -> dict[str, str]:
     vectors, inside = row["vectors"], "float64" if row["dtype"] == "float64" else "float32"
-    phases = ", ".join(f"{p['compute']} until {p['until']:g}" for p in row["phases"])
     facts = {
         "for": row["purpose"],
         "loses": row["loses"],
@@ -386,8 +334,6 @@ def _facts(row: Row) -> dict[str, str]:
         "kept in float32": ", ".join(row["keep"]),
         "stored otherwise": ", ".join(f"{o['pattern']} as {o['storage']}" for o in row["overrides"] if o["storage"]),
         "computed otherwise": ", ".join(f"{o['pattern']} in {o['compute']}" for o in row["overrides"] if o["compute"]),
-        "phases": phases and f"{phases}, then {row['compute']}",
-        "evaluated in": row["evaluation"] or "",
     }
     return {label: text for label, text in facts.items() if text}
 

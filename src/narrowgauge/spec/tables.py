@@ -5,8 +5,6 @@ A wide terminal gets a rich table. A pipe or a narrow terminal gets aligned text
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import sys
@@ -51,15 +49,6 @@ class Table:
         ]
         return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
 
-    def csv(self) -> str:
-        """Return comma-separated values: every value of the rows in full, not the printed cells. Lists and objects are JSON."""
-        keys = list(dict.fromkeys(key for row in self.rows for key in row))
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(keys)
-        writer.writerows([_csv_value(row.get(key)) for key in keys] for row in self.rows)
-        return text.getvalue()
-
     def plain(self) -> str:
         """Aligned text for a pipe: titles, then one line per row, never wrapped."""
         heads = [column.title for column in self.columns]
@@ -91,10 +80,6 @@ class Table:
 
     def _cells(self, row: Any) -> Iterable[tuple[Column, str]]:
         return ((column, column.cell(row)) for column in self.columns)
-
-
-FORMS: dict[str, Callable[[Table], str]] = {"md": Table.markdown, "csv": Table.csv}
-"""Forms in which a table is printed for a paper or a spreadsheet."""
 
 
 def write(parts: Table | Sequence[Table]) -> None:
@@ -141,13 +126,6 @@ def cell_text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     return ", ".join(map(cell_text, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def _csv_value(value: Any) -> Any:
-    """Return a value of a row for a CSV file: text and numbers as they are, in Python's shortest exact form."""
-    if isinstance(value, (Mapping, list, tuple)):
-        return json.dumps(_json_value(value), ensure_ascii=False)
-    return "" if value is None else value
 
 
 def _json_value(value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,14 +112,12 @@ class Option:
 
 def _value(text: str) -> Any:
     word = text.strip()
-    words = {"true": True, "yes": True, "false": False, "no": False, "none": None}
+    words = {"true": True, "false": False, "none": None}
     if word.lower() in words:
         return words[word.lower()]
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(word)
-        except ValueError:
-            continue
     return word
 
 
@@ -143,8 +142,7 @@ class UpdateRule:
         purpose: one line.
         settings: those of the trainer's ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, with their defaults.
         options: its own.
-        rate: factor on the trainer's usual peak learning rates, which are AdamW's; ``None`` if they mean nothing.
-        rate_because: why, or the source of the factor.
+        rate: factor on the trainer's usual peak learning rates, which are AdamW's; ``None`` if they do not apply.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
         moments: its states for each element of a matrix, with the storage's code for each, if a plan needs no more; ``None``
             if this depends on options. (Adafactor's values by row and column are extra.)
@@ -157,7 +155,6 @@ class UpdateRule:
     settings: Mapping[str, float]
     options: tuple[Option, ...] = ()
     rate: float | None = 1.0
-    rate_because: str = ""
     is_matrix: bool = False
     moments: tuple[tuple[str, str], ...] | None = None
     source: str = field(default="", kw_only=True)
@@ -191,7 +188,7 @@ class UpdateRule:
                 have = f"has {', '.join(options)}" if options else "has no options of its own"
                 raise RecipeError(
                     f"rule_options gives {name!r} to rule '{self.name}', which {have}.",
-                    _own_flag(name) or suggestion(name, options) or "narrowgauge show rules lists the options of each.",
+                    suggestion(name, options) or "narrowgauge show rules lists them; --lr, --beta1 … are flags.",
                 )
             if not equals or name in values:
                 raise RecipeError(
@@ -210,29 +207,19 @@ class UpdateRule:
         return ", ".join(f"{o.name}={option_text(options[o.name])}" for o in self.options if o.name in options)
 
 
-def _own_flag(name: str) -> str:
-    """Return the advice where an option is a setting of the trainer."""
-    flag = {"betas": "beta1", "adam_eps": "eps", "learning_rate": "lr"}.get(name, name)
-    is_setting = flag in ("lr", "beta1", "beta2", "eps", "weight_decay")
-    return f"It is a setting of its own: --{flag.replace('_', '-')}." if is_setting else ""
-
-
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-_LIKE_ADAM = "its steps are divided by the root of second moments, as AdamW's are"
 _SUBSPACE = (Option("rank", 128, Range(1, is_integer=True)), Option("update_proj_gap", 200, Range(1, is_integer=True)))
-_IN_SUBSPACE = "an AdamW's step in the subspace, times scale; vectors and embeddings share the rate"
 
 _RULES = (
     UpdateRule(
-        "adamw", "AdamW", "two moments, decoupled decay", _ADAM,
-        rate_because="the usual rates are for it", moments=_MOMENTS,
+        "adamw", "AdamW", "two moments, decoupled decay", _ADAM, moments=_MOMENTS,
         source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
     ),
     UpdateRule(
         # An L2 penalty of 0.1 would outweigh most gradients. The default is none, as in torch.optim.
         "adam", "Adam", "two moments, decay as a penalty in the gradient", {**_ADAM, "weight_decay": 0.0},
-        rate_because="AdamW without decay", moments=_MOMENTS, source="Kingma & Ba, ICLR 2015 (1412.6980)",
+        moments=_MOMENTS, source="Kingma & Ba, ICLR 2015 (1412.6980)",
     ),
     UpdateRule(
         "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
@@ -240,12 +227,12 @@ _RULES = (
             Option("momentum", 0.0, Range()), Option("dampening", 0.0, Range(-math.inf, above=True)),
             Option("nesterov", False, FLAG),
         ),
-        rate=None, rate_because="its steps are as large as the gradient, which no rule of a model's size knows",
+        rate=None,  # its steps are as large as the gradient, which no rule of a model's size knows
         source="Sutskever et al., ICML 2013",
     ),
     UpdateRule(
         "lion", "Lion", "one moment, of which the sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
-        rate=1 / 3, rate_because="3 to 10 times smaller than AdamW's, and decay as many times larger (2302.06675)",
+        rate=1 / 3,  # of 3 to 10 in the paper, with as much more decay
         moments=_MOMENTS[:1], source="Chen et al., NeurIPS 2023 (2302.06675)",
     ),
     UpdateRule(
@@ -256,7 +243,7 @@ _RULES = (
             Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw", None)), trained="match_rms_adamw"),
             Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
         ),
-        rate_because="with match_rms_adamw its steps are as large as AdamW's (2502.16982)",
+        # With match_rms_adamw its steps are as large as AdamW's (2502.16982).
         is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
     ),
     UpdateRule(
@@ -266,18 +253,17 @@ _RULES = (
             Option("eps", (1e-30, 1e-3), Range(or_none=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
             Option("scale_parameter", True, FLAG, trained=False), Option("relative_step", True, FLAG, trained=False),
         ),
-        rate_because=_LIKE_ADAM,
         is_matrix=True, moments=(), source="Shazeer & Stern, ICML 2018 (1804.04235)",
     ),
     UpdateRule(
         "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,
         (*_SUBSPACE, Option("scale", 0.25, Range())),
-        rate_because=_IN_SUBSPACE, is_matrix=True, source="Zhao et al., ICML 2024 (2403.03507)",
+        is_matrix=True, source="Zhao et al., ICML 2024 (2403.03507)",
     ),
     UpdateRule(
         "gradnorm_lorp", "GradNormLoRP", "lengths and low-rank directions of columns apart", _ADAM,
         (*_SUBSPACE, Option("scale", 1.0, Range())),
-        rate_because=_IN_SUBSPACE, is_matrix=True, source="Huang et al., AAAI 2025 (2412.19616)",
+        is_matrix=True, source="Huang et al., AAAI 2025 (2412.19616)",
     ),
 )  # fmt: skip
 
@@ -318,15 +304,9 @@ def refuse_matrix_rule(rule: str, storage: Storage) -> None:
     Raises:
         RecipeError: that arithmetic is not float32.
     """
-    if storage.arithmetic == "expansion":
+    if storage.arithmetic != "float32":
         raise RecipeError(
-            f"rule '{rule}' was requested with storage '{storage.name}', in whose arithmetic of expansions a matrix "
-            "product is not defined.",
-            f"Take '{storage.fallback}', or an elementwise rule.",
-        )
-    if storage.arithmetic == "float64":
-        raise RecipeError(
-            f"rule '{rule}' was requested with storage '{storage.name}', whose updates are float64, and matrix rules decide in "
-            "float32.",
-            "Take an elementwise rule (adamw, adam, sgd or lion), or storage 'float32' or 'master'.",
+            f"rule '{rule}' was requested with storage '{storage.name}', whose arithmetic is {storage.arithmetic}; matrix rules "
+            "compute in float32.",
+            "Take an elementwise rule (adamw, adam, sgd or lion), or a storage such as 'master'.",
         )

@@ -324,7 +324,7 @@ class TrainConfig:
     def _why_no_rate(self) -> str:
         """Return why the model's size gives no learning rate, or an empty string."""
         if self.update_rule.rate is None:
-            return self.update_rule.rate_because
+            return f"the steps of '{self.rule}' are as large as the gradient, which no rule of a model's size knows"
         # Unit scaling multiplies each matrix's rate for steps with AdamW's kind and size.
         is_other = self.recipe.compute.transform == "unit" and self.rule != "adamw"
         return "the usual rate of unit-scaled models is AdamW's" if is_other else ""

@@ -145,13 +145,6 @@ class Session:
         for module in fsdp_modules(self.model):
             module.reshard()
 
-    def set_compute(self, evaluating: bool = False) -> None:
-        """Set the computes of the narrow layers for this step, or for evaluation."""
-        if self.linears is not None:
-            recipe, progress = self.config.recipe, self.step / self.config.steps
-            recipe = recipe.in_evaluation if evaluating else recipe
-            self.linears.set_compute(lambda name: recipe.compute_of(name, progress))
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Attach gauges as configured. Must enclose the first step, whose compiled code calls them."""
@@ -225,7 +218,6 @@ class Session:
         if self.gauges is not None:
             self.gauges.restart(self.step)
         if self.linears is not None:
-            self.set_compute()
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
         if state["fingerprint"] != self.weights_fingerprint():

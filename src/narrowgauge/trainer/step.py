@@ -148,7 +148,6 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
     began = time.perf_counter()
     batch = session.batch()
     session.data_seconds = time.perf_counter() - began
-    session.set_compute()
     for part, tokens in zip(session.micro_batches, batch, strict=True):
         yield part, loss_of(session, part, tokens, loss or session.loss)
 
@@ -176,7 +175,6 @@ def evaluate(session: Session) -> float:
     config, here = session.config, session.here
     batches = list(session.data.valid_batches(config.micro_batch_size, config.sequence_length, config.eval_batches))
     session.model.eval()
-    session.set_compute(evaluating=True)
     sums = []
     try:
         # Ranks without a batch left repeat one: all take part in gathering weights.
@@ -203,7 +201,6 @@ def verify(session: Session) -> None:
     part = MicroBatch((session.step // config.verify_every) % config.gradient_accumulation_steps)
 
     def differentiate_one() -> None:
-        session.set_compute()
         with reduction.micro_batch(is_last=False):
             loss_of(session, part, session.tokens_of(part).to(session.device), session.loss).backward()
         reduction.discard()

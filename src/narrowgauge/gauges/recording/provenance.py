@@ -132,6 +132,7 @@ def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = 
             change = f"the run started with {words} {before} and {doing} with {now}"
             sentences.append(f"{change}: bits may differ from an uninterrupted run")
     with suppress(RecordError):  # a table that cannot be read
-        if names := [difference.probe.name for difference in arithmetic.differences(recorded, present)]:
+        before, now = arithmetic.arithmetic_of(recorded), arithmetic.arithmetic_of(present)
+        if names := arithmetic.differences(before, now).results:
             sentences.append(f"this machine's arithmetic is not that of the run's start, in: {told(names, 5)}")
     return sentences
