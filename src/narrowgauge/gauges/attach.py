@@ -157,9 +157,9 @@ class Gauges:
                 kinds = ("output_grad",) if shares_input else ("input", "output_grad")
                 self._place(name, module, *kinds)
                 self._undos.append(module.register_forward_hook(hooks.record_linear).remove)
-            elif (hook := attention.attention_hook_for(module)) is not None:
+            elif attention.is_attention(module):
                 self._place(name, module, "attention")
-                self._undos.append(hook(module))
+                self._undos.append(attention.record_module(module))
         self._attach_to_body()
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
@@ -266,16 +266,16 @@ class Gauges:
         if self._warned:
             return
         if self._layers and not any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ())):
-            why, advice = "model was compiled before they were attached, or did not run", "call torch.compiler.reset()"
-            if not self.model.training:
-                why, advice = "model is in eval mode, and only training is watched", "call model.train()"
-            message = f"gauges on {len(self._layers)} linear layers recorded nothing at step {row['step']}: the {why}; {advice}."
+            message = f"gauges recorded no linear layer at step {row['step']}. "
+            message += (
+                "The model was compiled before, or did not run; call torch.compiler.reset()."
+                if self.model.training
+                else "The model is in eval mode, and only training is watched; call model.train()."
+            )
         elif attentions and "attention" not in row:
             message = (
-                f"gauges recorded no attention at step {row['step']} in {len(attentions)} modules like '{attentions[0]}': "
-                "they did not run, or not through an attention kernel (need_weights=True, and compiled, transformers' "
-                "'eager' and dropout on a CPU use none). Use attn_implementation='sdpa', need_weights=False, or do not "
-                "compile."
+                f"gauges recorded no attention at step {row['step']} in modules like '{attentions[0]}': it does not run through "
+                "scaled_dot_product_attention. Use attn_implementation='sdpa' or need_weights=False."
             )
         else:
             return
