@@ -207,8 +207,6 @@ class Gauges:
             if parameter.grad is not None:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
         self.shards.join_amax(self.recorder)
-        # Do this before the layers advance to the next step: the delayed scale comes from the steps before this one.
-        self.casts.note(self.recorder)
         self.updates.before_step()
 
     @torch.no_grad()
@@ -320,8 +318,8 @@ def attach_gauges(
     On several ranks, call it on every rank with the same arguments. With sharded parameters (FSDP2, over a mesh of any
     number of axes), a sampled step makes two reductions over the ranks. Every rank's record then holds the same metrics of
     weights, gradients, updates and moments. Amax, rms, counts, casts, histograms and the audit cover all shards. Metrics of
-    samples (outlier, kurtosis, top feature, update to weight and to ulp, moments) are means over the shards, weighted by
-    their sizes. Operands, attention, block scales and logits are local to each rank. Logits are omitted if the head is
+    samples (outlier, update to weight, moments) are means over the shards, weighted by
+    their sizes. Operands, attention and logits are local to each rank. Logits are omitted if the head is
     sharded. If the parameters are on several meshes, all metrics are local.
 
     Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.

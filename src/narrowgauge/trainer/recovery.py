@@ -105,7 +105,7 @@ class Recovery:
 
     def _loss_scale(self) -> float:
         """Return the loss scale of the last step. The scaler itself may have changed it since."""
-        return self.session.reader.watched[0].scale
+        return self.session.reader.scale
 
     def _roll_back(self, row: Row) -> bool:
         session, num_done = self.session, len(self.session.skipped)
