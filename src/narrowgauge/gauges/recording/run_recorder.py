@@ -31,9 +31,10 @@ from narrowgauge.checks.step_samples import spread, weight_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.gauges import hooks
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
-from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
+from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, first_writer
 from narrowgauge.gauges.recording.step_row import (
     FailedSteps,
@@ -152,9 +153,11 @@ class RunRecorder:
             undo.callback(self._record.close, None, knows_step=False)
             passes = model if called is None else called
             self._prints = LoopFingerprints(
-                model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
+                model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
             )
             self._record.undo.callback(self._prints.remove)
+            self._unfollow = hooks.follow_passes(passes, lambda args, kwargs: None, self._computed)
+            self._record.undo.callback(lambda: self._unfollow())
             self.gauges = self._record.watch(model, optimizer, gauges_every)
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
@@ -322,8 +325,11 @@ class RunRecorder:
         self.reporter.fingerprint(self._prints)
         self._prints.expect(step + 1)
 
-    def _computes_in(self, formats: Row) -> None:
-        """Record the formats in which the model computes. After a resume, note changed formats."""
+    def _computed(self, output: Any) -> None:
+        """Record the formats of the first forward pass. After a resume, note changed formats."""
+        if not (formats := formats_of(output)):
+            return
+        self._unfollow()
         before, now = self._run["model"].get("formats"), formats["formats"]
         if before is None:
             self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
