@@ -42,7 +42,6 @@ LAYERS = {
     "optim": {"optim"},
     "distributed": {"distributed"},
     "checks": {"checks"},
-    "probes": {"gauges.probes"},
     "gauges": {"gauges"},
     "recording": {"gauges.recording"},
     "assembly": {"assembly"},
@@ -59,7 +58,7 @@ SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "record", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "probes", "checks"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks"}
 SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"recording", "assembly", "checkpoints"}
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
@@ -78,7 +77,6 @@ SEES = {
     "numerics": LOWEST | {"torch_names", "compile"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
-    "probes": LOWEST | {"runs", "torch_names"},
     "checks": SEEN_BY_GAUGES | {"assembly"},
     "gauges": SEEN_BY_GAUGES,
     "recording": SEEN_BY_RECORDING,

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from narrowgauge.cli.main import main
-from narrowgauge.gauges.probes import measured_arithmetic
+from narrowgauge.gauges import arithmetic as measuring
 from narrowgauge.runs.arithmetic import Arithmetic
 from narrowgauge.runs.writer import RunWriter
 
@@ -20,7 +20,7 @@ THERE = Arithmetic({"threads": "2", "torch": "2.13.0"}, {"softmax": "sequential 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file of this machine and a run of another one."""
-    monkeypatch.setattr(measured_arithmetic, "measure_arithmetic", lambda device: HERE)
+    monkeypatch.setattr(measuring, "measure_arithmetic", lambda device: HERE)
     (tmp_path / "here.json").write_text(json.dumps(HERE.to_toml()))
     RunWriter.create(tmp_path / "run", {"config": {}, "arithmetic": THERE.to_toml()}).close()
     return tmp_path

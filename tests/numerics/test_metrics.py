@@ -93,16 +93,6 @@ def test_every_exponent_falls_into_its_bin(dtype: torch.dtype) -> None:
         assert counts[exponent + 20] == 2 and sum(counts) == 2
 
 
-def test_kurtosis_of_known_distributions() -> None:
-    generator = torch.Generator().manual_seed(0)
-    assert metrics.kurtosis(torch.randn(400_000, generator=generator)).item() == pytest.approx(3.0, abs=0.05)
-    assert metrics.kurtosis(torch.rand(400_000, generator=generator) - 0.5).item() == pytest.approx(1.8, abs=0.02)
-    one_in_hundred = torch.zeros(100)
-    one_in_hundred[3] = 7.0
-    assert metrics.kurtosis(one_in_hundred).item() == pytest.approx(100.0)
-    assert metrics.kurtosis(torch.zeros(4)).isnan()
-
-
 def test_sums_of_a_cast_count_what_it_loses() -> None:
     x = torch.tensor([[448.0, 2.0**-9, 2.0**-11, 0.0], [448.0, 464.0, 500.0, 1.0]])
     static = Cast("float8_e4m3fn", "tensor", scaling="static")
@@ -121,10 +111,9 @@ def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
     assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_updates_against_weight_and_spacing() -> None:
+def test_updates_against_weights() -> None:
     weight = torch.tensor([1.0, 1.5, 2.0, 0.0])
     change = torch.full((4,), 2.0**-8)
-    assert metrics.update_to_ulp(change, weight, 7).item() == 0.5  # 0.5, 0.5 and 0.25; zero has no spacing
     assert metrics.update_to_weight(weight, weight + change).item() == pytest.approx(
         2.0**-8 / math.sqrt((1 + 2.25 + 4) / 4)
     )

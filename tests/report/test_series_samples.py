@@ -23,7 +23,6 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None
         **{table: {"a": damaged} for table in ("tensors", "updates", "moments", "attention")},
         "histograms": {"weight": damaged},
         "logits": {"max": damaged},
-        "block_scales": {"weight:a": damaged},
     }
     samples = read_samples(make_run(gauges=[row]))
     assert not samples.metrics and not samples.spans and samples.lowest_edq == 1.0

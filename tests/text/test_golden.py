@@ -134,7 +134,6 @@ TEXTS: dict[str, Callable[[], str]] = {
 def test_a_text_is_as_recorded(
     name: str, update_golden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_formats: None
 ) -> None:
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # where no measurement of this machine is
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(tmp_path)
     file, text = GOLDEN / f"{name}.txt", TEXTS[name]()

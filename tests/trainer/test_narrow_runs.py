@@ -43,12 +43,10 @@ def test_overrides_choose_the_row_of_each_layer(place: Path, tmp_path: Path) -> 
     assert rows.get("lm_head", "bfloat16") == "bfloat16"  # the row's own `keep`
 
 
-def test_what_a_delayed_scale_cuts_off_is_counted_and_told(place: Path, tmp_path: Path) -> None:
+def test_what_a_delayed_scale_cuts_off_is_counted(place: Path, tmp_path: Path) -> None:
     run = trained(place, tmp_path / "run", recipe="float8-delayed/word")
     counts = [row["saturated"] for row in run.steps]
     assert counts[0] == 0 and sum(counts) > 0  # the first step's scales are its own
-    told = [row for row in run.events if row["kind"] == "warning" and "exceeded their delayed scale" in row["message"]]
-    assert len(told) == 1 and told[0]["step"] == 1 + next(k for k, count in enumerate(counts) if count)
     assert "saturated" not in trained(place, tmp_path / "other", recipe="float8-tensor/word", steps=2).steps[0]
 
 

@@ -63,7 +63,7 @@ def print_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool)
 def _measure(device: str | None) -> Arithmetic:
     import torch
 
-    from narrowgauge.gauges.probes.measured_arithmetic import measure_arithmetic
+    from narrowgauge.gauges.arithmetic import measure_arithmetic
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ChipError(

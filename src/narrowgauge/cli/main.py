@@ -159,7 +159,7 @@ def show_environment(as_json: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object, which can be given as a FILE.")
 def show_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:
-    """Measure this machine's arithmetic: bits of sums, roundings, last bits of functions. Takes some seconds.
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
 
     With a RUN folder, or a FILE of --json, print what differs between the two and what a run notices of it; with two of them,
     compare these, and measure nothing.

@@ -157,9 +157,9 @@ class Gauges:
                 kinds = ("output_grad",) if shares_input else ("input", "output_grad")
                 self._place(name, module, *kinds)
                 self._undos.append(module.register_forward_hook(hooks.record_linear).remove)
-            elif (hook := attention.attention_hook_for(module)) is not None:
+            elif attention.is_attention(module):
                 self._place(name, module, "attention")
-                self._undos.append(hook(module))
+                self._undos.append(attention.record_module(module))
         self._attach_to_body()
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
@@ -207,8 +207,6 @@ class Gauges:
             if parameter.grad is not None:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
         self.shards.join_amax(self.recorder)
-        # Do this before the layers advance to the next step: the delayed scale comes from the steps before this one.
-        self.casts.note(self.recorder)
         self.updates.before_step()
 
     @torch.no_grad()
@@ -266,16 +264,16 @@ class Gauges:
         if self._warned:
             return
         if self._layers and not any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ())):
-            why, advice = "model was compiled before they were attached, or did not run", "call torch.compiler.reset()"
-            if not self.model.training:
-                why, advice = "model is in eval mode, and only training is watched", "call model.train()"
-            message = f"gauges on {len(self._layers)} linear layers recorded nothing at step {row['step']}: the {why}; {advice}."
+            message = f"gauges recorded no linear layer at step {row['step']}. "
+            message += (
+                "The model was compiled before, or did not run; call torch.compiler.reset()."
+                if self.model.training
+                else "The model is in eval mode, and only training is watched; call model.train()."
+            )
         elif attentions and "attention" not in row:
             message = (
-                f"gauges recorded no attention at step {row['step']} in {len(attentions)} modules like '{attentions[0]}': "
-                "they did not run, or not through an attention kernel (need_weights=True, and compiled, transformers' "
-                "'eager' and dropout on a CPU use none). Use attn_implementation='sdpa', need_weights=False, or do not "
-                "compile."
+                f"gauges recorded no attention at step {row['step']} in modules like '{attentions[0]}': it does not run through "
+                "scaled_dot_product_attention. Use attn_implementation='sdpa' or need_weights=False."
             )
         else:
             return
@@ -320,8 +318,8 @@ def attach_gauges(
     On several ranks, call it on every rank with the same arguments. With sharded parameters (FSDP2, over a mesh of any
     number of axes), a sampled step makes two reductions over the ranks. Every rank's record then holds the same metrics of
     weights, gradients, updates and moments. Amax, rms, counts, casts, histograms and the audit cover all shards. Metrics of
-    samples (outlier, kurtosis, top feature, update to weight and to ulp, moments) are means over the shards, weighted by
-    their sizes. Operands, attention, block scales and logits are local to each rank. Logits are omitted if the head is
+    samples (outlier, update to weight, moments) are means over the shards, weighted by
+    their sizes. Operands, attention and logits are local to each rank. Logits are omitted if the head is
     sharded. If the parameters are on several meshes, all metrics are local.
 
     Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.

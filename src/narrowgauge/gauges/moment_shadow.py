@@ -1,9 +1,7 @@
 """Metrics of updates and second moments, on the first values of each parameter.
 
-Two effects show only beside an exact computation. A float32 reference (*shadow*) of the second moments of a few hundred values
-is updated on every step. Second moments rounded to nearest in too few bits stop following the reference. The
-ratio of their sums shows this long before the loss does. Likewise, the ratio of an update to the ulp of the weight
-predicts the loss by rounding: below 0.5 ulp, all of it.
+A float32 reference (*shadow*) of the second moments of a few hundred values is updated on every step. Second moments rounded
+to nearest in too few bits stop following the reference. The ratio of their sums shows this long before the loss does.
 
 The reference starts from the stored moments when it is attached, so it restarts after a resume.
 
@@ -14,7 +12,7 @@ sums of the optimizer's audit are added over the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.formats import dtype_name, get_format
 
 NUM_VALUES = 64
 """Number of values measured per parameter: the first values, or evenly spaced ones for the size of a step."""
@@ -61,13 +58,6 @@ class StateReader:
     def groups(self) -> dict[Tensor, dict[str, Any]]:
         """Return the current param group of each parameter; loading a state replaces them."""
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
-
-    def steps(self, parameter: Tensor) -> float | Tensor:
-        """Return the number of steps of a parameter. torch's fused optimizers count them on the device."""
-        if isinstance(self.optimizer, Optimizer):
-            return self.optimizer.num_steps(parameter)
-        steps: float | Tensor = self.optimizer.state.get(parameter, {}).get("step", 0)
-        return steps
 
 
 class MomentShadow:
@@ -135,11 +125,13 @@ class MomentShadow:
         if self.exact is not None:
             used = [groups[p] for p in self.parameters.values()]
             device = self.exact.device
-            self._weight = _column([1 - float(group["betas"][1]) for group in used], device).float()
+            self._weight = torch.tensor(
+                [[1 - float(group["betas"][1])] for group in used], dtype=torch.float32, device=device
+            )
             # Adam's decay goes through its moments.
             decays = [0.0 if g.get("decoupled_weight_decay") else float(g.get("weight_decay") or 0.0) for g in used]
             if type(self.optimizer).__name__ == "Adam" and any(decays):
-                self._decay = _column(decays, device).float()
+                self._decay = torch.tensor(decays, dtype=torch.float32, device=device)[:, None]
         self.states.forget()
 
     def _control(self) -> tuple[Tensor | None, Tensor | None]:
@@ -189,28 +181,24 @@ class UpdateMetrics:
 
     def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
         self.states, self.parameters = states, dict(parameters)
-        self.before: Tensor | None = None
         self.spread: Tensor | None = None
 
     def before_step(self) -> None:
-        self.before = _joined([leading_of(p) for p in self.parameters.values()])
         self.spread = _joined([_spread(p) for p in self.parameters.values()])
 
     def forget(self) -> None:
-        self.before = self.spread = None
+        self.spread = None
 
     def measure(self, packed: Packed) -> None:
         """Add the changes and the histograms of the moments to the metrics to fetch. Call it after a step."""
-        if self.before is None or self.spread is None:
+        if self.spread is None:
             return
         after = _joined([_spread(p) for p in self.parameters.values()])
         packed.add_mean("update to weight", metrics.update_to_weight(self.spread, after), self.parameters)
-        moments = {name: list(self.states.leading(name).values()) for name in ("exp_avg", "exp_avg_sq")}
-        for name, parts in moments.items():
-            here = [part for p, part in zip(self.parameters, parts, strict=True) if packed.shards.share[p]]
-            packed.add_histogram(name, [part for part in here if part is not None], after.device)
-        ulps = self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"])
-        packed.add_mean("update to ulp", ulps, self.parameters)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moments = zip(self.parameters, self.states.leading(kind).values(), strict=True)
+            here = [part for name, part in moments if packed.shards.share[name] and part is not None]
+            packed.add_histogram(kind, here, after.device)
         if packed.shards.mesh is not None and isinstance(self.states.optimizer, Optimizer):
             packed.add_sum("audit", self._audited(self.states.optimizer, packed.shards).to(after.device))
         self.forget()
@@ -225,30 +213,6 @@ class UpdateMetrics:
                 row[:-1], row[-1] = torch.stack(tuple(window)).sum(0), len(window)
         return table
 
-    def _in_spacings(self, first: list[Tensor | None], second: list[Tensor | None]) -> Tensor:
-        """Return the intended change over the ulp of the visible weight, for parameters with Adam's moments."""
-        assert self.before is not None
-        groups, names = self.states.groups(), list(self.parameters.values())
-        adam = [
-            group if _has_adam_moments(group := groups.get(p, {}), m, v) else None
-            for p, m, v in zip(names, first, second, strict=True)
-        ]
-        device = self.before.device
-        beta1, beta2 = (_column([g["betas"][k] if g else math.nan for g in adam], device) for k in (0, 1))
-        rates = _column([g["lr"] if g else math.nan for g in adam], device)
-        epsilons = _column([g.get("adam_eps", g["eps"]) if g else math.nan for g in adam], device)
-        steps = _column([self.states.steps(p) for p in names], device)
-        bits = _column([get_format(dtype_name(p.dtype)).mantissa_bits for p in names], device)
-        none = self.before.new_zeros(1)
-        m, v = (
-            _joined([part if g and part is not None else none for part, g in zip(parts, adam, strict=True)])
-            for parts in (first, second)
-        )
-        unbias = torch.sqrt(1 - beta2**steps)
-        root = v.sqrt() + epsilons * unbias
-        intended = rates * unbias / (1 - beta1**steps) * m / torch.where(root > 0, root, 1.0)
-        return metrics.update_to_ulp(intended, self.before, bits)
-
     def rows(self, fetched: Mapping[str, Tensor], readings: Mapping[str, Any]) -> Row:
         """Return the table ``updates`` of a record. With sharded parameters, use all ranks' audits instead of ``readings``."""
         if "update to weight" not in fetched:
@@ -256,33 +220,17 @@ class UpdateMetrics:
         if "audit" in fetched:
             sums = zip(self.parameters, fetched["audit"], strict=True)
             readings = {name: audit.read([row[:-1]]) for name, row in sums if row[-1]}
-        sizes = zip(fetched["update to weight"].tolist(), fetched["update to ulp"].tolist(), strict=True)
         table = {}
-        for name, sizes_of_step in zip(self.parameters, sizes, strict=True):
+        for name, size in zip(self.parameters, fetched["update to weight"].tolist(), strict=True):
             reading = readings.get(name)
             audited, shares = (None,) * 4, (None,) * 2
             if reading is not None:
                 audited = reading.edq, reading.noise, reading.lost_fraction, reading.unseen_fraction
                 shares = reading.imprecision_share, reading.lost_decay
-            table[name] = [rounded(value) for value in (*audited, *sizes_of_step, *shares)]
+            table[name] = [rounded(value) for value in (*audited, size, *shares)]
             if reading is not None:
                 table[name][0] = rounded(reading.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
         return table
-
-
-def _has_adam_moments(group: Mapping[str, Any], *moments: Tensor | None) -> bool:
-    """Return whether a param group is of an Adam variant. Its moments then determine the intended change."""
-    betas, eps = group.get("betas", ()), group.get("adam_eps", group.get("eps"))
-    return len(betas) == 2 and isinstance(eps, (int, float)) and all(moment is not None for moment in moments)
-
-
-def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Return one number per parameter, float64 ``[parameters, 1]``, without a sync."""
-    if not any(isinstance(value, Tensor) and value.device == device for value in values):
-        numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        return numbers.to(device, non_blocking=True)[:, None]
-    parts = [torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values]
-    return torch.stack([part.reshape(()) for part in parts])[:, None]
 
 
 def leading_of(x: Tensor) -> Tensor:

@@ -10,28 +10,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.gauges.sampling import Recorder, WatchedTensor
-from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import add_up, is_sharded, is_split_over_ranks, local_of
-from narrowgauge.numerics.quantization import padded, quantize
 from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
-from narrowgauge.spec.computes import SLOTS, Cast
+from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import dtype_name
 
 COUNTED = 3
 """Every third sampled value is counted in the histograms, which pool all tensors of a kind."""
 
-CastOf = Callable[[WatchedTensor], tuple[Cast | None, Tensor | None]]
-"""Maps a watched tensor to the cast before its matmul, and the amax of its delayed scale, if any."""
+CastOf = Callable[[WatchedTensor], Cast | None]
+"""Maps a watched tensor to the cast before its matmul, if any."""
 
 
 @dataclass
@@ -89,30 +87,25 @@ def _cut(vector: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> None:
     """Add all metrics of a recorder's samples to ``packed``: tables with a row for each watched tensor."""
-    shapes: dict[int, Tensor] = {}
+    outliers: dict[int, Tensor] = {}
     losses: dict[int, Tensor] = {}
     groups: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
     for index, sample in recorder.samples.items():
-        groups[sample.shape, cast_of(recorder.watched[index])[0]].append(index)
+        groups[sample.shape, cast_of(recorder.watched[index])].append(index)
     for (_, cast), entries in groups.items():
         samples = torch.stack([recorder.samples[index] for index in entries])
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
-        shapes |= zip(entries, _shape_stats(finite).unbind(), strict=True)
+        flat = finite.flatten(1)
+        outliers |= zip(entries, flat.abs().amax(1) / flat.square().mean(1).sqrt(), strict=True)
         if cast is not None:
-            # The amax that scales a whole tensor: the delayed one, or else its own.
-            delayed = [cast_of(recorder.watched[index])[1] for index in entries]
-            own_amax = [recorder.stats_of[index][0] for index in entries]
-            scales = torch.stack([o if d is None else d.reshape(()) for d, o in zip(delayed, own_amax, strict=True)])
-            losses |= zip(entries, cast_stats(finite, cast, scales).unbind(), strict=True)
-            if cast.block is not None:
-                for index, values in zip(entries, finite, strict=True):
-                    packed.add(f"blocks {recorder.watched[index].key}", block_exponents(values, cast))
+            amax = torch.stack([recorder.stats_of[index][0] for index in entries])
+            losses |= zip(entries, cast_stats(finite, cast, amax).unbind(), strict=True)
     for kind in TENSOR_KINDS:
         indices = [i for i in recorder.samples if recorder.watched[i].kind == kind]
         sampled = [recorder.samples[i].reshape(-1)[::COUNTED] for i in indices]
         packed.add_histogram(kind, sampled, recorder.stats_device)
-    _add_tables(recorder, shapes, losses, packed, "local")
-    _add_tables(recorder, shapes, losses, packed, "whole")
+    _add_tables(recorder, outliers, losses, packed, "local")
+    _add_tables(recorder, outliers, losses, packed, "whole")
 
 
 def _entries(recorder: Recorder, part: str) -> list[int]:
@@ -121,9 +114,9 @@ def _entries(recorder: Recorder, part: str) -> list[int]:
 
 
 def _add_tables(
-    recorder: Recorder, shapes: Mapping[int, Tensor], losses: Mapping[int, Tensor], packed: Packed, part: str
+    recorder: Recorder, outliers: Mapping[int, Tensor], losses: Mapping[int, Tensor], packed: Packed, part: str
 ) -> None:
-    """Add the tables of a part's entries, in the same order on all ranks: amax; sums; metrics of the sample."""
+    """Add the tables of a part's entries, in the same order on all ranks: amax; sums; outliers."""
     if not (entries := _entries(recorder, part)):
         return
     stats, is_whole = recorder.stats(entries).double(), part == "whole"
@@ -133,14 +126,14 @@ def _add_tables(
     sums = torch.stack([recorded, stats.new_tensor(shares) * stats[:, 1].square(), stats[:, 2]], 1)
     sums = torch.where(recorded[:, None] > 0, sums, 0.0)
     casts = _stacked(losses, entries, stats.new_zeros(len(metrics.CAST_SUMS)))
-    shape = _stacked(shapes, entries, stats.new_full((4,), torch.nan))
+    outlier = _stacked(outliers, entries, stats.new_full((), torch.nan))
     largest = packed.shards.largest if is_whole else None
     packed.add(f"{part} largest", stats[:, 0] if largest is None else largest)
     (packed.add_sum if is_whole else packed.add)(f"{part} sums", torch.cat([sums, casts], 1))
     if is_whole:
-        packed.add_mean(f"{part} shape", shape, names)
+        packed.add_mean(f"{part} outlier", outlier, names)
     else:
-        packed.add(f"{part} shape", shape)
+        packed.add(f"{part} outlier", outlier)
 
 
 def _stacked(rows: Mapping[int, Tensor], entries: Sequence[int], absent: Tensor) -> Tensor:
@@ -152,42 +145,28 @@ def exponents(values: Tensor) -> Tensor:
     return metrics.exponent_histogram(values, FIRST_EXPONENT, NUM_EXPONENTS)
 
 
-def _shape_stats(samples: Tensor) -> Tensor:
-    """Return ``[samples, 4]``: outlier, kurtosis, strongest feature, its energy over all other features' energy."""
-    flat = samples.flatten(1)
-    outlier = flat.abs().amax(1) / flat.square().mean(1).sqrt()
-    peak = metrics.feature_peak(samples)[0]
-    to_rest = peak.square() / (samples.shape[-1] - peak.square()).clamp_min(0.0)
-    return torch.stack([outlier, metrics.kurtosis(flat), peak, to_rest], 1)
-
-
 def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
     """Return the tables of a record from the result of :meth:`Packed.fetch`."""
     tensors: Row = {}
     attention: Row = {}
     for part in ("local", "whole"):
-        tables = [fetched[f"{part} {name}"] for name in ("largest", "sums", "shape") if f"{part} sums" in fetched]
+        tables = [fetched[f"{part} {name}"] for name in ("largest", "sums", "outlier") if f"{part} sums" in fetched]
         entries = _entries(recorder, part) if tables else []
-        for index, largest, sums, shape in zip(entries, *tables, strict=True):
+        for index, largest, sums, outlier in zip(entries, *tables, strict=True):
             watched, (recorded, square, bad) = recorder.watched[index], sums[:3].tolist()
             stats = (float(largest), math.sqrt(square))
             if recorded and watched.kind == "attention":
                 attention[watched.name] = [rounded(value, keep_nan=True) for value in stats]
             elif recorded:
                 lost = lost_shares(sums[3:]) if sums[-1] else [None] * 3  # without a cast all of its sums are zero
-                tensors[watched.key] = [rounded(value) for value in (*stats, int(bad), *lost, *shape.tolist())]
+                tensors[watched.key] = [rounded(value) for value in (*stats, int(bad), *lost, float(outlier))]
     assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
-    blocks = {
-        name.removeprefix("blocks "): [rounded(value) for value in values.tolist()]
-        for name, values in fetched.items()
-        if name.startswith("blocks ")
-    }
     histograms = {
         name.removeprefix("histogram "): values.long().tolist()
         for name, values in fetched.items()
         if name.startswith("histogram ") and values.any()
     }
-    tables_of_row = {"tensors": tensors, "attention": attention, "block_scales": blocks, "histograms": histograms}
+    tables_of_row = {"tensors": tensors, "attention": attention, "histograms": histograms}
     return {name: table for name, table in tables_of_row.items() if table}
 
 
@@ -216,42 +195,23 @@ class Casts:
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.layers = layers
-        self._delayed: dict[WatchedTensor, Tensor] = {}
 
-    def note(self, recorder: Recorder) -> None:
-        """Save the delayed scales of the last step, before the layers advance to the next one."""
-        self._delayed.clear()
-        for index, watched in enumerate(recorder.watched):
-            layer, cast = self._layer_and_cast(watched)
-            if cast is None or not isinstance(layer, Linear) or layer.amax_history is None:
-                continue
-            # Without an earlier step the delayed amax is the tensor's own.
-            stats, device = recorder.stats_of.get(index), layer.weight.device
-            recorded = torch.ones(1, dtype=torch.float32, device=device) if stats is None else stats[0].reshape(1)
-            operand, words = SLOTS[_SLOTS[watched.kind]].history_index, layer.clock.words(recorded.device)[1]
-            amax = delayed_amax(recorded, cast, layer.amax_history, operand, words, record=False)
-            if amax is not None:
-                self._delayed[watched] = amax
+    def of(self, watched: WatchedTensor) -> Cast | None:
+        """Return the cast of a tensor whose loss its sample shows.
 
-    def of(self, watched: WatchedTensor) -> tuple[Cast | None, Tensor | None]:
-        """Return the cast of a tensor, and its delayed scale's magnitude. Return nothing without a cast."""
-        layer, cast = self._layer_and_cast(watched)
-        if cast is None:
-            return None, None
-        if isinstance(layer, GroupedLinear):
-            # Tokens of all experts are measured as one tensor, unless each expert scales its tokens.
-            scales_alone = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
-            return (None if watched.kind == "weight" or scales_alone or cast.is_wide else cast), None
-        if cast.is_wide and cast.format == dtype_name(layer.weight.dtype):
-            return None, None
-        return cast, self._delayed.get(watched)
-
-    def _layer_and_cast(self, watched: WatchedTensor) -> tuple[Any, Cast | None]:
-        """Return the low-precision layer that takes a tensor, and its cast of the tensor."""
-        layer = self.layers.get(watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name)
+        Delayed scales come from earlier steps; the column ``saturated`` of a step counts what they lose. Experts that scale
+        their tokens alone do not show in a sample of all.
+        """
+        layer: Any = self.layers.get(watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name)
         if watched.kind not in _SLOTS or not isinstance(layer, (Linear, GroupedLinear)):
-            return None, None
-        return layer, layer.compute.casts[_SLOTS[watched.kind]]
+            return None
+        cast: Cast | None = layer.compute.casts[_SLOTS[watched.kind]]
+        if cast is None or cast.scaling == "delayed":
+            return None
+        if isinstance(layer, GroupedLinear):
+            scales_alone = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"
+            return None if watched.kind == "weight" or scales_alone or cast.is_wide else cast
+        return None if cast.is_wide and cast.format == dtype_name(layer.weight.dtype) else cast
 
 
 def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
@@ -264,12 +224,6 @@ def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
     return metrics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
-
-
-def block_exponents(sample: Tensor, cast: Cast) -> Tensor:
-    """Lowest, median, highest exponent of the sample's block scales."""
-    inner = quantize(padded(sample, cast, 1), replace(cast, rounding="nearest"), 1).inner
-    return metrics.block_scale_exponents(inner if inner is not None else sample.new_zeros(1))
 
 
 def lost_shares(sums: Tensor) -> list[float | None]:

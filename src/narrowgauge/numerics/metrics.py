@@ -193,61 +193,10 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
 
 
-def kurtosis(x: Tensor) -> Tensor:
-    """Return the fourth moment of ``[..., values]`` over the squared second, float32 ``[...]``, both about zero.
-
-    It is 1 for two values ±a, 3 for a normal distribution, large with outliers, and NaN if all values are zero.
-    """
-    squares = x.detach().float().square()
-    return squares.square().mean(-1) / squares.mean(-1).square()
-
-
-def feature_peak(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest column rms of ``[..., rows, columns]`` over the total rms, float32, and the column, int64.
-
-    The ratio is 1 if all columns have the same rms. It is the root of their number if only one column is not zero.
-
-    Example:
-        >>> peak, column = feature_peak(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
-        >>> round(peak.item(), 4), column.item()
-        (1.4142, 1)
-    """
-    energy = x.detach().float().square().mean(-2)
-    largest, column = energy.max(-1)
-    return (largest / energy.mean(-1)).sqrt(), column
-
-
-def block_scale_exponents(scales: Tensor) -> Tensor:
-    """Return the lowest, median and highest binary exponent of positive block scales, float32 ``[3]``. NaN for none."""
-    used = torch.where(scales > 0, scales, torch.nan).float().reshape(-1)
-    exponents = torch.frexp(used).exponent.float() - 1
-    exponents = torch.where(used.isfinite(), exponents, torch.nan)
-    quantiles = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float32, device=scales.device)
-    return torch.nanquantile(exponents, quantiles, interpolation="lower")
-
-
 def update_to_weight(before: Tensor, after: Tensor) -> Tensor:
     """Return the rms of a change over the rms of the value: ``[..., n]`` to float32 ``[...]``. NaN if ``before`` is zero."""
     change = (after.float() - before.float()).square().mean(-1)
     return (change / before.float().square().mean(-1)).sqrt()
-
-
-def update_to_ulp(intended: Tensor, weight: Tensor, mantissa_bits: int | Tensor) -> Tensor:
-    """Return the median size of a change in ulps of the weight. Below a half, rounding to nearest stores nothing.
-
-    Args:
-        intended: changes ``[..., n]``.
-        weight: the values that change, same shape.
-        mantissa_bits: of the weight's format; 7 for bfloat16. A broadcastable tensor if rows differ.
-    Returns:
-        float32 ``[...]``, the lower median over elements with nonzero weight. NaN without any.
-    Example:
-        >>> update_to_ulp(torch.tensor([2.0**-9, 2.0**-8]), torch.tensor([1.0, 1.0]), 7).item()
-        0.25
-    """
-    exponent = torch.frexp(weight.float()).exponent - 1 - mantissa_bits
-    ulps = torch.where(weight != 0, torch.ldexp(intended.float().abs(), -exponent), torch.nan)
-    return ulps.nanmedian(-1).values
 
 
 def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Two correct machines may differ in their last bits, and so may one machine under two settings. They add in another order, fuse
 a multiplication with an addition, or round a function differently. Each row of ``data/probes.toml`` names one such property.
-:mod:`narrowgauge.gauges.probes` measures the property under the same name, with PyTorch. Reading and comparing needs no torch.
+:mod:`narrowgauge.gauges.arithmetic` measures it under the same name, with PyTorch. Reading and comparing needs no torch.
 Results are short texts, equal if the bits are::
 
     [arithmetic.settings]
@@ -38,11 +38,10 @@ class Probe:
     measures: str
     affects: str
     is_sum: bool = False
-    in_runs: bool = True
 
 
 PROBES: dict[str, Probe] = {name: Probe(name, **row) for name, row in load_data("probes", "runs").items()}
-"""All probes by name, in the order measured: the quickest first."""
+"""All probes by name, in the order measured."""
 
 
 TABLE = "arithmetic"

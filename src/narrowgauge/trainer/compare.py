@@ -107,8 +107,10 @@ class RunLog:
             every: steps between samples of the gauges; 0 for none.
         Returns:
             The gauges, if there are any.
+        Raises:
+            NarrowgaugeError: the log watches another optimizer already.
         """
-        return self._record.watch(model, optimizer, every).gauges
+        return self._record.watch(model, optimizer, every)
 
 
 def compare(

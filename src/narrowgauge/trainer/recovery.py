@@ -22,7 +22,8 @@ import torch
 from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.checkpoints.saving import go_back
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.nan_origin.replay import Replay, replay
+from narrowgauge.gauges.nan_origin.bad_value import BadValue
+from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.gauges.recording.run_reporter import Reporter
 from narrowgauge.gauges.recording.step_row import FailedSteps, is_rescaled, symptom, why_skipped
 from narrowgauge.runs.events import Event
@@ -33,6 +34,10 @@ from narrowgauge.trainer.step import differentiated, unsampled
 REPLAYS = 3
 """Failed steps per process that are replayed. A replay takes as long as some steps, and the first shows most."""
 
+_NOT_REPRODUCED = (
+    "The step is finite when repeated eagerly: a compiled kernel, a nondeterministic one or a hardware fault made the value. "
+    "Resume from the last checkpoint, with --no-compile if it recurs; then test the machine."
+)
 _ADVICE = "Lower --lr or look at the data of that step; narrowgauge resume continues from the last checkpoint."
 
 
@@ -100,7 +105,7 @@ class Recovery:
 
     def _loss_scale(self) -> float:
         """Return the loss scale of the last step. The scaler itself may have changed it since."""
-        return self.session.reader.watched[0].scale
+        return self.session.reader.scale
 
     def _roll_back(self, row: Row) -> bool:
         session, num_done = self.session, len(self.session.skipped)
@@ -130,19 +135,21 @@ class Recovery:
 
     def _report_replay(self, row: Row) -> None:
         """Replay the failed step, and report which operation made the first bad value."""
-        rank, result = replay_last_step(self.session, self._loss_scale(), self.reporter.console.say)
-        where = f"On rank {rank}: " if self.session.here.size > 1 and result.reproduced != "not" else ""
-        event = Event("first_bad_value", row["step"], f"{where}{result.message}", detector="replay")
-        if (bad := result.bad) is not None:
-            event = replace(event, tensor=bad.tensor or None, phase=bad.phase, operation=bad.operation)
+        self.reporter.console.say("Repeating the step eagerly with every operation traced.")
+        rank, bad = replay_last_step(self.session, self._loss_scale())
+        event = Event("first_bad_value", row["step"], _NOT_REPRODUCED, detector="replay")
+        if bad is not None:
+            where = f"On rank {rank}: " if self.session.here.size > 1 else ""
+            event = replace(event, message=f"{where}{bad.message}", tensor=bad.tensor or None)
+            event = replace(event, phase=bad.phase, operation=bad.operation)
         self.reporter.event(event, shown=True)
 
 
-def replay_last_step(session: Session, loss_scale: float, say: Callable[[str], object]) -> tuple[int, Replay]:
+def replay_last_step(session: Session, loss_scale: float) -> tuple[int, BadValue | None]:
     """Replay the last step, which changed nothing, from the same weights, data, random bits and loss scale.
 
     Returns:
-        The rank at fault, and its result. Both are the same on every rank.
+        The rank at fault, and its first bad value, if the eager step has one. Both are the same on every rank.
     """
     losses: list[torch.Tensor] = []
 
@@ -155,7 +162,7 @@ def replay_last_step(session: Session, loss_scale: float, say: Callable[[str], o
     session.step -= 1
     try:
         with unsampled(session.gauges):
-            result = replay(session.model, step, say=say, agree=lambda has_found: any(session.here.gather(has_found)))
+            bad = first_bad_value(session.model, step)
     finally:
         session.step += 1
         session.reshard()
@@ -164,7 +171,7 @@ def replay_last_step(session: Session, loss_scale: float, say: Callable[[str], o
 
     is_finite = all(math.isfinite(float(loss)) for loss in losses)
     # A sum carries one rank's bad gradient to all. So prefer a rank whose own loss failed, and a value made in a module.
-    is_elsewhere = not (result.found if result.bad is None else result.bad.module)
-    results = session.here.gather((result.bad is None, is_finite, is_elsewhere, result))
+    is_elsewhere = bad is not None and not bad.module
+    results = session.here.gather((bad is None, is_finite, is_elsewhere, bad))
     rank = min(range(len(results)), key=lambda rank: results[rank][:3])
     return rank, results[rank][3]

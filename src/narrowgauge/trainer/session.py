@@ -30,7 +30,7 @@ from narrowgauge.errors import DataError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
-from narrowgauge.gauges.recording.step_row import StepReader, WatchedOptimizer, batch_checksum
+from narrowgauge.gauges.recording.step_row import StepReader, batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.scopes import compute_scope
@@ -100,7 +100,7 @@ class Session:
         self.fingerprints = Fingerprints(
             self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
         )
-        self.reader = StepReader(WatchedOptimizer(self.model, optimizer))
+        self.reader = StepReader(self.model, optimizer)
 
     @property
     def device(self) -> torch.device:

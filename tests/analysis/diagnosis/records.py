@@ -16,8 +16,8 @@ NUM_STEPS, AT, EVERY = 160, 81, 10
 """Steps of a record, the first step that a fault spoils, and the steps between samples."""
 _LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
 PARAMETERS = ("model.embed_tokens.weight", *(f"model.layers.{k}.{name}.weight" for k in (0, 1) for name in _LINEARS))
-_TENSOR = {"amax": 2.0, "rms": 0.5, "nonfinite": 0, "underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5, "outlier": 9.0,
-           "kurtosis": 6.0, "top_feature": 2.0, "top_to_rest": 0.03}  # fmt: skip
+_TENSOR = {"amax": 2.0, "rms": 0.5, "nonfinite": 0, "underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5,
+           "outlier": 9.0}  # fmt: skip
 _UPDATE = {
     "edq": 1.0,
     "noise": 0.01,
@@ -26,7 +26,6 @@ _UPDATE = {
     "imprecision_share": 0.9,
     "lost_decay": 0.0,
     "update_to_weight": 1e-3,
-    "update_to_ulp": 0.2,
 }
 _MOMENT = {"bias": 1.0, "frozen_fraction": 0.02}
 _ATTENTION = {"max_logit": 12.0, "entropy": 0.7}

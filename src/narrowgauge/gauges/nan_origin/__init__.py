@@ -1,1 +1,1 @@
-"""Find the origin of a NaN or infinity: replay a training step and check every operation."""
+"""Find the origin of a NaN or infinity: repeat a training step and check every operation."""

@@ -12,15 +12,10 @@ from typing import Literal
 
 from narrowgauge.spec.formats import FORMAT_ALIASES, FORMATS
 
-Phase = Literal["input", "forward", "backward", "backward-recompute"]
+Phase = Literal["input", "forward", "backward"]
 
 # Operators that return uninitialized memory.
 ALLOCATES = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
-_IN_PHASE = {
-    "forward": "forward",
-    "backward": "in backward",
-    "backward-recompute": "recomputed in backward by activation checkpointing",
-}
 _MOST_OPERANDS = 4
 
 
@@ -29,14 +24,12 @@ class Operand:
     """An operand of an operation.
 
     Args:
-        position: index among the operation's floating-point operands.
         name: the parameter or buffer (or a view of it), or else the name of the operation's argument.
         shape, dtype: of the tensor; the dtype as PyTorch names it.
         amin, amax: the smallest nonzero and the largest finite magnitude; ``None`` if there is none.
         num_nonfinite: number of NaNs and infinities.
     """
 
-    position: int
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -58,8 +51,7 @@ class BadValue:
     """The first non-finite value of a step and the operation that made it.
 
     Args:
-        phase: ``input``: the value existed before any operation; ``forward``; ``backward``; ``backward-recompute``: in the
-            recomputation of activation checkpointing.
+        phase: ``input``: the value existed before any operation; ``forward``; ``backward``, with recomputed modules.
         module: dotted name of the innermost module; ``""`` outside the model's modules.
         operation: name of the operation in PyTorch; for ``input`` the first reader of the tensor.
         what: ``nan`` or ``inf`` (without NaN).
@@ -122,8 +114,9 @@ class BadValue:
         whose = f" for {self.parameter}" if self.parameter else ""
         operands = "; ".join(str(operand) for operand in self.operands[:_MOST_OPERANDS]) or "nothing"
         compute = f" Its compute is {self.compute}." if self.compute else ""
+        phase = "in backward" if self.phase == "backward" else "forward"
         return (
-            f"{self.operation}{_inside(self.module)}{whose} ({_IN_PHASE[self.phase]}) made {self._count()}, "
+            f"{self.operation}{_inside(self.module)}{whose} ({phase}) made {self._count()}, "
             f"from {operands}{self._end()}.{compute}"
         )
 

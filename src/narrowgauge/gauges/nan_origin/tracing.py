@@ -10,14 +10,15 @@ Operations are traced below autograd, which includes backward, autocast and the 
 custom operator is one operation. In forward, hooks identify the module. Backward has no hooks. But PyTorch numbers the
 nodes of the autograd graph in order of creation. So a node belongs to the innermost module whose range of numbers contains it.
 
-The schema of a PyTorch operator declares its writes and its views. Three short tables list the undeclared ones.
+This is too expensive for every step. So nothing is traced until a step has failed. Then the same step runs once more, eagerly
+even if the model is compiled, because the inside of a fused kernel cannot be traced. The step must be repeatable: the same
+batch, the same weights, no update.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,8 +34,46 @@ from narrowgauge import torch_names
 from narrowgauge.gauges.nan_origin.bad_value import ALLOCATES, BadValue, Operand, Phase
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.numerics.chunks import flat_chunks
+from narrowgauge.put_back import put_back
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_names import plain_name
+
+Kinds = frozenset[str]
+
+
+def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | None:
+    """Return the operation that made the first NaN or infinity to reach a step's loss or gradients.
+
+    Invariant: the step runs eagerly, including compiled parts. Gradients, buffers and PyTorch's random state are restored
+    bit for bit. No hooks remain, and nothing is recompiled. An infinity that reaches neither the loss nor a gradient (an
+    attention mask) is not reported.
+
+    Args:
+        model: the report names its modules, parameters and buffers.
+        step: computes forward and backward of the whole step, with all its micro-batches, from gradients that are ``None``.
+            Returns the loss, or several, as tensors. It must not change the weights.
+    Returns:
+        The description of the operation, or ``None`` if loss and gradients are finite.
+
+    Cost: nothing until called. Then one eager step with another read of every result and, on a GPU, a synchronization
+    per operation. An eager step may need more memory than a compiled one.
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)).half()
+        >>> with torch.no_grad():
+        ...     _ = model[2].weight.fill_(6e4)
+        >>> def step():
+        ...     loss = model(torch.ones(2, 4).half() * 100).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> bad = first_bad_value(model, step)
+        >>> bad.module, bad.operation, bad.what, bad.operands[2].name, bad.operands[2].amax
+        ('2', 'aten.addmm', 'inf', '2.weight', 60000.0)
+    """
+    with put_back(model):
+        with torch.compiler.set_stance("force_eager"), NanTracer(model) as tracer:
+            loss = step()
+        return tracer.first_cause(loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +100,13 @@ class NanTracer(TorchDispatchMode):
         self.modules = {id(m): plain_name(name) for name, m in model.named_modules()}
         self.computes = {plain_name(n): m.compute.name for n, m in model.named_modules() if isinstance(m, NarrowLayer)}
         self.parameters = {plain_name(name) for name, _ in model.named_parameters()}
-        self.labels = Labels()
+        # Names of parameters, buffers and arguments, by their memory. They keep the tensors alive.
+        self._named: dict[int, list[tuple[str, Tensor]]] = {}
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
-            self.labels.add(plain_name(name), x)
+            self._name(plain_name(name), x)
         self.sources: dict[int, tuple[StorageWeakRef, Source]] = {}
-        self.inputs: dict[str, Source] = {}
         self.reached: list[tuple[Source, str]] = []
-        self.read: Source | None = None
-        self.worst: Source | None = None
+        self.earliest: Source | None = None
         self._count = 0
         # Tensors that an operator modified in place, by the copies made before.
         self._copied: dict[int, Tensor] = {}
@@ -79,7 +117,7 @@ class NanTracer(TorchDispatchMode):
 
     def __enter__(self) -> NanTracer:
         self._handles = [
-            self.model.register_forward_pre_hook(self._label_arguments, with_kwargs=True),
+            self.model.register_forward_pre_hook(self._name_arguments, with_kwargs=True),
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
@@ -94,24 +132,21 @@ class NanTracer(TorchDispatchMode):
     def first_cause(self, loss: Any) -> BadValue | None:
         """Return the earliest source of a non-finite loss or gradient; ``None`` if all are finite.
 
-        ``loss`` is the step's result: tensors, numbers, or ``None``.
+        ``loss`` is the step's result: tensors, or ``None``.
         """
-        reached = list(self.reached)
-        for value in tree_leaves(loss):
-            if isinstance(value, Tensor) and (kinds := nonfinite_kinds(value)):
-                reached.append((self._source(value, kinds, "the caller"), "the loss"))
-            elif isinstance(value, float) and not math.isfinite(value) and (self.read or self.worst):
-                reached.append((self.read or self.worst, "the loss"))  # type: ignore[arg-type]
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and (kinds := nonfinite_kinds(parameter.grad)):
-                reached.append(
-                    (self._source(parameter.grad, kinds, "the caller"), f"the gradient of {plain_name(name)}")
-                )
+        ends = [(value, "the loss") for value in tree_leaves(loss) if isinstance(value, Tensor)]
+        ends += [
+            (p.grad, f"the gradient of {plain_name(n)}") for n, p in self.model.named_parameters() if p.grad is not None
+        ]
+        reached = [
+            *self.reached,
+            *((self._source(x, kinds, "the caller"), end) for x, end in ends if (kinds := nonfinite_kinds(x))),
+        ]
         if not reached:
             return None
         source = min((origin for origin, _ in reached), key=lambda origin: origin.order)
-        ends = [end for origin, end in reached if origin is source]
-        return replace(source.bad, reached="the loss" if "the loss" in ends else ends[0])
+        names = [end for origin, end in reached if origin is source]
+        return replace(source.bad, reached="the loss" if "the loss" in names else names[0])
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -119,9 +154,9 @@ class NanTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         self._count += 1
         written, ignored = writes(func)
-        operands = named_tensors(func, args, kwargs, ignored)
+        tensors = named_tensors(func, args, kwargs)
         # Copy tensors before they are modified in place.
-        before = {id(x): x.detach().clone() for name, x in operands if name.partition("[")[0] in written}
+        copies = {id(x): x.detach().clone() for name, x in tensors if name in written - ignored}
         result = func(*args, **kwargs)
         if getattr(func, "namespace", "") == "c10d":
             # A collective's pending receive buffer is not written yet.
@@ -129,10 +164,10 @@ class NanTracer(TorchDispatchMode):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]  # of the class that c10d registers
         if not getattr(func, "is_view", False):  # of a tensor that was already checked
-            self._copied = {id(before[id(x)]): x for _, x in operands if id(x) in before}
-            operands = [(name, before.get(id(x), x)) for name, x in operands]
-            changed = [x for name, x in named_tensors(func, args, kwargs, ()) if name.partition("[")[0] in written]
-            self._trace_results(func, operands, [*changed, *tree_leaves(result)], (args, kwargs))
+            self._copied = {id(copies[id(x)]): x for _, x in tensors if id(x) in copies}
+            operands = [(name, copies.get(id(x), x)) for name, x in tensors if name not in ignored]
+            results = [*(x for name, x in tensors if name in written), *tree_leaves(result)]
+            self._trace_results(func, operands, results, (args, kwargs))
         self._note_gradient(args)
         return result
 
@@ -140,8 +175,6 @@ class NanTracer(TorchDispatchMode):
         """Assign a source to every non-finite result."""
         for result in results:
             if not isinstance(result, Tensor):
-                if isinstance(result, float) and not math.isfinite(result):
-                    self.read = self._origin(func, operands, frozenset({"nan" if result != result else "inf"}))
                 continue
             kinds = nonfinite_kinds(result)
             if not kinds:
@@ -152,11 +185,10 @@ class NanTracer(TorchDispatchMode):
             source = self._origin(func, operands, kinds)
             deliberate = is_deliberate(func, arguments)
             if source is None or (deliberate and not any(nonfinite_kinds(x) & kinds for _, x in operands)):
-                bad = self._describe(func, operands, result, arguments)
-                source = Source(self._count, bad, deliberate=deliberate)
+                source = Source(self._count, self._describe(func, operands, result), deliberate=deliberate)
             self._remember(result, source)
-            if not source.deliberate and (self.worst is None or source.order < self.worst.order):
-                self.worst = source
+            if not source.deliberate and (self.earliest is None or source.order < self.earliest.order):
+                self.earliest = source
 
     def _origin(self, func: Any, operands: list[tuple[str, Tensor]], kinds: Kinds) -> Source | None:
         """Return the source that explains a result of these kinds. ``None`` if the operation is a source itself."""
@@ -168,7 +200,7 @@ class NanTracer(TorchDispatchMode):
         if "nan" in kinds:
             chosen = [s for present, s in bad if "nan" in present] or [s for _, s in bad if not s.deliberate]
             if packet_name(func) == "where" and all(source.deliberate for source in chosen):
-                return self.worst  # a cast gives a group with an infinity the scale NaN
+                return self.earliest  # a cast gives a group with an infinity the scale NaN
         else:
             chosen = [s for _, s in bad if not s.deliberate] or [s for _, s in bad]
         return min(chosen, key=lambda source: source.order, default=None)
@@ -180,38 +212,28 @@ class NanTracer(TorchDispatchMode):
             weak, source = self.sources.get(part.untyped_storage()._cdata, (None, None))
             if source is not None and weak is not None and not weak.expired():
                 return source
-        name, tensor = self.labels.find(original) or (None, x)
-        if name is not None and name in self.inputs:
-            return self.inputs[name]
+        name, tensor = self._find(original) or (None, x)
         is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or x.ndim == 0)
         tensor = tensor if nonfinite_kinds(tensor) else x
         bad = bad_value("input", self._where()[1], reader, tensor, [(name or "it", tensor)])
         source = Source(self._count, replace(bad, parameter=name), deliberate=is_mask)
-        if name is None:
-            self._remember(x, source)
-        else:
-            self.inputs[name] = source
+        self._remember(original, source)
         return source
 
-    def _describe(self, func: Any, operands: list[tuple[str, Tensor]], result: Tensor, arguments: Any) -> BadValue:
+    def _describe(self, func: Any, operands: list[tuple[str, Tensor]], result: Tensor) -> BadValue:
         phase, module = self._where()
-        named = [(self.labels.name_of(self._copied.get(id(x), x)) or name, x) for name, x in operands]
+        named = [(self._name_of(self._copied.get(id(x), x)) or name, x) for name, x in operands]
         bad = bad_value(phase, module, operator_name(func), result, named)
-        node = torch_names.autograd_node()
-        variable = getattr(node, "variable", None)
-        return replace(
-            bad,
-            operands=bad.operands + nonfinite_numbers(len(bad.operands), *arguments),
-            parameter=None if variable is None else self.labels.name_of(variable),
-            compute=self.computes.get(module),
-        )
+        variable = getattr(torch_names.autograd_node(), "variable", None)
+        parameter = None if variable is None else self._name_of(variable)
+        return replace(bad, parameter=parameter, compute=self.computes.get(module))
 
     def _note_gradient(self, args: Any) -> None:
         """Note non-finite gradients that arrive at a parameter, whatever happens to them afterwards."""
         if not torch_names.runs_backward():
             return
         variable = getattr(torch_names.autograd_node(), "variable", None)
-        name = None if variable is None else self.labels.name_of(variable)
+        name = None if variable is None else self._name_of(variable)
         if name in self.parameters:
             for x in tree_leaves(args):
                 if isinstance(x, Tensor) and (kinds := nonfinite_kinds(x)):
@@ -223,21 +245,36 @@ class NanTracer(TorchDispatchMode):
             self.sources[storage._cdata] = (StorageWeakRef(storage), source)
 
     def _forget(self, x: Tensor) -> None:
-        if self.sources:
-            for _, part in parts_of(x):
-                self.sources.pop(part.untyped_storage()._cdata, None)
+        for _, part in parts_of(x) if self.sources else ():
+            self.sources.pop(part.untyped_storage()._cdata, None)
 
-    # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _label_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        try:
-            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        except TypeError:
-            return
-        for name, value in arguments.items():
+    def _name(self, name: str, x: Tensor) -> None:
+        """Name a tensor; the first name of the same memory wins."""
+        for _, part in parts_of(x):
+            self._named.setdefault(part.untyped_storage()._cdata, []).append((name, part.detach()))
+
+    def _name_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for name, value in [*enumerate(args), *kwargs.items()]:
             for x in tree_leaves(value):
                 if isinstance(x, Tensor):
-                    self.labels.add(f"argument {name}", x)
+                    self._name(f"argument {name}", x)
+
+    def _find(self, x: Tensor) -> tuple[str, Tensor] | None:
+        """Find the tensor that ``x`` is or is a view of. Return its name and the tensor."""
+        for _, part in parts_of(x):
+            place = part.storage_offset()
+            for name, named in self._named.get(part.untyped_storage()._cdata, ()):
+                if named.storage_offset() <= place < named.storage_offset() + named.numel():
+                    return name, named
+        return None
+
+    def _name_of(self, x: Tensor) -> str | None:
+        named = self._find(x)
+        return None if named is None else named[0]
+
+    # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         if (name := self.modules.get(id(module))) is not None:
@@ -250,27 +287,19 @@ class NanTracer(TorchDispatchMode):
                 self._spans.append((first, torch_names.next_sequence_number(), name))
 
     def _where(self) -> tuple[Phase, str]:
-        """Phase and innermost module of the current operation."""
-        inside = self._path[-1][0] if self._path else None
-        if not torch_names.runs_backward():
-            return "forward", inside or ""
-        if inside is not None:
-            return "backward-recompute", inside
+        """Return the phase and the innermost module of the current operation."""
+        phase: Phase = "backward" if torch_names.runs_backward() else "forward"
+        if self._path or phase == "forward":  # in backward a checkpoint runs its modules again
+            return phase, self._path[-1][0] if self._path else ""
         node = torch_names.autograd_node()
-        # Backward builds no graph; the recomputation of a checkpoint does.
-        return "backward-recompute" if torch.is_grad_enabled() else "backward", self._module_of(node)
-
-    def _module_of(self, node: Any) -> str:
         if (variable := getattr(node, "variable", None)) is not None:
-            return (self.labels.name_of(variable) or "").rpartition(".")[0]
+            return phase, (self._name_of(variable) or "").rpartition(".")[0]
         number = torch_names.sequence_number(node)
         # Inner modules finish before outer ones.
-        return next((name for first, end, name in self._spans if first <= number < end), "")
+        return phase, next((name for first, end, name in self._spans if first <= number < end), "")
 
 
 # ── reads, writes and bad values of an operator ───────────────────────────────────────────────────────────────────────
-
-Kinds = frozenset[str]
 
 # In-place operators that do not read the previous values.
 _OVERWRITES = {
@@ -288,7 +317,8 @@ def nonfinite_kinds(x: Tensor) -> Kinds:
     """Return the non-finite kinds in a tensor, of ``nan``, ``+inf`` and ``-inf``; only ``nan`` if it holds a NaN."""
     kinds: set[str] = set()
     for _, part in parts_of(x):
-        low, high = torch.stack(_wide(part).aminmax()).tolist()
+        # float8 has no comparisons.
+        low, high = torch.stack((part.float() if part.dtype.itemsize == 1 else part).aminmax()).tolist()
         if math.isfinite(low) and math.isfinite(high):
             continue
         kinds |= {"nan"} if math.isnan(low) else {f"{end:+}" for end in (low, high) if math.isinf(end)}
@@ -296,18 +326,16 @@ def nonfinite_kinds(x: Tensor) -> Kinds:
 
 
 def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors of a tensor, by attribute: itself, or the inner tensors of a subclass."""
+    """Yield the real tensors of a tensor, by attribute: itself, or the inner tensors of a subclass."""
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
             # A DTensor names its mesh as well.
             for inner, part in parts_of(value) if isinstance(value := getattr(x, name), Tensor) else ():
                 yield f".{name.lstrip('_')}{inner}", part
-    elif x.layout is not torch.strided:
-        if x.layout is torch.sparse_coo:
-            yield from parts_of(x._values())
-    elif is_float(x) and x.numel() and x.device.type != "meta":
+    elif x.layout is torch.strided and is_float(x) and x.numel() and x.device.type != "meta":
+        x = x.detach()
         is_fake = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # in a compiler's trace
-        yield from () if is_fake else [("", x)]
+        yield from () if is_fake else [("", torch.view_as_real(x.resolve_conj()) if x.is_complex() else x)]
 
 
 def is_float(x: Tensor) -> bool:
@@ -315,87 +343,46 @@ def is_float(x: Tensor) -> bool:
     return (x.dtype.is_floating_point or x.dtype.is_complex) and "float4" not in str(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Cast to a dtype with comparisons."""
-    x = x.detach()
-    if x.dtype.is_complex:
-        return torch.view_as_real(x.resolve_conj())
-    return x.float() if x.dtype.itemsize == 1 else x
-
-
-class Labels:
-    """Names of parameters, buffers and arguments, by their memory; keeps the tensors alive."""
-
-    def __init__(self) -> None:
-        self._named: dict[int, list[tuple[str, Tensor]]] = {}
-
-    def add(self, name: str, x: Tensor) -> None:
-        """Name a tensor; the first name of the same memory wins."""
-        for _, part in parts_of(x):
-            self._named.setdefault(part.untyped_storage()._cdata, []).append((name, part.detach()))
-
-    def find(self, x: Tensor) -> tuple[str, Tensor] | None:
-        """Find the tensor that ``x`` is or is a view of. Return its name and the tensor."""
-        for _, part in parts_of(x):
-            place = part.storage_offset()
-            for name, named in self._named.get(part.untyped_storage()._cdata, ()):
-                if named.storage_offset() <= place < named.storage_offset() + named.numel():
-                    return name, named
-        return None
-
-    def name_of(self, x: Tensor) -> str | None:
-        named = self.find(x)
-        return None if named is None else named[0]
-
-
 def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: list[tuple[str, Tensor]]) -> BadValue:
     """Describe a non-finite tensor and the operands it was made from."""
     part = next(part for _, part in parts_of(x) if nonfinite_kinds(part))
-    num_bad, first, has_nan = 0, None, False
-    for chunk, start in _chunks(part):
-        places = (~chunk.isfinite()).nonzero()
-        if first is None and len(places):
-            first = start + int(places[0])
-        num_bad, has_nan = num_bad + len(places), has_nan or bool(chunk.isnan().any())
+    first, num_bad, _, _ = _measured(part)
     described = [(name + inner, p) for name, operand in operands for inner, p in parts_of(operand)]
     return BadValue(
         phase=phase,
         module=module,
         operation=operation,
-        what="nan" if has_nan else "inf",
+        what="nan" if "nan" in nonfinite_kinds(part) else "inf",
         shape=tuple(x.shape),
         dtype=dtype_name(x.dtype),
         num_bad=num_bad,
         num_values=part.numel(),
-        place=tuple(int(index) for index in torch.unravel_index(torch.tensor(first or 0), part.shape)),
-        operands=tuple(_operand(place, name, p) for place, (name, p) in enumerate(described)),
+        place=tuple(int(index) for index in torch.unravel_index(torch.tensor(first), part.shape)),
+        operands=tuple(_operand(name, p) for name, p in described),
     )
 
 
-def _operand(position: int, name: str, x: Tensor) -> Operand:
-    lows, highs, num_finite = [], [], 0
-    for chunk, _ in _chunks(x):
-        finite = chunk[chunk.isfinite()].abs()
-        positive = finite[finite > 0]
-        num_finite += len(finite)
-        lows += [positive.min().item()] if len(positive) else []
+def _operand(name: str, x: Tensor) -> Operand:
+    _, num_bad, low, high = _measured(x)
+    return Operand(name, tuple(x.shape), dtype_name(x.dtype), low, high, num_bad)
+
+
+def _measured(x: Tensor) -> tuple[int, int, float | None, float | None]:
+    """Return the first non-finite place, their number, the smallest nonzero and the largest finite magnitude.
+
+    Read chunks: a full GPU cannot hold copies of the whole.
+    """
+    first, num_bad, start, lows, highs = 0, 0, 0, [], []
+    for (chunk,) in flat_chunks(x):
+        magnitudes = chunk.double().abs()
+        is_finite = magnitudes.isfinite()
+        bad, finite = (~is_finite).nonzero(), magnitudes[is_finite]
+        if len(bad) and not num_bad:
+            first = start + int(bad[0])
+        num_bad, start = num_bad + len(bad), start + len(chunk)
         highs += [finite.max().item()] if len(finite) else []
-    low, high = min(lows, default=None), max(highs, default=None)
-    return Operand(position, name, tuple(x.shape), dtype_name(x.dtype), low, high, x.numel() - num_finite)
-
-
-def _chunks(x: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield chunks of a tensor with their offsets. A full GPU cannot hold copies of the whole."""
-    start = 0
-    for (chunk,) in flat_chunks(x.detach()):
-        yield (chunk.abs() if chunk.dtype.is_complex else _wide(chunk)), start
-        start += len(chunk)
-
-
-def nonfinite_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, ...]:
-    """Non-finite Python numbers among an operation's arguments, as operands numbered from ``position``."""
-    numbers = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
-    return tuple(Operand(position + k, f"the number {v}", (), "float", None, None, 1) for k, v in enumerate(numbers))
+        lows += [finite[finite > 0].min().item()] if bool((finite > 0).any()) else []
+    return first, num_bad, min(lows, default=None), max(highs, default=None)
 
 
 def operator_name(func: Any) -> str:
@@ -426,14 +413,14 @@ def is_deliberate(func: Any, arguments: Any) -> bool:
     return name in ALLOCATES or (name in _FILLS and has_number)
 
 
-def named_tensors(func: Any, args: Any, kwargs: Any, but: Any) -> list[tuple[str, Tensor]]:
-    """Its operands by the names in its schema, with an index for lists."""
+def named_tensors(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
+    """Return its operands by the names in its schema."""
     schema = getattr(func, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     names += [str(place) for place in range(len(names), len(args))]
-    tensors = []
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        if name not in but:
-            leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor) and is_float(x)]
-            tensors += [(f"{name}[{k}]" if isinstance(value, (list, tuple)) else name, x) for k, x in enumerate(leaves)]
-    return tensors
+    return [
+        (name, x)
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]
+        for x in tree_leaves(value)
+        if isinstance(x, Tensor) and is_float(x)
+    ]

@@ -33,7 +33,6 @@ from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import CorruptionError
 from narrowgauge.gauges import hooks
-from narrowgauge.gauges.recording.provenance import formats_of
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
@@ -75,10 +74,11 @@ class Fingerprints:
     _entries: dict[str, list[float]] = field(default_factory=dict)
     _changed: dict[str, list[float]] = field(default_factory=dict)
     _last: Row = field(default_factory=dict)
-    _ranks: RankFingerprints = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._ranks = RankFingerprints(self.here)
+    # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other ranks hold alike.
+    _own: dict[str, int] = field(default_factory=dict)
+    _alike: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    _num_sent: int = 0
+    _clip: float | None = None
 
     def begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``.
@@ -87,21 +87,23 @@ class Fingerprints:
         """
         self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
         self._entries, self._changed = {}, {}
-        self._ranks.begin()
-        if self.is_on and self._last.get("step") == step - 1:
-            stored = self._stored(is_stepped=step > 1)
-            numbers, local = fingerprints_whole_and_own(stored)
-            before, local_before = self._last["whole"], self._last["own"]
-            for key in [*numbers, *(key for key in before if key not in numbers)]:
-                if key not in numbers:  # a state that was lost
-                    self._changed[_held_key(key)] = [0, 0.0, 0]
-                elif numbers[key] != before.get(key):
-                    self._changed[_held_key(key)] = _entry(numbers[key], stored[key])
-            self._ranks.changed({key: number for key, number in local.items() if number != local_before.get(key)})
+        self._own, self._alike, self._num_sent, self._clip = {}, {}, 0, None
+        if not self.is_on or self._last.get("step") != step - 1:
+            return
+        stored = self._stored(is_stepped=step > 1)
+        numbers, local = fingerprints_whole_and_own(stored)
+        before, local_before = self._last["whole"], self._last["own"]
+        for key in dict.fromkeys([*numbers, *before]):
+            if key not in numbers:  # a state that was lost
+                self._changed[_held_key(key)] = [0, 0.0, 0]
+            elif numbers[key] != before.get(key):
+                self._changed[_held_key(key)] = _entry(numbers[key], stored[key])
+        changed = {key: number for key, number in local.items() if number != local_before.get(key)}
+        self._own["held"] = _digest(changed) if changed else 0
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
         """Return a context that records this rank's addend to the sum of the gradients."""
-        return reduction.shown_to(self._ranks.sent) if self.is_on and reduction is not None else nullcontext()
+        return reduction.shown_to(self._sent) if self.is_on and reduction is not None else nullcontext()
 
     def computed(self, gradient: Tensor, place: int) -> None:
         """Record a parameter gradient from this rank's backward pass, before ranks sum it.
@@ -110,7 +112,16 @@ class Fingerprints:
             place: of the parameter, from 1.
         """
         if self.is_on and is_plain(gradient.detach()):
-            self._ranks.computed(gradient.detach(), place)
+            self._add_sent(gradient.detach(), place)
+
+    def _sent(self, gradient: Tensor) -> None:
+        """Take the flat gradients that this rank adds to the sum, in order."""
+        self._num_sent += 1
+        self._add_sent(gradient, self._num_sent)
+
+    def _add_sent(self, gradient: Tensor, place: int) -> None:
+        number = fingerprint(gradient, offset=place * _LEAF % (1 << 62))
+        self._own["sent"] = combine([self._own.get("sent", 0), number])
 
     @contextmanager
     def micro_batch(self, tokens: Tensor | None, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
@@ -161,22 +172,31 @@ class Fingerprints:
         """Record the stored weights and moments after a step, and close its row."""
         if not self.is_on:
             return
-        if step:
-            self._clip()
+        control = self.optimizer.last_control if step and isinstance(self.optimizer, Optimizer) else None
+        if control is not None:  # the factor by which the update multiplied the gradients
+            numel = sum(int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:"))
+            self._clip = float(control[0])
+            self._entries["clip:factor"] = [fingerprint(control[:1]), self._clip, numel]
         numbers, local = self._record(self._stored(is_stepped=step > 0))
         self._last = {"step": step, "whole": numbers, "own": local}
         changed = {key: entry for entries in self.here.gather(self._changed) for key, entry in entries.items()}
-        self.last = {"step": step, "tensors": {**changed, **self._entries}, **self._ranks.row()}
+        self.last = {"step": step, "tensors": {**changed, **self._entries}, **self._of_ranks()}
         self._entries, self.is_on = {}, False
 
-    def _clip(self) -> None:
-        """Record the factor by which the update multiplied the gradients."""
-        control = self.optimizer.last_control if isinstance(self.optimizer, Optimizer) else None
-        if control is None:
-            return
-        numel = sum(int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:"))
-        self._ranks.factor = float(control[0])
-        self._entries["clip:factor"] = [fingerprint(control[:1]), self._ranks.factor, numel]
+    def _of_ranks(self) -> Row:
+        """Return the columns ``ranks`` and ``parted``; none for a single process.
+
+        Cost: a gather of one number for each tensor of this rank.
+        """
+        if self.here.size == 1:
+            return {}
+        of_all = self.here.gather((self._own, self._alike, self._clip))
+        kinds = dict.fromkeys(kind for digests, _, _ in of_all for kind in digests)
+        row: Row = {"ranks": {kind: [digests.get(kind) for digests, _, _ in of_all] for kind in kinds}}
+        if any(factor is not None for _, _, factor in of_all):
+            row["ranks"]["clip"] = [factor for _, _, factor in of_all]
+        parted = _parted([numbers for _, numbers, _ in of_all])
+        return row | ({"parted": parted} if parted else {})
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """Return the stored tensors by ``KIND:NAME``: every parameter's weight and, once stepped, its states, kind by kind."""
@@ -196,13 +216,21 @@ class Fingerprints:
         numbers, local = fingerprints_whole_and_own(named)
         for key, number in numbers.items():
             self._entries[key] = _entry(number, named[key])
-        self._ranks.stored(named, local)
+        if self.here.size > 1:
+            for key, tensor in named.items():
+                for group in replica_groups(tensor):  # a DTensor knows which other ranks hold the same shard
+                    self._alike[key, tuple(dist.get_process_group_ranks(group))] = local[key]
+            self._digest_kinds({key: local[key] for key in named})
         return numbers, local
+
+    def _digest_kinds(self, numbers: Mapping[str, int]) -> None:
+        for kind in dict.fromkeys(key.partition(":")[0] for key in numbers):
+            self._own[kind] = _digest({key: n for key, n in numbers.items() if key.startswith(f"{kind}:")})
 
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
         if self.here.size > 1:
-            self._ranks.seen(self._entries)
+            self._digest_kinds({key: int(entry[0]) for key, entry in self._entries.items()})
             of_ranks = self.here.gather(self._entries)
             keys = list(dict.fromkeys(key for entries in of_ranks for key in entries))
             self._entries = {key: _joined([entries[key] for entries in of_ranks if key in entries]) for key in keys}
@@ -245,72 +273,8 @@ def _sum_of_squares(x: Tensor) -> float:
 
 _SHOWN = 8
 """Tensors that are named where ranks differ; in the next step all do."""
-_MODULUS = 1 << 64
 _LEAF = 0x9E37_79B9_7F4A_7C15
 """Odd, so that the offsets of successive gradients are far from each other."""
-
-
-@dataclass(eq=False)
-class RankFingerprints:
-    """One rank's tensors, sent gradients and clip factor in a recorded step. All ranks call :meth:`row`."""
-
-    here: Ranks
-    factor: float | None = None
-    _own: dict[str, int] = field(default_factory=dict)
-    _alike: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
-    _num_sent: int = 0
-
-    def begin(self) -> None:
-        self._own, self._alike, self._num_sent, self.factor = {}, {}, 0, None
-
-    def sent(self, gradient: Tensor) -> None:
-        """Take the flat gradients that this rank adds to the sum, in order."""
-        self._num_sent += 1
-        self.computed(gradient, self._num_sent)
-
-    def computed(self, gradient: Tensor, place: int) -> None:
-        """Add gradients to this rank's sent gradients, each with its own place."""
-        number = fingerprint(gradient, offset=place * _LEAF % (1 << 62))
-        self._own["sent"] = (self._own.get("sent", 0) + number) % _MODULUS
-
-    def seen(self, entries: Mapping[str, Sequence[float]]) -> None:
-        """Take the tokens and outputs of this rank's micro-batches."""
-        for kind in dict.fromkeys(key.partition(":")[0] for key in entries):
-            named = {key: int(entry[0]) for key, entry in entries.items() if key.startswith(f"{kind}:")}
-            self._own[kind] = _digest(named)
-
-    def stored(self, named: Mapping[str, Tensor], local: Mapping[str, int]) -> None:
-        """Take this rank's shards of some tensors, by ``KIND:NAME``, and the fingerprints of these shards.
-
-        A DTensor knows which other ranks hold the same shard.
-        """
-        if self.here.size == 1:
-            return
-        for key, tensor in named.items():
-            for group in replica_groups(tensor):
-                self._alike[key, tuple(dist.get_process_group_ranks(group))] = local[key]
-        for kind in dict.fromkeys(key.partition(":")[0] for key in named):
-            self._own[kind] = _digest({key: local[key] for key in named if key.startswith(f"{kind}:")})
-
-    def changed(self, entries: Mapping[str, int]) -> None:
-        """Record the tensors that changed on this rank without a recorded update."""
-        self._own["held"] = _digest(entries) if entries else 0
-
-    def row(self) -> Row:
-        """Return the columns ``ranks`` and ``parted``; none for a single process.
-
-        Cost: a gather of one number for each tensor of this rank.
-        """
-        if self.here.size == 1:
-            return {}
-        of_all = self.here.gather((self._own, self._alike, self.factor))
-        kinds = dict.fromkeys(kind for digests, _, _ in of_all for kind in digests)
-        row: Row = {"ranks": {kind: [digests.get(kind) for digests, _, _ in of_all] for kind in kinds}}
-        if any(factor is not None for _, _, factor in of_all):
-            row["ranks"]["clip"] = [factor for _, _, factor in of_all]
-        if parted := _parted([numbers for _, numbers, _ in of_all]):
-            row["parted"] = parted
-        return row
 
 
 def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:
@@ -357,7 +321,6 @@ class LoopFingerprints(Fingerprints):
         optimizer: the model's, without wrappers.
         every: steps between fingerprints. The start and the first step have fingerprints too. 0 for none.
         here: the ranks. All ranks make all calls.
-        on_formats: called once, with :func:`formats_of` of the first forward pass.
         on_failure: called with a sentence if recording must end. On several ranks, which wait for each other, the
             error is raised instead.
     """
@@ -369,12 +332,11 @@ class LoopFingerprints(Fingerprints):
         optimizer: torch.optim.Optimizer,
         every: int,
         here: Ranks,
-        on_formats: Callable[[Row], object],
         on_failure: Callable[[str], object],
     ) -> None:
         super().__init__(torch_names.unwrapped_model(model), optimizer, every, here, first=1)
-        self._on_formats, self._on_failure = on_formats, on_failure
-        self._has_formats, self._has_begun, self._is_past_backward = False, True, False
+        self._on_failure = on_failure
+        self._has_begun, self._is_past_backward = True, False
         self._num_sequences = self._step = 0
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self._places = {plain_name(name): place for place, name in enumerate(trained, 1)}
@@ -424,16 +386,8 @@ class LoopFingerprints(Fingerprints):
         self._num_sequences += 0 if tokens is None else len(tokens)
 
     def _after_pass(self, output: Any) -> None:
-        if self._is_past_backward:
-            return
-        self._pass.close()
-        if not self._has_formats:
-            self._guarded(lambda: self._report_formats(formats_of(output)))
-
-    def _report_formats(self, formats: Row) -> None:
-        if formats:
-            self._has_formats = True
-            self._on_formats(formats)
+        if not self._is_past_backward:
+            self._pass.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begin_once()
@@ -453,5 +407,5 @@ class LoopFingerprints(Fingerprints):
             if self.here.size > 1:
                 raise
             self._pass.close()
-            self.every, self.is_on, self.last, self._has_formats = 0, False, None, True
+            self.every, self.is_on, self.last = 0, False, None
             self._on_failure(f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300])

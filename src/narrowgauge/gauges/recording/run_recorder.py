@@ -30,16 +30,16 @@ from narrowgauge.checks.step_check import StepCheck
 from narrowgauge.checks.step_samples import spread, weight_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
-from narrowgauge.errors import RecipeError, RecordError
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.gauges import hooks
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
-from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
+from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, first_writer
 from narrowgauge.gauges.recording.step_row import (
     FailedSteps,
     FirstNonfinite,
     StepReader,
-    WatchedOptimizer,
     batch_checksum,
     is_finite,
     peak_memory_bytes,
@@ -153,10 +153,12 @@ class RunRecorder:
             undo.callback(self._record.close, None, knows_step=False)
             passes = model if called is None else called
             self._prints = LoopFingerprints(
-                model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
+                model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
             )
             self._record.undo.callback(self._prints.remove)
-            self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
+            self._unfollow = hooks.follow_passes(passes, lambda args, kwargs: None, self._computed)
+            self._record.undo.callback(lambda: self._unfollow())
+            self.gauges = self._record.watch(model, optimizer, gauges_every)
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
             self._recomputed: Row = {}
@@ -323,8 +325,11 @@ class RunRecorder:
         self.reporter.fingerprint(self._prints)
         self._prints.expect(step + 1)
 
-    def _computes_in(self, formats: Row) -> None:
-        """Record the formats in which the model computes. After a resume, note changed formats."""
+    def _computed(self, output: Any) -> None:
+        """Record the formats of the first forward pass. After a resume, note changed formats."""
+        if not (formats := formats_of(output)):
+            return
+        self._unfollow()
         before, now = self._run["model"].get("formats"), formats["formats"]
         if before is None:
             self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
@@ -453,47 +458,41 @@ class LoopRecord:
     Attributes:
         tokens: trained on so far.
         trained_seconds: of all steps so far.
-        undo: what leaves the models and optimizers as they were.
+        gauges: of the watched model, if there are any.
+        undo: what leaves the model and the optimizer as they were.
     """
 
     def __init__(self, reporter: Reporter, here: Ranks) -> None:
         self.reporter, self.here = reporter, here
         self.num_steps, self.tokens, self.trained_seconds = 0, 0, 0.0
         self.reader = StepReader()
+        self.gauges: Gauges | None = None
         self._failed = FailedSteps()
         self.undo = ExitStack()
-        self._gauges: list[Gauges] = []
         self._restart_clock()
-
-    @property
-    def watched(self) -> list[WatchedOptimizer]:
-        return self.reader.watched
 
     def _restart_clock(self) -> None:
         self._wall, self._began = self.trained_seconds, time.perf_counter()
         self.reader.begin()
 
-    def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> WatchedOptimizer:
+    def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> Gauges | None:
         """Read an optimizer after each step from now on. Record its alarms. Attach gauges unless ``gauges_every`` is 0."""
-        inner = unwrapped(optimizer)
-        watched = next((entry for entry in self.watched if entry.optimizer is inner), None)
-        if watched is None:
-            watched = WatchedOptimizer(model, optimizer)
-            self.watched.append(watched)
-            self.undo.callback(watched.remove)
-            if watched.ours is not None:
-                self._hear(watched.ours)
-        if watched.ours is not None:
-            watched.ours.name_parameters(model)
-            if self.here.size > 1:
-                watched.ours.auditor.join = joined_over_ranks(list(watched.ours.parameter_names()))
-        if gauges_every:
-            watched.gauges = attach_gauges(
-                model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False
+        if self.reader.optimizer is not None:
+            raise NarrowgaugeError(
+                "Cannot record a second optimizer, because a row has one learning rate.",
+                "Call ng.attach_gauges(model, optimizer) for its tensors.",
             )
-            self._gauges.append(watched.gauges)
-            self.undo.callback(watched.gauges.detach)
-        return watched
+        self.reader = StepReader(model, optimizer)
+        self.undo.callback(self.reader.remove)
+        if (ours := self.reader.ours) is not None:
+            ours.name_parameters(model)
+            if self.here.size > 1:
+                ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
+            self._hear(ours)
+        if gauges_every:
+            self.gauges = attach_gauges(model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False)
+            self.undo.callback(self.gauges.detach)
+        return self.gauges
 
     def _hear(self, optimizer: Optimizer) -> None:
         """Record the alarms of an optimizer's audit, in addition to its user's callback."""
@@ -518,24 +517,15 @@ class LoopRecord:
             self.tokens = row["tokens"]
         self.num_steps = int(row["step"])
         self.trained_seconds += row["seconds"] or 0.0
-        self.reporter.step(
-            row, linears=next((entry.linears for entry in self.watched if entry.linears is not None), None)
-        )
-        self._judge(row)
-        self.reader.begin()
-        return row
-
-    def _judge(self, row: Row) -> None:
-        """Write an event if the step was skipped, and another if the run has diverged."""
-        scaler, scale = None, 1.0
-        for watched in self.watched:
-            if watched.ours is not None and watched.was_skipped:
-                self.reporter.event(Event("skip", self.num_steps, why_skipped(watched.ours, self.here)))
-            if watched.ours is not None and watched.ours.loss_scaler is not None:
-                scaler, scale = watched.ours.loss_scaler, watched.scale
-        self._failed.take(row, scaler, scale)
+        self.reporter.step(row)
+        ours = self.reader.ours
+        if ours is not None and self.reader.was_skipped:
+            self.reporter.event(Event("skip", self.num_steps, why_skipped(ours, self.here)))
+        self._failed.take(row, None if ours is None else ours.loss_scaler, self.reader.scale)
         if event := self._failed.divergence(row, _GO_BACK):
             self.reporter.event(event, shown=True)
+        self.reader.begin()
+        return row
 
     def evaluate(self, columns: Row) -> None:
         """Record an evaluation; its time does not count as a step's."""
@@ -549,8 +539,8 @@ class LoopRecord:
         self.num_steps, self._failed = step, FailedSteps()
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
         self.trained_seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
-        for gauges in self._gauges:
-            gauges.restart(step)
+        if self.gauges is not None:
+            self.gauges.restart(step)
         self._restart_clock()
 
     def summary(self, **columns: Any) -> Row:
@@ -567,7 +557,7 @@ class LoopRecord:
             val_loss=losses[-1] if losses else None,
             steps=self.num_steps,
             tokens=self.tokens or None,
-            bytes_per_param=self.watched[0].bytes_per_param() if len(self.watched) == 1 else None,
+            bytes_per_param=self.reader.bytes_per_param(),
             num_skipped=sum(bool(row.get("skipped")) for row in run.steps),
             wall_seconds=self._wall + time.perf_counter() - self._began,
             **columns,
@@ -586,7 +576,6 @@ class LoopRecord:
         finally:
             self.reporter.writer.close()
             self.undo.close()
-            self.watched.clear()
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:

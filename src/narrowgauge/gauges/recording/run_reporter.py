@@ -19,8 +19,6 @@ from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints, require_alike
-from narrowgauge.gauges.recording.step_row import what_saturated
-from narrowgauge.matmul.swapping import NarrowLayers
 from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
@@ -74,7 +72,6 @@ class Reporter:
     ) -> None:
         self.writer, self.console, self.recipe, self.is_audited = writer, console, recipe, is_audited
         self.alarms = Alarms(recipe, is_audited=is_audited)
-        self.has_saturated = False
         self._serious: list[str] = []
         self._on_row = on_row if on_row is not None and all_ranks().is_first else lambda kind, row: None
 
@@ -92,29 +89,18 @@ class Reporter:
         """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
         run = all_ranks().of_first(lambda: read_run(self.folder))
         self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=self.is_audited)
-        self.has_saturated = self.has_saturated or any(row.get("saturated") for row in run.steps)
         return run
 
-    def step(
-        self,
-        row: Row,
-        judgement: StepJudgement | None = None,
-        linears: NarrowLayers | None = None,
-        gauges: Gauges | None = None,
-    ) -> None:
+    def step(self, row: Row, judgement: StepJudgement | None = None, gauges: Gauges | None = None) -> None:
         """Take a row of ``steps.jsonl`` and the gauges' newest reading.
 
-        ``judgement`` is set if the step was judged before its update. The low-precision layers in ``linears`` give the names
-        of saturated tensors.
+        ``judgement`` is set if the step was judged before its update.
         """
         self.writer.step(row)
         self.console.step(row)
         self._on_row("steps", row)
         for event in self.alarms.on_step(row, judgement):
             self.event(event, shown=True)
-        if row.get("saturated") and linears is not None and not self.has_saturated:
-            self.has_saturated = True
-            self.event(Event("warning", row["step"], what_saturated(linears, row["step"])))
         if gauges is not None and gauges.last is not None:
             reading, gauges.last = gauges.last, None
             self.gauge(reading)

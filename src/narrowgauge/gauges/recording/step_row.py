@@ -25,17 +25,15 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.hooks import follow_gradients
-from narrowgauge.matmul.swapping import NarrowLayers, linears_of
+from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_hooks import follow_steps
-from narrowgauge.torch_names import plain_name
+from narrowgauge.torch_hooks import Follower, follow_steps
 
 _ORDER = (
     "step", "loss", "lr", "grad_norm", "tokens",
@@ -45,34 +43,30 @@ _ORDER = (
 """The columns of a row in the order written. Columns of the audit and of a loop come after them."""
 
 
-class WatchedOptimizer:
-    """A loop's optimizer, read after each of its steps.
+class StepReader:
+    """Make the row of each step of a loop, with the readings of its optimizer, if it has one.
 
     Args:
+        model: the optimizer's.
         optimizer: one of Narrowgauge's or of ``torch.optim``'s, possibly in a framework's wrapper. Only ours has an audit.
 
     Attributes:
         ours: the optimizer, if it is one of Narrowgauge's.
-        gauges: the last attached gauges.
         was_skipped: the last step changed no weight.
         scale: the loss scale of the current step.
+        audit_sums: ``UPDATE_SUMS`` of the last step, float64; ``None`` without an audit.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.optimizer, self.linears = unwrapped(optimizer), linears_of(model)
-        self.ours: Optimizer | None = self.optimizer if isinstance(self.optimizer, Optimizer) else None
-        self.gauges: Gauges | None = None
+    def __init__(self, model: nn.Module | None = None, optimizer: Any = None) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None if optimizer is None else unwrapped(optimizer)
+        self.linears = None if model is None else linears_of(model)
+        self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         self.was_skipped, self._num_taken = False, 0
-        # Ours counts its skipped steps itself.
-        self._follower = None if self.ours else follow_steps(self.optimizer, lambda _: None, self._taken)
+        self.audit_sums: Tensor | None = None
+        self._follower: Follower | None = None
+        if self.optimizer is not None and self.ours is None:  # ours counts its skipped steps itself
+            self._follower = follow_steps(self.optimizer, lambda _: None, self._taken)
         self.begin()
-
-    def _taken(self, optimizer: torch.optim.Optimizer) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # torch.amp.GradScaler's, of a fused optimizer
-        self._num_taken += found_inf is None or not bool(found_inf)
-
-    def _num_writes(self) -> int:
-        return sum(p._version for group in self.optimizer.param_groups for p in group["params"])
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -80,23 +74,50 @@ class WatchedOptimizer:
             self._follower.remove()
 
     def begin(self) -> None:
-        """Note the state before a step."""
+        """Begin a step: note the time, and the state of the optimizer."""
+        self.restart_clock()
         self.scale = 1.0
         if self.ours is None:
-            self._before = self._num_taken, self._num_writes()
-        else:
-            self._num_skipped = self.ours.num_skipped
-            if self.ours.loss_scaler is not None:
-                self.scale = float(self.ours.loss_scaler.scale_tensor)
+            self._before = self._num_changes()
+            return
+        self._num_skipped = self.ours.num_skipped
+        if self.ours.loss_scaler is not None:
+            self.scale = float(self.ours.loss_scaler.scale_tensor)
 
-    def read(self) -> tuple[Row, Tensor | None]:
-        """Return the last step's columns of the optimizer and the layers, and the audit's float64 ``UPDATE_SUMS``."""
+    def restart_clock(self) -> None:
+        """Do not count the time since the step began."""
+        self._began = time.perf_counter()
+
+    def row(self, step: int, columns: Row, tokens_before: int = 0) -> Row:
+        """Return the row of ``steps.jsonl`` for the last step.
+
+        The ``columns`` replace columns read here. Its ``tokens`` and ``tokens_before`` count from the start of the run.
+        """
+        seconds = time.perf_counter() - self._began
+        row: Row = {"step": step, "seconds": seconds, **self._read(), **columns}
+        if row.get("tokens") is not None and row["seconds"]:
+            row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
+        first = {name: row[name] for name in _ORDER if name in row}
+        return first | row
+
+    def _taken(self, optimizer: torch.optim.Optimizer) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # torch.amp.GradScaler's, of a fused optimizer
+        self._num_taken += found_inf is None or not bool(found_inf)
+
+    def _num_changes(self) -> tuple[int, int]:
+        """Count steps and writes. torch's scaler skips the call of step, or the write within it."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return self._num_taken, sum(p._version for group in groups for p in group["params"])
+
+    def _read(self) -> Row:
+        """Return the last step's columns of the optimizer and the layers."""
+        if self.optimizer is None:
+            return {}
         group = self.optimizer.param_groups[0]
         row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
         if self.ours is None:
-            # torch's scaler skips the call of step, or the write within it.
-            self.was_skipped = self._before == (self._num_taken, self._num_writes())
-            return row | ({"skipped": True} if self.was_skipped else {}), None
+            self.was_skipped = self._before == self._num_changes()
+            return row | ({"skipped": True} if self.was_skipped else {})
         self.ours.settle()
         self.was_skipped = self.ours.num_skipped > self._num_skipped
         row["skipped"] = self.was_skipped
@@ -107,12 +128,13 @@ class WatchedOptimizer:
         if self.linears is not None and (overflows := self.linears.overflows(self.linears.step - 1)):
             row["saturated"] = sum(sum(counts) for counts in overflows.values())
         sums, self.ours.last_audit = self.ours.last_audit, None
-        return row, sums
+        self.audit_sums = None if sums is None else sums.to("cpu", torch.float64)
+        return row if self.audit_sums is None else row | figures_of(self.audit_sums)
 
-    def bytes_per_param(self) -> float:
+    def bytes_per_param(self) -> float | None:
         """Return the bytes of weights, gradients and states per parameter, as our optimizers count them."""
-        if self.ours is not None:
-            return self.ours.bytes_per_param()
+        if self.optimizer is None or self.ours is not None:
+            return None if self.ours is None else self.ours.bytes_per_param()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         states = [t for p in parameters for t in self.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
         local = [local_of(t) for t in (*parameters, *parameters, *states)]
@@ -152,54 +174,6 @@ class FirstNonfinite:
     def _see(self, name: str, gradient: Tensor) -> None:
         if not self._name and not bool(gradient.isfinite().all()):
             self._name = name
-
-
-class StepReader:
-    """Make the row of each step of a loop from its watched optimizers. More optimizers may be added.
-
-    Attributes:
-        audit_sums: ``UPDATE_SUMS`` of the last step, float64; ``None`` without an audit.
-    """
-
-    def __init__(self, *watched: WatchedOptimizer) -> None:
-        self.watched = list(watched)
-        self.audit_sums: Tensor | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a step: note the time, and the state of the optimizers."""
-        self.restart_clock()
-        for watched in self.watched:
-            watched.begin()
-
-    def restart_clock(self) -> None:
-        """Do not count the time since the step began."""
-        self._began = time.perf_counter()
-
-    def row(self, step: int, columns: Row, tokens_before: int = 0) -> Row:
-        """Return the row of ``steps.jsonl`` for the last step.
-
-        The ``columns`` replace columns read here. Its ``tokens`` and ``tokens_before`` count from the start of the run.
-        """
-        seconds = time.perf_counter() - self._began
-        row: Row = {"step": step, "seconds": seconds, **self._read(), **columns}
-        if row.get("tokens") is not None and row["seconds"]:
-            row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
-        first = {name: row[name] for name in _ORDER if name in row}
-        return first | row
-
-    def _read(self) -> Row:
-        """Return the last step's columns from all watched optimizers."""
-        columns: Row = {}
-        audits: list[Tensor] = []
-        for watched in reversed(self.watched):  # the first one's columns count
-            row, sums = watched.read()
-            columns |= row
-            audits += [sums] if sums is not None else []
-        if "skipped" in columns:
-            columns["skipped"] = any(watched.was_skipped for watched in self.watched)
-        self.audit_sums = torch.stack([sums.to("cpu", torch.float64) for sums in audits]).sum(0) if audits else None
-        return columns | (figures_of(self.audit_sums) if self.audit_sums is not None else {})
 
 
 def batch_checksum(batch: np.ndarray) -> str:
@@ -245,17 +219,6 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
     scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
     return f"gradients are not finite{where}; no weight changed{scale}"
-
-
-def what_saturated(linears: NarrowLayers, step: int) -> str:
-    """Return the message for values above their delayed scale in the last of ``step`` steps."""
-    counts = linears.overflows(step - 1)
-    name, worst = max(counts.items(), key=lambda item: sum(item[1]))
-    operand = ("input", "weight", "gradient")[worst.index(max(worst))]
-    return (
-        f"{max(worst)} values of the {operand} of '{plain_name(name)}' exceeded their delayed scale and saturated; 'saturated' "
-        "is the count of every step"
-    )
 
 
 # ── failed steps ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""The measured arithmetic of this machine: what parts it from itself under other settings, and how a run records it."""
+"""The measured arithmetic of this machine: it tells settings apart, and a run records it."""
 
 from __future__ import annotations
 
@@ -7,44 +7,39 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.gauges.probes.measured_arithmetic import settings_in_force
-from narrowgauge.gauges.probes.roundings import measure_subnormals, measure_sum
+from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
+from narrowgauge.runs import arithmetic
 from narrowgauge.runs.arithmetic import Arithmetic, differences, read_arithmetic
 from narrowgauge.runs.writer import RunWriter
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_the_number_of_threads_changes_sums_of_whole_tensors_alone() -> None:
-    found = []
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        results = {name: measure_sum(name, CPU) for name in ("sum of a tensor", "sum of rows", "small linear float32")}
-        found.append(Arithmetic(settings_in_force(CPU), results))
-    parted = differences(*found)
-    assert list(parted.results) == ["sum of a tensor"] and parted.settings == {"threads": ("1", "2")}
-    assert parted.origin == "sums"
+    before, machines = torch.get_num_threads(), []
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            machines.append(measure_arithmetic(CPU))
+    finally:
+        torch.set_num_threads(before)
+    assert list(PROBES) == list(arithmetic.PROBES)
+    differing = differences(*machines)
+    assert list(differing.results) == ["sum of a tensor"] and differing.settings == {"threads": ("1", "2")}
+    assert differing.origin == "sums"
 
 
 def test_flushed_subnormals_are_seen() -> None:
-    assert measure_subnormals(CPU) == "results kept, operands kept"
+    kept = measure_arithmetic(CPU)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormals to zero")
     try:
-        assert "flushed" in measure_subnormals(CPU) and settings_in_force(CPU)["subnormals set"] == "flushed"
+        flushed = measure_arithmetic(CPU)
     finally:
         torch.set_flush_denormal(False)
+    assert "subnormals" in differences(kept, flushed).results
 
 
 def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""This machine's arithmetic: hashes of the bits that some operations give on fixed numbers.
+
+Two correct machines may differ in their last bits, and so may one machine under two settings. They add in another order, fuse
+a multiplication with an addition, or round a function differently. Each operation is a probe. Rows of ``runs/data/probes.toml``
+have the same names, and say how a difference shows in a run.
+
+The numbers are made from integers alone, so they are equal on every machine. No random number is drawn and no setting changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge.machine import processor_name
+from narrowgauge.runs.arithmetic import UNAVAILABLE, Arithmetic
+
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
+    "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE",
+)  # fmt: skip
+# Variables by which the libraries choose their kernels.
+_LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v(\S+)"}
+
+
+def fixed_numbers() -> Tensor:
+    """Return float32 ``[64, 1024]`` in (-1, 1) without a pattern, with too many bits for exact sums; on the CPU."""
+    state = np.arange(1, 64 * 1024 + 1, dtype=np.int64)
+    for _ in range(3):
+        state = (state * 48271 + 69621) % (2**31 - 1)
+    return torch.from_numpy(((state % 2**20 / 2**19 - 1) ** 3).astype(np.float32).reshape(64, 1024))
+
+
+def _multiply_add(x: Tensor) -> Tensor:
+    x = _odd(x)
+    y = x.flip(0)
+    return torch.stack([torch.addcmul(y, x, x), torch.addcdiv(y, x, y.abs() + 0.75), torch.lerp(y, x, x)])
+
+
+def _attention(x: Tensor) -> Tensor:
+    heads = x.view(1, 1, 1024, 64)
+    return F.scaled_dot_product_attention(heads[:, :, :16], heads, heads.flip(2))
+
+
+def _odd(x: Tensor) -> Tensor:
+    """Return 4,099 elements. This is no multiple of a vector's width, and kernels may round the last ones differently."""
+    return x.flatten()[:4099]
+
+
+PROBES: dict[str, Callable[[Tensor], Tensor]] = {
+    "subnormals": lambda x: x * 2.0**-100 * 2.0**-40,
+    "fused multiply-add": _multiply_add,
+    "function division": lambda x: _odd(x) / (_odd(x).abs() + 0.75),
+    "function sqrt": lambda x: _odd(x).abs().sqrt(),
+    "function rsqrt": lambda x: _odd(x).abs().rsqrt(),
+    "function exp": lambda x: (80 * _odd(x)).exp(),
+    "function log": lambda x: _odd(x).abs().log(),
+    "function tanh": lambda x: (6 * _odd(x)).tanh(),
+    "function sigmoid": lambda x: (20 * _odd(x)).sigmoid(),
+    "function silu": lambda x: F.silu(20 * _odd(x)),
+    "function gelu": lambda x: F.gelu(8 * _odd(x)),
+    "function cos": lambda x: (2048 * _odd(x)).cos(),
+    "sum of rows": lambda x: x[:, :128].sum(-1),
+    "sum of columns": lambda x: x.sum(0),
+    "layer norm": lambda x: F.layer_norm(x, [1024]),
+    "softmax": lambda x: x.softmax(-1),
+    "log softmax": lambda x: x.view(16, 4096).log_softmax(-1),
+    "linear float32": lambda x: F.linear(x, x),
+    "small linear float32": lambda x: F.linear(x[:16, :64], x[:16, :64]),
+    "batched matmul float32": lambda x: torch.bmm(*x.view(2, 8, 64, 64)),
+    "attention": _attention,
+    "linear bfloat16": lambda x: F.linear(x.bfloat16(), x.bfloat16()),
+    "sum of a tensor": lambda x: x.sum(),
+}
+"""Each operation by its name in ``probes.toml``. It takes the fixed numbers on the measured device."""
+
+
+def measure_arithmetic(device: torch.device) -> Arithmetic:
+    """Measure the arithmetic of a device under the present settings.
+
+    Cost: about 10 ms on a CPU.
+    Example:
+        >>> measure_arithmetic(torch.device("cpu")).settings["torch"] == torch.__version__
+        True
+    """
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        x = fixed_numbers().to(device)
+        return Arithmetic(settings_in_force(device), {name: _bits(probe, x) for name, probe in PROBES.items()})
+
+
+def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:
+    """Return the hash of a probe's result. If PyTorch refuses the operation on this device, say so."""
+    try:
+        result = probe(x).contiguous().cpu()
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{UNAVAILABLE}: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
+    return f"bits #{hashlib.sha256(result.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]}"
+
+
+def settings_in_force(device: torch.device) -> dict[str, str]:
+    """Return the settings of a device that explain differences.
+
+    Example:
+        >>> settings_in_force(torch.device("cpu"))["torch"] == torch.__version__
+        True
+    """
+    built_with, cuda = torch.__config__.show(), dict[str, str]()
+    libraries = {name: re.search(pattern, built_with) for name, pattern in _LIBRARIES.items()}
+    if device.type == "cuda":
+        reduced = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        cuda = {
+            "cuda": str(torch.version.cuda or torch.version.hip),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "reduced sums of bfloat16": str(reduced).lower(),
+        }
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "processor": processor_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        **{name: match[1] for name, match in libraries.items() if match},
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
+        **cuda,
+        **{name: os.environ[name] for name in _VARIABLES if os.environ.get(name)},
+    }
