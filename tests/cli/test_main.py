@@ -35,12 +35,8 @@ class Calls(list[tuple[Any, ...]]):
 
     answer: Any = None
 
-    def __init__(self) -> None:
-        self.options: list[dict[str, Any]] = []
-
     def __call__(self, *words: Any, **options: Any) -> Any:
         self.append(words)
-        self.options.append({name: value for name, value in options.items() if name != "screen"})
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
@@ -81,9 +77,6 @@ def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
     assert calls["resume"] == [(Path("runs/a"), None, False), (Path("runs/a"), 30, False)]
-    assert calls["resume"].options == [{"chosen": {}}, {"chosen": {}}]
-    call("resume", "runs/a", "--threads", "2", "--shard", "none", "--no-offload")
-    assert calls["resume"].options[-1] == {"chosen": {"threads": 2, "shard": "none", "offload": False}}
 
 
 WITHOUT_TORCH = """

@@ -20,8 +20,7 @@ SHAPE = {
 }  # fmt: skip
 TIMINGS = {
     "tokens_per_second", "seconds", "data_seconds", "gradient_seconds", "update_seconds", "evaluation_seconds",
-    "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
-    "peak_tensor_bytes", "step_seconds",
+    "cpu_seconds", "wall_seconds", "peak_memory_bytes", "step_seconds",
 }  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 

@@ -208,12 +208,7 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
     _run(config, lambda: loop.train(config))
 
 
-@main.command(
-    "resume",
-    cls=flags.SettingsCommand,
-    short_help="Resume a run, on any number of ranks.",
-    params=flags.of_settings("resume"),
-)
+@main.command("resume", short_help="Resume a run, on any number of ranks.")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @click.option(
@@ -221,29 +216,30 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
     help="Resume although run.toml was changed or rows are missing; the changes are recorded as a note.",
 )  # fmt: skip
 @_nproc
-def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: int | None, **changes: Any) -> None:
-    """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run."""
+def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: int | None) -> None:
+    """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run.
+
+    To share it out otherwise, edit shard, replicas, offload, narrow_gather or threads in its run.toml before.
+    """
     from narrowgauge.distributed import job
     from narrowgauge.trainer import resume_checks
     from narrowgauge.trainer.config import TrainConfig
 
-    chosen = flags.given(changes)
-    recorded = resume_checks.unfinished_run(folder).config
-    config = TrainConfig.from_dict({**recorded, **chosen}, str(folder / "run.toml"))
+    config = TrainConfig.from_dict(resume_checks.unfinished_run(folder).config, str(folder / "run.toml"))
     config.require_agreement()
     if num_ranks := _ranks_to_start(nproc):
         config.require_ranks(num_ranks)
         job.launch(num_ranks, click.get_current_context().obj)
     from narrowgauge.trainer import loop
 
-    _run(config, lambda: loop.resume(folder, stop_after, accept_changes, chosen=chosen))
+    _run(config, lambda: loop.resume(folder, stop_after, accept_changes))
 
 
 @main.command(
     "compare",
     cls=flags.SettingsCommand,
     short_help="What several recipes cost, trained alike.",
-    params=flags.of_settings("compare"),
+    params=flags.of_settings(compared=True),
 )
 @click.option(
     "--recipes",

@@ -32,7 +32,6 @@ from narrowgauge.trainer.config import (
     KEPT_CHECKPOINTS,
     NUM_EVALS,
     OF_A_RUN,
-    OF_RANKS,
     TrainConfig,
     first_free,
     load_settings,
@@ -382,8 +381,7 @@ def _train(config: TrainConfig, console: Console) -> None:
     try:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
             if is_run(folder):
-                chosen = {name: getattr(config, name) for name in OF_RANKS}
-                loop.resume(folder, chosen=chosen, screen=console)
+                loop.resume(folder, screen=console)
             else:
                 loop.train(config, screen=console)
     except recovery.DivergenceError:

@@ -131,7 +131,7 @@ def first_free(stem: Path) -> Path:
 # ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SCHEDULES = ("cosine", "linear", "constant")
-SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
+SPIKE_ACTIONS = ("report", "skip", "stop")
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
@@ -212,9 +212,8 @@ class TrainConfig:
     verify_every: int = count(
         1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0)
     on_spike: str = setting(
-        "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint "
-        "and skip the data since, or stop.", names=SPIKE_ACTIONS)
-    max_rollbacks: int = count(3, "Rollbacks after which a spike stops the run.", 0)
+        "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, or skip it and stop.",
+        names=SPIKE_ACTIONS)
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(
         None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
@@ -458,8 +457,6 @@ class TrainConfig:
         if self.shard == "none" and (setting := self._of_shards()):
             advice = f"Omit --shard or --{setting.replace('_', '-')}."
             refuse(f"{setting} is about shards, and shard = 'none' has none", advice)
-        if self.on_spike == "rollback" and not self.checkpoint_every:
-            refuse("a rollback needs checkpoints", "Set --checkpoint-every.")
         positions = MODELS[self.model].max_positions if self.model in MODELS else self.sequence_length
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"

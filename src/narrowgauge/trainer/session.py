@@ -65,7 +65,6 @@ class Session:
         seconds: wall time up to the last checkpoint, including earlier processes.
         audit_total: the audit's sums over the whole run.
         gauges: while attached; see :meth:`watched`.
-        skipped: rollbacks: the step to which the run went back, and the number of batches skipped from there on.
         batch_crc: checksum of the last step's tokens, of all ranks together.
         data_seconds: the last step's wait for its tokens.
     """
@@ -85,7 +84,6 @@ class Session:
     seconds: float = 0.0
     audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
     gauges: Gauges | None = None
-    skipped: list[tuple[int, int]] = field(default_factory=list)
     batch_crc: str = ""
     data_seconds: float = 0.0
     saver: Saver = field(init=False)
@@ -120,16 +118,11 @@ class Session:
         """Return the micro-batches of a step that this rank computes, in order."""
         return micro_batches_of_rank(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
 
-    @property
-    def batch_index(self) -> int:
-        """Return the place of the next step's batch in the data: its step plus the batches skipped by rollbacks."""
-        return self.step + sum(batches for step, batches in self.skipped if step <= self.step)
-
     def tokens_of(self, part: MicroBatch) -> Tensor:
         """Return a micro-batch of the next step: int64 ``[micro_batch_size, sequence_length + 1]``."""
         c = self.config
         rows = slice(part.number * c.micro_batch_size, (part.number + 1) * c.micro_batch_size)
-        return torch.from_numpy(self.data.batch(self.batch_index, c.batch_size, c.sequence_length, c.seed, rows))
+        return torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed, rows))
 
     def batch(self) -> list[Tensor]:
         """Return this rank's micro-batches of the next step."""
@@ -170,6 +163,11 @@ class Session:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.model.named_parameters()})
 
+    def bytes_per_param(self) -> float:
+        """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per parameter of this rank."""
+        sums = (self.accumulator, self.reduction)
+        return self.optimizer.bytes_per_param() + sum(part.bytes_per_param() for part in sums if part is not None)
+
     def save(self) -> None:
         """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step."""
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
@@ -186,9 +184,7 @@ class Session:
             "settings": self.config.to_dict(),
             **({} if scaler is None else {"loss_scaler": scaler.state_dict()}),
         }
-        # The checkpoint of an interruption must not replace the one for a rollback.
-        extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
-        self.saver.save(self.step, tensors, state, self.config.keep_checkpoints + extra)
+        self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> dict[str, Any]:
         """Load the latest good checkpoint and return its settings. Without one, stay at step 0 and return none."""
@@ -250,7 +246,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
     is_large = model.config.vocab_size >= language_model.LARGE_VOCABULARY
-    is_split = (config.compile or is_large) and language_model.ends_in_head(model)
+    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
+    is_chunked = is_large and not config.recipe.keep and language_model.ends_in_head(model)
     here = all_ranks()
     config.require_ranks(here.size)
     mesh = make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas) if here.size > 1 else None
@@ -293,18 +290,16 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         from narrowgauge.transforms.unit_scaling import fix_batch
 
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
-    is_split = is_split and has_plain_product(model.get_output_embeddings())
-    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
-    loss = _loss(model, config, is_split and is_large and not config.recipe.keep, is_split)
+    loss = _loss(model, config, is_chunked and has_plain_product(model.get_output_embeddings()))
     linears = linears_of(model)
     return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here)
 
 
-def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool, is_split: bool) -> Callable[[Tensor], Tensor]:
+def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool) -> Callable[[Tensor], Tensor]:
     """Return the summed loss of a batch in the recipe's compute, compiled or not."""
     summed: Callable[[Tensor], Tensor]
     if config.compile:
-        summed = language_model.compiled_loss(model, chunked=chunked, is_split=is_split)
+        summed = language_model.compiled_loss(model, chunked=chunked)
     else:
         summed = partial(language_model.loss_sum, model, chunked=chunked)
     if fsdp_modules(model):

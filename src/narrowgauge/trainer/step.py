@@ -12,23 +12,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.counted_memory import FORWARD
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.random_numbers import random_numbers
 from narrowgauge.trainer.session import Session
@@ -123,22 +120,13 @@ def differentiate(session: Session) -> Tensor:
     with float32_attention(), cached_weights() if is_cached else nullcontext():
         if session.reduction is None:
             return backward_in_parts((loss for _, loss in losses(session)), session.accumulator, scaler)
-        shares = list(differentiated(session, scaler.scale if scaler is not None else lambda loss: loss))
+        session.reduction.set_step(session.step)
+        shares = []
+        for part, loss in losses(session):
+            with session.reduction.micro_batch(is_last=part.is_last, is_absent=part.is_absent):
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            shares.append(loss.detach())
     return sum_in_order(shares, session.config.gradient_accumulation_steps, session.here.size)
-
-
-def differentiated(session: Session, scale: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Differentiate this rank's micro-batches, each loss multiplied by ``scale``. Yield the unscaled losses, detached."""
-    reduction = session.reduction
-    if reduction is not None:
-        reduction.set_step(session.step)
-    for part, loss in losses(session):
-        if reduction is None:
-            scale(loss).backward()
-        else:
-            with reduction.micro_batch(is_last=part.is_last, is_absent=part.is_absent):
-                scale(loss).backward()
-        yield loss.detach()
 
 
 def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[MicroBatch, Tensor]]:
@@ -165,7 +153,6 @@ def loss_of(session: Session, part: MicroBatch, tokens: Tensor, loss: Callable[[
         random_numbers(config.seed, session.step, part.number, session.device),
         session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
         reduction.forward_pass() if reduction is not None else nullcontext(),
-        record_function(FORWARD),
     ):
         total = loss(tokens)
     return total / config.tokens_per_step
@@ -209,18 +196,10 @@ def verify(session: Session) -> None:
             loss_of(session, part, session.tokens_of(part).to(session.device), session.loss).backward()
         reduction.discard()
 
-    with unsampled(session.gauges):  # this micro-batch is counted when its turn comes
-        verifier.verify_gradients(session.step, session.model, differentiate_one)
-
-
-@contextmanager
-def unsampled(gauges: Gauges | None) -> Iterator[None]:
-    """Let gauges sample nothing within the block."""
+    gauges = session.gauges
     was_sampling = gauges is not None and gauges.sampling
     if gauges is not None:
-        gauges.sampling = False
-    try:
-        yield
-    finally:
-        if gauges is not None:
-            gauges.sampling = was_sampling
+        gauges.sampling = False  # this micro-batch is sampled when its turn comes
+    verifier.verify_gradients(session.step, session.model, differentiate_one)
+    if gauges is not None:
+        gauges.sampling = was_sampling

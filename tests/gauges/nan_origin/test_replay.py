@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.gauges.nan_origin.replay import first_bad_value, replay
+from narrowgauge.gauges.nan_origin.replay import first_bad_value
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import swap_linears
 from tensors import bits
@@ -215,9 +215,8 @@ def test_everything_is_put_back() -> None:
         values.append((loss.item(), torch.rand(()).item()))
         return loss
 
-    assert first_bad_value(model, step) is None
-    assert replay(model, step).reproduced == "not"
-    assert len(values) == 3 and len(set(values)) == 1  # the same dropout each time
+    assert first_bad_value(model, step) is None and first_bad_value(model, step) is None
+    assert len(values) == 2 and len(set(values)) == 1  # the same dropout each time
     assert torch.equal(torch.get_rng_state(), seen)
     assert all(p.grad is grads[name] for name, p in model.named_parameters())
     assert {name: bits(g).tolist() for name, g in grads.items() if g is not None} == before
@@ -227,21 +226,3 @@ def test_everything_is_put_back() -> None:
     assert [bits(p).tolist() for p in model.parameters()] == weights
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
-
-
-# ── which of the ways to compute it fails ─────────────────────────────────────────────────────────────────────────────
-
-
-def test_what_only_the_compiled_step_gives() -> None:
-    model = linears()
-
-    def compiled_step() -> Tensor:
-        loss = model(torch.ones(2, 8)).sum()
-        loss.backward()
-        model.third.weight.grad[0, 0] = INF
-        return loss
-
-    result = replay(model, step_of(model, torch.ones(2, 8)), compiled_step)
-    assert result.reproduced == "compiled" and result.found == ("the gradient of third.weight",)
-    assert "only the compiled kernels" in result.message
-    assert model.third.weight.grad is None

@@ -1,26 +1,23 @@
-"""Replay: repeat a failed step with every operation traced.
+"""Repeat a failed step with every operation traced.
 
 A NaN in the loss does not show its origin, because NaNs spread everywhere within a few operations. Tracing every operation
-finds the first failure, but is too expensive for every step. Therefore nothing is traced until a step has failed. Then the
+finds the first failure, but is too expensive for every step. So nothing is traced until a step has failed. Then the
 same step runs once more. It runs eagerly even if the model is compiled, because the inside of a fused kernel cannot be traced.
-Eager execution may differ in bits from the compiled step. The result says whether the failure was reproduced (:func:`replay`).
+Eager execution may differ in bits from the compiled step: then it may be finite.
 
 The step must be repeatable: the same batch, the same weights, no update.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from narrowgauge.gauges.nan_origin.bad_value import BadValue
-from narrowgauge.gauges.nan_origin.tracing import NanTracer, nonfinite_kinds
+from narrowgauge.gauges.nan_origin.tracing import NanTracer
 from narrowgauge.put_back import put_back
 
 
@@ -57,90 +54,3 @@ def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | Non
         with torch.compiler.set_stance("force_eager"), NanTracer(model) as tracer:
             loss = step()
         return tracer.first_cause(loss)
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The result of repeating a failed step.
-
-    Args:
-        reproduced: ``eager``: the eager step fails too, and ``bad`` describes where; ``compiled``: only the original step
-            fails; ``not``: neither fails.
-        bad: the first non-finite value.
-        found: the non-finite tensor of the original step: ``the loss``, ``the gradient of NAME``.
-    """
-
-    reproduced: Literal["eager", "compiled", "not"]
-    bad: BadValue | None = None
-    found: tuple[str, ...] = ()
-
-    @property
-    def message(self) -> str:
-        """Return the result in one or two sentences."""
-        if self.bad is not None:
-            return self.bad.message
-        if self.reproduced == "not":
-            return (
-                "The repeated step is finite, both eagerly and as it was run: a transient hardware fault (memory, processor) or "
-                "a nondeterministic kernel is likely. Resume from the last checkpoint; if it recurs, test the machine."
-            )
-        more = f" and {len(self.found) - 1} more" if len(self.found) > 1 else ""
-        return (
-            f"The eager step is finite; as it was run, {self.found[0]}{more} is not: only the compiled kernels produce it. "
-            "They omit roundings and sum in another order. Resume without compilation, or with "
-            "TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1 in the environment, which keeps the roundings."
-        )
-
-
-def replay(
-    model: nn.Module,
-    step: Callable[[], Any],
-    compiled_step: Callable[[], Any] | None = None,
-    *,
-    say: Callable[[str], object] | None = None,
-    agree: Callable[[bool], bool] = bool,
-) -> Replay:
-    """Repeat a failed step: eagerly with tracing and, if the result is finite, in its original form.
-
-    Invariant: as for :func:`first_bad_value`, for both.
-
-    Args:
-        model, step: as for :func:`first_bad_value`.
-        compiled_step: the step in its original form; ``None``: ``step`` itself with its compiled parts.
-        say: called with a sentence before each of the two.
-        agree: turns this rank's result (whether it found something) into whether any rank did. The ranks
-            need each other for every step, so all must take the same steps.
-    Returns:
-        Which of the steps failed, and the first non-finite value if it was found.
-
-    Cost: one or two steps; see :func:`first_bad_value`.
-    Example:
-        >>> model, failures = nn.Linear(2, 1), [math.nan]
-        >>> def step():
-        ...     loss = model(torch.ones(1, 2)).sum() + (failures.pop() if failures else 0.0)
-        ...     loss.backward()
-        ...     return loss
-        >>> step().isnan().item(), replay(model, step).reproduced
-        (True, 'not')
-    """
-    say = say or (lambda _: None)
-    say("Repeating the step eagerly with every operation traced.")
-    bad = first_bad_value(model, step)
-    if agree(bad is not None):
-        return Replay("eager", bad)
-    say("The eager step is finite; repeating it as it was run.")
-    failures = _failures(model, compiled_step or step)
-    return Replay("compiled", found=failures) if agree(bool(failures)) else Replay("not")
-
-
-def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
-    """Return the non-finite tensors after a step without tracing."""
-    with put_back(model):
-        values = tree_leaves(step())
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        numbers = [value for value in values if isinstance(value, float)]
-        names = ["the loss"] if any(map(nonfinite_kinds, tensors)) or not all(map(math.isfinite, numbers)) else []
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and nonfinite_kinds(parameter.grad):
-                names.append(f"the gradient of {name}")
-        return tuple(names)
