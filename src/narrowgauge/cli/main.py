@@ -326,16 +326,12 @@ def report(runs: tuple[Path, ...], out: Path | None, form: str | None) -> None:
     "--dtype", type=click.Choice(["visible", "float32"]), default="visible", show_default=True,
     help="The weights that the model sees, or the stored ones in float32.",
 )  # fmt: skip
-@click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE",
-    help="Largest file, unless one tensor is larger, as for save_pretrained: 500MB, 5GB.",
-)  # fmt: skip
-def export(folder: Path, out: Path, dtype: Literal["visible", "float32"], max_shard_size: str) -> None:
+def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
     from narrowgauge.trainer import export as exporting
 
-    click.echo(exporting.export(folder, out, dtype, max_shard_size))
+    click.echo(exporting.export(folder, out, dtype))
 
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")

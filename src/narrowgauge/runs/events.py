@@ -51,7 +51,6 @@ RAISED_BY: dict[str, str] = {
     "audit": "the optimizer's audit: a storage loses part of the updates, beyond the audit's own uncertainty",
     "replicas": "the comparison of what several ranks hold or apply alike: it differs",
     "rest": "the checksums of memory before and after the time between two updates: they differ",
-    "recomputation": "the gradients of one micro-batch that all ranks computed: they differ",
     "changed-settings": "a resume, with other settings than the run had",
     "changed-software": "a resume, with other versions or on another machine",
 }

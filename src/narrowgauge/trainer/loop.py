@@ -163,7 +163,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         console.start(config.title, session.step)
 
         def save() -> None:
-            session.verifier.verify_state(session.step)
+            session.verify_replicas()
             writer.sync()
             session.seconds = time.perf_counter() - began
             session.save()

@@ -24,7 +24,7 @@ from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
-from narrowgauge.distributed.replica_verification import Verifier
+from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -87,14 +87,12 @@ class Session:
     batch_crc: str = ""
     data_seconds: float = 0.0
     saver: Saver = field(init=False)
-    verifier: Verifier = field(init=False)
     fingerprints: Fingerprints = field(init=False)
     reader: StepReader = field(init=False)
 
     def __post_init__(self) -> None:
         config, optimizer = self.config, self.optimizer
         self.saver = Saver(self.folder, self.here.apart())
-        self.verifier = Verifier(lambda: kept_tensors(optimizer), config.verify_every)
         self.fingerprints = Fingerprints(
             self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
         )
@@ -162,6 +160,11 @@ class Session:
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.model.named_parameters()})
+
+    def verify_replicas(self) -> None:
+        """Compare what several ranks hold. A difference raises CorruptionError on all of them."""
+        if self.here.size > 1 and self.config.verify_every:
+            verify_replicas(kept_tensors(self.optimizer), self.step)
 
     def bytes_per_param(self) -> float:
         """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per parameter of this rank."""

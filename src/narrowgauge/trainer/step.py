@@ -1,10 +1,10 @@
-"""One optimizer step and its record, one evaluation, and the verification of ranks between steps.
+"""One optimizer step and its record, and one evaluation.
 
 The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training loop. With ``--on-spike``
 the step is judged before the update, and a spike changes nothing.
 
-On several ranks, every ``verify_every`` steps, the states of all ranks are compared and one micro-batch is computed by all of
-them. States are also compared before a checkpoint is written. So the last checkpoint is always from before the damage.
+On several ranks, every ``verify_every`` steps, the states of all ranks are compared. They are also compared before a checkpoint
+is written. So the last checkpoint is always from before the damage.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         group["lr"] = rate * group.get("lr_factor", 1.0)
     if session.accumulator is not None:
         session.accumulator.step = session.step
-    if session.verifier.is_due(session.step + 1):
-        verify(session)
+    if config.verify_every and (session.step + 1) % config.verify_every == 0:
+        session.verify_replicas()
 
     session.fingerprints.begin(session.step + 1)
     clock.mark()
@@ -134,28 +134,23 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
 
     ``loss`` replaces the session's own.
     """
+    config, reduction, linears = session.config, session.reduction, session.linears
     began = time.perf_counter()
     batch = session.batch()
     session.data_seconds = time.perf_counter() - began
     session.set_compute()
     for part, tokens in zip(session.micro_batches, batch, strict=True):
-        yield part, loss_of(session, part, tokens, loss or session.loss)
-
-
-def loss_of(session: Session, part: MicroBatch, tokens: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a micro-batch's fraction of the loss of the next step."""
-    config, reduction = session.config, session.reduction
-    first = part.number * config.micro_batch_size
-    if session.linears is not None:
-        session.linears.step = session.step
-        session.linears.set_first_sequence(first)
-    with (
-        random_numbers(config.seed, session.step, part.number, session.device),
-        session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
-        reduction.forward_pass() if reduction is not None else nullcontext(),
-    ):
-        total = loss(tokens)
-    return total / config.tokens_per_step
+        first = part.number * config.micro_batch_size
+        if linears is not None:
+            linears.step = session.step
+            linears.set_first_sequence(first)
+        with (
+            random_numbers(config.seed, session.step, part.number, session.device),
+            session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
+            reduction.forward_pass() if reduction is not None else nullcontext(),
+        ):
+            total = (loss or session.loss)(tokens)
+        yield part, total / config.tokens_per_step
 
 
 @torch.no_grad()
@@ -177,29 +172,3 @@ def evaluate(session: Session) -> float:
     session.reshard()
     num_tokens: int = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)
     return float(sum_in_order(sums, len(batches), here.size)) / num_tokens
-
-
-def verify(session: Session) -> None:
-    """Compare the ranks' states, and their results for one micro-batch of the next step, another one each time.
-
-    A difference raises CorruptionError on all ranks.
-    """
-    config, verifier, reduction = session.config, session.verifier, session.reduction
-    verifier.verify_state(session.step)
-    if reduction is None:
-        return
-    part = MicroBatch((session.step // config.verify_every) % config.gradient_accumulation_steps)
-
-    def differentiate_one() -> None:
-        session.set_compute()
-        with reduction.micro_batch(is_last=False):
-            loss_of(session, part, session.tokens_of(part).to(session.device), session.loss).backward()
-        reduction.discard()
-
-    gauges = session.gauges
-    was_sampling = gauges is not None and gauges.sampling
-    if gauges is not None:
-        gauges.sampling = False  # this micro-batch is sampled when its turn comes
-    verifier.verify_gradients(session.step, session.model, differentiate_one)
-    if gauges is not None:
-        gauges.sampling = was_sampling
