@@ -148,7 +148,7 @@ def make_peer(kind: str, config: TrainConfig, data: Dataset) -> Peer:
     assert config.lr is not None
     options: dict[str, Any] = {
         "lr": config.lr,
-        "betas": config.betas,
+        "betas": config.optimizer_options["betas"],
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }

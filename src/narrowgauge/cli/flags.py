@@ -116,18 +116,14 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     Those of ``compared`` runs lack the settings of a single run.
     """
     # Imported late, because the command line's top-level imports never need torch.
-    from narrowgauge.trainer.config import COMPARED, OF_A_RUN, TrainConfig, kind_of
+    from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, kind_of
 
-    defaults = COMPARED if compared else {}
     flags: list[click.Parameter] = []
     for field in dataclasses.fields(TrainConfig):
         if compared and field.name in OF_A_RUN:
             continue
         name, kind, help = field.name.replace("_", "-"), kind_of(field), field.metadata["help"]
-        default = defaults.get(field.name, field.default)
-        default = default.to_value() if isinstance(default, Recipe) else default
-        if field.name in defaults:  # it replaces the rule in the help
-            help = help.partition("  [default")[0]
+        default = field.default.to_value() if isinstance(field.default, Recipe) else field.default
         flags.append(
             click.Option(
                 [f"--{name}/--no-{name}" if kind is bool else f"--{name}", field.name],

@@ -30,12 +30,9 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import (
-    KEPT_CHECKPOINTS,
-    NUM_EVALS,
     OF_A_RUN,
     TrainConfig,
     first_free,
-    load_settings,
 )
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.resume_checks import FIXED, changed_settings
@@ -236,11 +233,7 @@ def define(
         NarrowgaugeError: a setting is invalid, or belongs to one run.
     """
     require_package("plotly")
-    chosen = {**(_settings_of(file) if file is not None else {}), **settings}
-    base = replace(TrainConfig(keep_checkpoints=KEPT_CHECKPOINTS), **chosen)
-    if "eval_every" not in chosen:
-        base = replace(base, eval_every=max(1, base.steps // NUM_EVALS))
-    base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
+    base = replace(_settings_of(file) if file is not None else TrainConfig(), **settings)
     base = replace(base, model=base.validated().model).located()
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
@@ -258,16 +251,15 @@ def define(
     ]
 
 
-def _settings_of(file: Path) -> dict[str, Any]:
-    table = load_settings(file)
-    config = TrainConfig.from_dict(table, str(file))
+def _settings_of(file: Path) -> TrainConfig:
+    config = TrainConfig.from_toml(file)
     for name in OF_A_RUN:
-        if name in table:
+        if (value := config.to_dict().get(name)) != TrainConfig().to_dict().get(name):
             raise NarrowgaugeError(
-                f"{file} has {name} = {table[name]!r}, which the runs of a comparison do not share.",
+                f"{file} has {name} = {value!r}, which the runs of a comparison do not share.",
                 "Leave it out there; use --recipes, --seeds and --out.",
             )
-    return {name: getattr(config, name) for name in table}
+    return config
 
 
 def _require_same(folder: Path, config: TrainConfig) -> None:

@@ -77,32 +77,16 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
     """Check the type and constraint of one setting. Messages give ``where`` as its source."""
     if value is None and field.default is None:
         return
-    kind = kind_of(field)
-    flag = f"--{field.name.replace('_', '-')}"
+    kind, must_be = kind_of(field), field.metadata["constraint"]
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested{where}; it must be {_KIND_NAMES[kind]}.",
-            f"For example {field.name} = {field.default!r}." if field.default is not None else "",
-        )
-    if not field.metadata["holds"](value):
-        raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested{where}; it must be {field.metadata['constraint']}.",
-            suggestion(str(value), field.metadata["names"]) or f"Change {flag}, or omit it.",
-        )
-
-
-def load_settings(path: str | Path) -> dict[str, Any]:
-    """Return the table of a settings file, unchecked. For a ``run.toml`` leave out the run's folder."""
-    try:
-        table = load_toml(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
-    except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
-    settings = table.get("config")
-    return {name: settings[name] for name in settings if name != "out"} if isinstance(settings, dict) else table
+        must_be = _KIND_NAMES[kind]
+    elif field.metadata["holds"](value):
+        return
+    raise NarrowgaugeError(
+        f"{field.name} = {value!r} was requested{where}; it must be {must_be}.",
+        suggestion(str(value), field.metadata["names"]) or f"Change --{field.name.replace('_', '-')}, or omit it.",
+    )
 
 
 # ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
@@ -137,12 +121,6 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
 """Settings that say how a run is distributed over ranks. A resume may change them."""
-NUM_EVALS = 10
-"""Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
-KEPT_CHECKPOINTS = 1
-"""Default number of checkpoints per run of a comparison: one is enough to resume."""
-COMPARED = {"eval_every": f"steps / {NUM_EVALS}", "keep_checkpoints": str(KEPT_CHECKPOINTS)}
-"""Settings with another default in a comparison, and that default as text."""
 
 _DEFAULT = parse(DEFAULT_RECIPE)
 
@@ -241,18 +219,12 @@ class TrainConfig:
         return rule_title(self.recipe.title, self.rule)
 
     @property
-    def betas(self) -> tuple[float, float] | None:
-        """Return the decay rates of both moments; ``None`` if the rule takes none."""
-        filled = self.filled()
-        return None if filled.beta1 is None or filled.beta2 is None else (filled.beta1, filled.beta2)
-
-    @property
     def optimizer_options(self) -> dict[str, Any]:
         """Return the arguments of the rule's optimizer, but for the learning rate."""
         filled, rule = self.filled(), self.update_rule
         options = {"weight_decay": filled.weight_decay, **rule.in_training(self.rule_options or "")}
-        if self.betas is not None:
-            options["betas"] = self.betas
+        if filled.beta1 is not None and filled.beta2 is not None:
+            options["betas"] = (filled.beta1, filled.beta2)
         if filled.eps is not None:
             options[rule.eps_option] = filled.eps
         return options
@@ -278,11 +250,7 @@ class TrainConfig:
             [0.1, 1.0, 0.5, 0.0]
         """
         filled = self.filled()
-        assert filled.warmup_steps is not None
-        if filled.lr is None:
-            raise NarrowgaugeError(
-                f"model {self.model!r} is not a preset, and its learning rate is not set.", "Set --lr."
-            )
+        assert filled.warmup_steps is not None and filled.lr is not None
         if step <= filled.warmup_steps:
             return filled.lr * step / filled.warmup_steps
         if self.schedule == "constant":
@@ -501,13 +469,22 @@ class TrainConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> TrainConfig:
-        """Read settings from a UTF-8 TOML file, as :meth:`from_dict` does from a table.
+        """Read settings from a UTF-8 TOML file, or from a ``run.toml`` without the run's folder.
 
         Raises:
             DataError: the file is missing or not TOML.
             NarrowgaugeError: an unknown key or an invalid value.
         """
-        return cls.from_dict(load_settings(path), str(path))
+        try:
+            table = load_toml(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
+        if isinstance(recorded := table.get("config"), dict):
+            table = {name: value for name, value in recorded.items() if name != "out"}
+        return cls.from_dict(table, str(path))
 
 
 def _compiler_missing() -> str:

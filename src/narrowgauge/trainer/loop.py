@@ -238,12 +238,8 @@ def _summary(session: Session, reporter: Reporter, wall_seconds: float) -> Row:
 
 
 def _evaluate(session: Session, reporter: Reporter) -> float:
-    began = time.perf_counter()
     loss = evaluate(session)
-    seconds = time.perf_counter() - began
-    reporter.evaluation(
-        {"step": session.step, "val_loss": loss, "tokens": session.tokens, "evaluation_seconds": seconds}
-    )
+    reporter.evaluation({"step": session.step, "val_loss": loss, "tokens": session.tokens})
     return loss
 
 

@@ -66,7 +66,6 @@ class Session:
         audit_total: the audit's sums over the whole run.
         gauges: while attached; see :meth:`watched`.
         batch_crc: checksum of the last step's tokens, of all ranks together.
-        data_seconds: the last step's wait for its tokens.
     """
 
     config: TrainConfig
@@ -85,7 +84,6 @@ class Session:
     audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
     gauges: Gauges | None = None
     batch_crc: str = ""
-    data_seconds: float = 0.0
     saver: Saver = field(init=False)
     fingerprints: Fingerprints = field(init=False)
     reader: StepReader = field(init=False)
@@ -274,7 +272,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             narrow_gather=config.narrow_gather,
             average=False,
         )
-    optimizer.watched = next(model.get_input_embeddings().parameters())
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None

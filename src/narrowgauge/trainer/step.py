@@ -9,12 +9,9 @@ is written. So the last checkpoint is always from before the damage.
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,34 +28,12 @@ from narrowgauge.trainer.random_numbers import random_numbers
 from narrowgauge.trainer.session import Session
 
 
-class StepClock:
-    """Moments within a step. On CUDA they are events on the stream, so nothing waits for the device before ``seconds``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._moments: list[Any] = []
-
-    def mark(self) -> None:
-        """Note this moment."""
-        self._moments.append(torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter())
-        if self._on_gpu:
-            self._moments[-1].record()
-
-    def seconds(self) -> list[float]:
-        """Return the time between each moment and the next."""
-        pairs = itertools.pairwise(self._moments)
-        if not self._on_gpu:
-            return [after - before for before, after in pairs]
-        self._moments[-1].synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairs]
-
-
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     """Take one optimizer step, and return its row of ``steps.jsonl``.
 
     ``judgement`` judges the step before the update. A spike gets no update.
     """
-    config, optimizer, clock = session.config, session.optimizer, StepClock(session.device)
+    config, optimizer = session.config, session.optimizer
     session.reader.begin()
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
@@ -69,24 +44,19 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         session.verify_replicas()
 
     session.fingerprints.begin(session.step + 1)
-    clock.mark()
     with session.fingerprints.sending(session.reduction):
         total = differentiate(session)
-    clock.mark()
     session.fingerprints.gradients()
     if judgement is not None:
         optimizer.skip_above = judgement.judge_loss(float(total))
-    clock.mark()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
-    clock.mark()
     session.step += 1
     session.fingerprints.states(session.step)
 
-    gradient_seconds, _, update_seconds = clock.seconds()
-    norm, embedding_norm = optimizer.grad_norm, optimizer.watched_grad_norm
+    norm = optimizer.grad_norm
     tokens_before, session.tokens = session.tokens, session.tokens + config.tokens_per_step
     columns: Row = {
         "loss": float(total),
@@ -94,11 +64,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "grad_norm": None if norm is None else float(norm),
         "tokens": session.tokens,
         "peak_memory_bytes": peak_memory_bytes(),
-        "data_seconds": session.data_seconds,
-        "gradient_seconds": max(0.0, gradient_seconds - session.data_seconds),
-        "update_seconds": update_seconds,
         "batch_crc": session.batch_crc,
-        "embedding_grad_norm": None if embedding_norm is None else float(embedding_norm),
     }
     if judgement is not None and (spike := judgement.judge_norm(columns["grad_norm"])) is not None:
         columns["spike"] = asdict(spike)
@@ -135,11 +101,8 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
     ``loss`` replaces the session's own.
     """
     config, reduction, linears = session.config, session.reduction, session.linears
-    began = time.perf_counter()
-    batch = session.batch()
-    session.data_seconds = time.perf_counter() - began
     session.set_compute()
-    for part, tokens in zip(session.micro_batches, batch, strict=True):
+    for part, tokens in zip(session.micro_batches, session.batch(), strict=True):
         first = part.number * config.micro_batch_size
         if linears is not None:
             linears.step = session.step
