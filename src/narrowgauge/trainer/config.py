@@ -376,10 +376,13 @@ class TrainConfig:
 
     def require_ranks(self, num_ranks: int) -> None:
         """Refuse a number of ranks that the settings do not fit."""
-        if num_ranks == 1 and (setting := self._of_shards()):
+        used = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
+        of_shards = [name for name, is_used in used.items() if is_used]
+        if of_shards and (num_ranks == 1 or self.shard == "none"):
+            where = "in one process" if num_ranks == 1 else "with shard = 'none'"
             raise RankError(
-                f"Cannot use {setting} in one process, which has no shards.",
-                f"Start several, --nproc 2, or leave out --{setting.replace('_', '-')}.",
+                f"Cannot use {of_shards[0]} {where}, which has no shards.",
+                f"Start several ranks, --nproc 2, with --shard full, or leave out --{of_shards[0].replace('_', '-')}.",
             )
         if num_ranks > self.gradient_accumulation_steps:
             raise RankError(
@@ -392,11 +395,6 @@ class TrainConfig:
                 f"{self.replicas} replicas were requested on {num_ranks} ranks, which they do not divide.",
                 "Choose a divisor of the number of ranks.",
             )
-
-    def _of_shards(self) -> str:
-        """Return the first setting about shards that is used, or an empty string."""
-        used = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
-        return next((name for name, is_used in used.items() if is_used), "")
 
     def require_agreement(self) -> None:
         """Refuse settings that contradict each other, the model or the update rule."""
@@ -422,9 +420,6 @@ class TrainConfig:
             refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
         if warmup > self.steps:
             refuse(f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.")
-        if self.shard == "none" and (setting := self._of_shards()):
-            advice = f"Omit --shard or --{setting.replace('_', '-')}."
-            refuse(f"{setting} is about shards, and shard = 'none' has none", advice)
         positions = MODELS[self.model].max_positions if self.model in MODELS else self.sequence_length
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"

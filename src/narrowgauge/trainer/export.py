@@ -17,7 +17,6 @@ from torch import Tensor
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, whole_folder
 from narrowgauge.trainer.data.tokens import load_tokenizer
-from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.session import Session, load
 
 Dtype = Literal["visible", "float32"]
@@ -55,8 +54,7 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
     config.dtype = declared
     settings = [config, copy.deepcopy(session.model.generation_config)] if session.model.can_generate() else [config]
     with whole_folder(out) as temporary:
-        with without_progress_bars():
-            session.model.save_pretrained(temporary, state_dict=weights)
+        session.model.save_pretrained(temporary, state_dict=weights)
         has_tokenizer = (session.folder / "tokenizer.json").is_file()
         end = _write_tokenizer(session.folder, temporary, config) if has_tokenizer else config.eos_token_id
         for table in settings:

@@ -261,20 +261,6 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
     return partial(loss_sum, model, chunked=chunked, cross_entropy=whole)
 
 
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars while it reads or writes weights."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
 _GPT2 = {
     "n_positions": "max_positions", "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_heads",
     "n_inner": "intermediate_size", "layer_norm_epsilon": "norm_epsilon", "tie_word_embeddings": "tie_embeddings",
@@ -323,7 +309,7 @@ def _loaded(
     from transformers import AutoModelForCausalLM
 
     # The seed is for weights that the folder lacks, such as a new head.
-    with torch.random.fork_rng(devices=[]), without_progress_bars():
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

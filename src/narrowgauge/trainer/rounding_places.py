@@ -32,7 +32,7 @@ from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import block_values, drawn_signs
 from narrowgauge.numerics.quantization import rotate
 from narrowgauge.optim.accumulation import AccumulationWarning
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, SLOTS
 from narrowgauge.spec.recipes import Recipe
@@ -40,6 +40,7 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import loss_sum
+from narrowgauge.trainer.resume_checks import run_of_trainer
 from narrowgauge.trainer.session import Session, build, data_of_run
 from narrowgauge.trainer.step import differentiate, losses, train_step
 
@@ -167,12 +168,7 @@ def rounding_places(
 
 def _run_with_step(folder: Path, step: int) -> Run:
     """Return the record of a run of the trainer that holds a step."""
-    run = read_run(folder)
-    if run.is_foreign or "recorder" in run.run:
-        raise RecordError(
-            f"Cannot repeat a step of {folder} because another program has its model and data.",
-            "Name a run of narrowgauge train.",
-        )
+    run = run_of_trainer(folder)
     last = max((row["step"] for row in run.steps), default=0)
     if not 1 <= step <= last:
         raise RecordError(
