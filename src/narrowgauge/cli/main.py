@@ -267,14 +267,12 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
     "--out", metavar="DIR", type=click.Path(path_type=Path),
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
-@_settings_file
 @flags.json_list
 def compare(
     recipes: list[Recipe],
     seeds: int,
     resolve: float | None,
     out: Path | None,
-    file: Path | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -286,7 +284,7 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    configs = comparing.define(recipes, flags.given(settings), file=file, seeds=seeds, resolve=resolve)
+    configs = comparing.define(recipes, flags.given(settings), seeds=seeds, resolve=resolve)
     comparison, page = comparing.run_comparison(configs, out, resolve, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)

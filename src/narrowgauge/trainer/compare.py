@@ -30,7 +30,6 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import (
-    OF_A_RUN,
     TrainConfig,
     first_free,
 )
@@ -214,26 +213,21 @@ def _numbers(row: Any, caller: str) -> Row:
 
 
 def define(
-    recipes: Sequence[Recipe],
-    settings: Mapping[str, Any],
-    *,
-    file: Path | None = None,
-    seeds: int = 1,
-    resolve: float | None = None,
+    recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1, resolve: float | None = None
 ) -> list[TrainConfig]:
     """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
 
     A unit-scaled model among others keeps its own default learning rate, because its rate has other units.
 
     Args:
-        settings: fields of ``TrainConfig``, over those of ``file``.
+        settings: fields of ``TrainConfig`` that all runs share.
         resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
 
     Raises:
-        NarrowgaugeError: a setting is invalid, or belongs to one run.
+        NarrowgaugeError: a setting is invalid.
     """
     require_package("plotly")
-    base = replace(_settings_of(file) if file is not None else TrainConfig(), **settings)
+    base = TrainConfig(**settings)
     base = replace(base, model=base.validated().model).located()
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
@@ -249,17 +243,6 @@ def define(
         for seed in numbers
         for recipe in recipes
     ]
-
-
-def _settings_of(file: Path) -> TrainConfig:
-    config = TrainConfig.from_toml(file)
-    for name in OF_A_RUN:
-        if (value := config.to_dict().get(name)) != TrainConfig().to_dict().get(name):
-            raise NarrowgaugeError(
-                f"{file} has {name} = {value!r}, which the runs of a comparison do not share.",
-                "Leave it out there; use --recipes, --seeds and --out.",
-            )
-    return config
 
 
 def _require_same(folder: Path, config: TrainConfig) -> None:

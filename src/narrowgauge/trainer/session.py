@@ -114,25 +114,17 @@ class Session:
         """Return the micro-batches of a step that this rank computes, in order."""
         return micro_batches_of_rank(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
 
-    def tokens_of(self, part: MicroBatch) -> Tensor:
-        """Return a micro-batch of the next step: int64 ``[micro_batch_size, sequence_length + 1]``."""
-        c = self.config
-        rows = slice(part.number * c.micro_batch_size, (part.number + 1) * c.micro_batch_size)
-        return torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed, rows))
-
     def batch(self) -> list[Tensor]:
-        """Return this rank's micro-batches of the next step."""
-        parts = self.micro_batches
-        batch = [self.tokens_of(part) for part in parts]
-        sums = [batch_checksum(t.numpy()) for t, part in zip(batch, parts, strict=True) if not part.is_absent]
+        """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
+        c, batch, sums = self.config, [], []
+        for part in self.micro_batches:
+            rows = slice(part.number * c.micro_batch_size, (part.number + 1) * c.micro_batch_size)
+            batch.append(torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed, rows)))
+            if not part.is_absent:
+                sums.append(batch_checksum(batch[-1].numpy()))
         total = sum(int(checksum, 16) for sums_of_rank in self.here.gather(sums) for checksum in sums_of_rank)
         self.batch_crc = f"{total % 2**64:016x}"
         return [tokens.to(self.device) for tokens in batch]
-
-    def reshard(self) -> None:
-        """Free FSDP2's gathered parameters that no backward pass has freed, so that parameters are shards again."""
-        for module in fsdp_modules(self.model):
-            module.reshard()
 
     def set_compute(self, evaluating: bool = False) -> None:
         """Set the computes of the narrow layers for this step, or for evaluation."""
@@ -189,7 +181,6 @@ class Session:
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> dict[str, Any]:
         """Load the latest good checkpoint and return its settings. Without one, stay at step 0 and return none."""
-        self.saver.wait()
         checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
         return {} if checkpoint is None else self.load(checkpoint)
 
@@ -219,8 +210,6 @@ class Session:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
-        if self.gauges is not None:
-            self.gauges.restart(self.step)
         if self.linears is not None:
             self.set_compute()
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}

@@ -132,6 +132,7 @@ def evaluate(session: Session) -> float:
                 sums.append(session.loss(tokens).double())
     finally:
         session.model.train()
-    session.reshard()
+    for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
+        module.reshard()
     num_tokens: int = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)
     return float(sum_in_order(sums, len(batches), here.size)) / num_tokens
