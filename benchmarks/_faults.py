@@ -258,7 +258,7 @@ def growing_noise(session: Session) -> None:
 
 _ROWS = (
     Fault(
-        "a batch of NaN", once(nan_batch), ("first_bad_value",), "model.embed_tokens",
+        "a batch of NaN", once(nan_batch), ("nonfinite",),
     ),
     Fault(
         "a batch of noise", once(random_batch), ("loss_spike",),

@@ -33,7 +33,9 @@ def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:
     matrices = [weight for name, weight in session.model.named_parameters() if is_matrix(name, weight)]
     vectors = [weight for name, weight in session.model.named_parameters() if not is_matrix(name, weight)]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return peer.make(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    return peer.make(
+        groups, lr=config.lr, betas=config.optimizer_options["betas"], eps=config.eps, weight_decay=config.weight_decay
+    )
 
 
 def peer_step(session: Session, optimizer: torch.optim.Optimizer) -> None:

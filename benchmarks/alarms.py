@@ -48,7 +48,7 @@ HEALTHY: dict[str, Mapping[str, Any]] = {
     "bfloat16/naive": {"lr": 1e-2, "schedule": "constant"},
 }
 """Recipes of healthy runs, and settings that differ from the trainer's own."""
-ALARMS = {row.kind for row in DETECTORS.values()} | {"first_bad_value", "warning", "divergence"}
+ALARMS = {row.kind for row in DETECTORS.values()} | {"warning", "divergence"}
 """Kinds of event that are a word of warning."""
 STRUCK_AT, EVERY_STRUCK, EVERY_HEALTHY = 41, 10, 5
 

@@ -143,12 +143,12 @@ def make_peer(kind: str, config: TrainConfig, data: Dataset) -> Peer:
     if kind == WHOLE:
         loss = _autocast(torch.compile(loss))
     elif kind == LAYERS:
-        layered = language_model.compiled_loss(model, chunked=False, is_split=language_model.ends_in_head(model))
+        layered = language_model.compiled_loss(model, chunked=False)
         loss = _autocast(lambda tokens: layered(tokens) / (tokens.shape[0] * (tokens.shape[1] - 1)))
     assert config.lr is not None
     options: dict[str, Any] = {
         "lr": config.lr,
-        "betas": config.betas,
+        "betas": config.optimizer_options["betas"],
         "eps": config.eps,
         "weight_decay": config.weight_decay,
     }

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from narrowgauge.cli.main import main
-from narrowgauge.spec.toml import load_toml
 
 RECIPES = ("bfloat16/master", "bfloat16/word", "bfloat16/naive")
 # The model ends about a nat below what token frequencies give (6.33), and the late steps are small enough for naive rounding to
@@ -26,30 +25,9 @@ SETTINGS = {
 def words(given: list[str]) -> list[str]:
     """The words of the command: the settings above, less those that were given or that would gainsay what was."""
     flags = {word.partition("=")[0] for word in given if word.startswith("--")}
-    file = value_of("--config", given)
     if "--help" in flags:
         return ["compare", *given]
-    taken = flags | keys_of(file)
-    return ["compare", *(part for flag in SETTINGS.items() if flag[0] not in taken for part in flag), *given]
-
-
-def value_of(flag: str, given: list[str]) -> str | None:
-    """What a flag was given, as ``--out DIR`` or ``--out=DIR``."""
-    for place, word in enumerate(given):
-        if word == flag:
-            return next(iter(given[place + 1 :]), None)
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
-
-
-def keys_of(file: str | None) -> set[str]:
-    """The settings of a file, as flags; none of a file that the command itself will complain of."""
-    try:
-        table = load_toml(Path(file).read_text(encoding="utf-8")) if file else {}
-    except (OSError, ValueError):
-        return set()
-    return {f"--{key.replace('_', '-')}" for key in table}
+    return ["compare", *(part for flag in SETTINGS.items() if flag[0] not in flags for part in flag), *given]
 
 
 def where(python: Path) -> str:

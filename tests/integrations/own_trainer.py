@@ -63,8 +63,8 @@ class OwnRun:
     @property
     def prepare_settings(self) -> dict[str, Any]:
         """What the trainer gave to ``prepare``: keyword arguments, with the peak learning rate."""
-        names = ("lr", "betas", "eps", "weight_decay", "max_grad_norm", "seed", "audit_every")
-        return {**{name: getattr(self.settings, name) for name in names}, "decays": is_matrix}
+        options = {name: getattr(self.settings, name) for name in ("lr", "max_grad_norm", "seed", "audit_every")}
+        return {**options, **self.settings.optimizer_options, "decays": is_matrix}
 
     def model(self) -> LlamaForCausalLM:
         """A model of the same configuration in float32 with the initial weights, as a user builds it."""

@@ -47,9 +47,9 @@ def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("name", "fault"), [("_write_generation", full), ("_write_tokenizer", hidden)])
-def test_in_an_export(name: str, fault: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, name, fault)
+@pytest.mark.parametrize("fault", [full, hidden])
+def test_in_an_export(fault: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_write_tokenizer", fault)
     told = said("export", str(finished), str(tmp_path / "out"))
     assert "give the same command again" in told and "resume" not in told
     assert list(tmp_path.iterdir()) == []

@@ -266,7 +266,7 @@ def test_a_model_that_is_more_than_body_and_head_trains_all_its_parameters(
     assert ends_in_head(small()) and not ends_in_head(model)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
-    loss = compiled_loss(model, chunked=False, is_split=ends_in_head(model))(tokens)
+    loss = compiled_loss(model, chunked=False)(tokens)
     assert loss.item() == wanted.item()
     loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
@@ -291,7 +291,7 @@ def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
     if light:
         enable_activation_checkpointing(model)
     names = list(model.state_dict())
-    loss = compiled_loss(model, chunked=chunked, is_split=True)
+    loss = compiled_loss(model, chunked=chunked)
     found_loss = loss(tokens)
     found = gradients(model, found_loss)
     assert list(model.state_dict()) == names

@@ -54,8 +54,8 @@ STAGE_OF_TENSOR: dict[str, str] = {
 }  # fmt: skip
 """Stage of a tensor's reading, by the tensor's kind."""
 STAGE_OF_OTHERS: dict[str, str] = {
-    **dict.fromkeys((*CHANGES, "rest"), "between steps"), "recomputation": "gradient", "replicas": "optimizer step",
-    "rollback": "loss", "divergence": "loss", "checkpoint_damaged": "storage", "corruption": "between steps",
+    **dict.fromkeys((*CHANGES, "rest"), "between steps"), "replicas": "optimizer step",
+    "divergence": "loss", "checkpoint_damaged": "storage", "corruption": "between steps",
 }  # fmt: skip
 """Stage of an event without a detector or check, by its ``detector`` or ``kind``."""
 
@@ -319,8 +319,6 @@ def _of_event(event: Row) -> Reading:
 def _stage(event: Row, kind: str, detector: str) -> str:
     if event.get("stage") in STAGES:
         return str(event["stage"])
-    if kind == "first_bad_value":
-        return {"input": "data", "forward": "forward"}.get(str(event.get("phase")), "gradient")
     if detector in DETECTORS:
         tensor, colon, _ = str(event.get("tensor") or "").partition(":")
         return STAGE_OF_TENSOR.get(tensor, DETECTORS[detector].stage) if colon else DETECTORS[detector].stage

@@ -130,26 +130,6 @@ def _listed(place: Path) -> list[Checkpoint]:
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
 
-def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
-    """Remove checkpoints of interruptions after the last regular one. Return its step; ``None`` without a good one.
-
-    Interrupted and uninterrupted runs then roll back to the same step. Regular checkpoints are ``every`` so many steps. If none
-    is left, the newest checkpoint stays. All ``ranks`` call this.
-    """
-
-    def remove_later() -> int | None:
-        good = [checkpoint for checkpoint in _listed(Path(folder) / _FOLDER) if not damage(checkpoint.path)]
-        if not good:
-            return None
-        regular = next((checkpoint for checkpoint in good if checkpoint.step % every == 0), good[0])
-        for checkpoint in good:
-            if checkpoint.step > regular.step:
-                _remove(checkpoint.path)
-        return regular.step
-
-    return ranks.of_first(remove_later)
-
-
 def _remove(path: Path) -> None:
     """Remove a checkpoint. Rename it first, so that a kill leaves no partial checkpoint under a valid name."""
     doomed = path.with_name(f"{TEMPORARY}old-{path.name}")

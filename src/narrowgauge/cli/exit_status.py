@@ -31,6 +31,9 @@ class CommandGroup(click.Group):
         extra.setdefault("obj", list(sys.argv[1:] if args is None else args))
         try:
             status = _recorded(super().main)(args, prog_name, **extra)
+            sys.stdout.flush()
+        except BrokenPipeError:  # a reader that leaves early, such as head, is no error
+            sys.stdout, status = io.StringIO(), 1  # Python flushes again on exit
         except ReportedError as error:
             status = error.status
         except NarrowgaugeError as error:
@@ -41,11 +44,10 @@ class CommandGroup(click.Group):
         except click.ClickException as error:
             status = _print_error("UsageError", _with_advice(error), 2)
         except OSError as error:
-            status = _handle_os_error(error)
-        try:
-            sys.stdout.flush()
-        except OSError as error:
-            status = _handle_os_error(error)
+            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+                raise  # a bug
+            message = f"Cannot open '{error.filename}': {error.strerror}. Name another path."
+            status = _print_error("OSError", message, 2)
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -78,23 +80,6 @@ def _print_error(kind: str, message: str, status: int) -> int:
         with contextlib.suppress(OSError):  # its reader has left
             click.echo(f"{kind}: {shortened(' '.join(message.split()))}", err=True)
     return status
-
-
-def _handle_os_error(error: OSError) -> int:
-    """Report an unwritable standard output or an invalid path. Raise any other OSError: it is a bug."""
-    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-        return _print_error("OSError", f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2)
-    if error.filename is not None or error.errno not in _UNWRITABLE:
-        raise error
-    # Python flushes the buffer again on exit, which would print a traceback.
-    sys.stdout = io.StringIO()
-    # A closed pipe, such as to head, is not an error.
-    if error.errno == errno.EPIPE:
-        return 1
-    return _print_error("OSError", f"Cannot write to standard output: {error.strerror}. Redirect it.", 2)
-
-
-_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def _with_advice(error: click.ClickException) -> str:

@@ -87,7 +87,7 @@ SECTIONS = {
     "Text and validation": "tokenizer held_out eval_every eval_batches",
     "Memory and speed": "gradient_accumulation_steps accumulation_dtype activation_checkpointing compile",
     "Checkpoints": "checkpoint_every keep_checkpoints stop_after",
-    "Monitoring": "audit_every gauges_every fingerprints_every on_spike max_rollbacks log_every",
+    "Monitoring": "audit_every gauges_every fingerprints_every on_spike log_every",
     "Several ranks": "nproc shard replicas offload narrow_gather threads verify_every",
 }
 """The settings by the sections of a help page, in the order in which users look for them."""
@@ -110,24 +110,20 @@ class SettingsCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def of_settings(command: str = "train") -> list[click.Parameter]:
-    """Return a flag per setting of a command. Flags default to ``None``, so that a file can set them.
+def of_settings(*, compared: bool = False) -> list[click.Parameter]:
+    """Return a flag per setting. Flags default to ``None``, so that a file can set them.
 
-    ``compare`` lacks the settings of a single run. ``resume`` has only the settings of ranks.
+    Those of ``compared`` runs lack the settings of a single run.
     """
     # Imported late, because the command line's top-level imports never need torch.
-    from narrowgauge.trainer.config import COMPARED, OF_A_RUN, OF_RANKS, TrainConfig, kind_of
+    from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, kind_of
 
-    defaults = {"compare": COMPARED, "resume": dict.fromkeys(OF_RANKS, "as in run.toml")}.get(command, {})
     flags: list[click.Parameter] = []
     for field in dataclasses.fields(TrainConfig):
-        if (command == "compare" and field.name in OF_A_RUN) or (command == "resume" and field.name not in OF_RANKS):
+        if compared and field.name in OF_A_RUN:
             continue
         name, kind, help = field.name.replace("_", "-"), kind_of(field), field.metadata["help"]
-        default = defaults.get(field.name, field.default)
-        default = default.to_value() if isinstance(default, Recipe) else default
-        if field.name in defaults:  # it replaces the rule in the help
-            help = help.partition("  [default")[0]
+        default = field.default.to_value() if isinstance(field.default, Recipe) else field.default
         flags.append(
             click.Option(
                 [f"--{name}/--no-{name}" if kind is bool else f"--{name}", field.name],

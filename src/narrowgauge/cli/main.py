@@ -191,12 +191,7 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
     _run(config, lambda: loop.train(config))
 
 
-@main.command(
-    "resume",
-    cls=flags.SettingsCommand,
-    short_help="Resume a run, on any number of ranks.",
-    params=flags.of_settings("resume"),
-)
+@main.command("resume", short_help="Resume a run, on any number of ranks.")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @click.option(
@@ -204,29 +199,30 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
     help="Resume although run.toml was changed or rows are missing; the changes are recorded as a note.",
 )  # fmt: skip
 @_nproc
-def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: int | None, **changes: Any) -> None:
-    """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run."""
+def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: int | None) -> None:
+    """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run.
+
+    To share it out otherwise, edit shard, replicas, offload, narrow_gather or threads in its run.toml before.
+    """
     from narrowgauge.distributed import job
     from narrowgauge.trainer import resume_checks
     from narrowgauge.trainer.config import TrainConfig
 
-    chosen = flags.given(changes)
-    recorded = resume_checks.unfinished_run(folder).config
-    config = TrainConfig.from_dict({**recorded, **chosen}, str(folder / "run.toml"))
+    config = TrainConfig.from_dict(resume_checks.unfinished_run(folder).config, str(folder / "run.toml"))
     config.require_agreement()
     if num_ranks := _ranks_to_start(nproc):
         config.require_ranks(num_ranks)
         job.launch(num_ranks, click.get_current_context().obj)
     from narrowgauge.trainer import loop
 
-    _run(config, lambda: loop.resume(folder, stop_after, accept_changes, chosen=chosen))
+    _run(config, lambda: loop.resume(folder, stop_after, accept_changes))
 
 
 @main.command(
     "compare",
     cls=flags.SettingsCommand,
     short_help="What several recipes cost, trained alike.",
-    params=flags.of_settings("compare"),
+    params=flags.of_settings(compared=True),
 )
 @click.option(
     "--recipes",
@@ -254,14 +250,12 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
     "--out", metavar="DIR", type=click.Path(path_type=Path),
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
-@_settings_file
 @flags.json_list
 def compare(
     recipes: list[Recipe],
     seeds: int,
     resolve: float | None,
     out: Path | None,
-    file: Path | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -273,7 +267,7 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    configs = comparing.define(recipes, flags.given(settings), file=file, seeds=seeds, resolve=resolve)
+    configs = comparing.define(recipes, flags.given(settings), seeds=seeds, resolve=resolve)
     comparison, page = comparing.run_comparison(configs, out, resolve, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)
@@ -310,16 +304,12 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     "--dtype", type=click.Choice(["visible", "float32"]), default="visible", show_default=True,
     help="The weights that the model sees, or the stored ones in float32.",
 )  # fmt: skip
-@click.option(
-    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE",
-    help="Largest file, unless one tensor is larger, as for save_pretrained: 500MB, 5GB.",
-)  # fmt: skip
-def export(folder: Path, out: Path, dtype: Literal["visible", "float32"], max_shard_size: str) -> None:
+def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
     from narrowgauge.trainer import export as exporting
 
-    click.echo(exporting.export(folder, out, dtype, max_shard_size))
+    click.echo(exporting.export(folder, out, dtype))
 
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")

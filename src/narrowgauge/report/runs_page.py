@@ -25,7 +25,6 @@ from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, 
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.traces import Figure, mark
 from narrowgauge.report.figures.verdict_figure import differences
-from narrowgauge.report.memory_section import memory_beside_plan
 from narrowgauge.report.page import document, template
 from narrowgauge.report.recipe_groups import Group, Samples, groups_of, run_names
 from narrowgauge.report.run_settings import environment
@@ -54,7 +53,6 @@ SECTIONS: dict[str, str] = {
     "verdict": "Verdict",
     "diagnosis": "Diagnosis",
     "costs": "Cost",
-    "memory": "Memory",
     "loss": "Loss",
     "price": "Loss against cost",
     "layers": "Layers",
@@ -104,7 +102,6 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
         "indices": {group.label: group.index for group in groups},
         "costs": comparison.table(),
         "equal_time": equal_time_table(comparison),
-        "memory": memory_beside_plan(groups),
         "comparison": comparison,
         "diagnosis": diagnosis,
         "figures": figures,

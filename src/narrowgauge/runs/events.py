@@ -24,8 +24,6 @@ KINDS: dict[str, str] = {
     "warning": "a loss of accuracy that has no kind of its own",
     "skip": "an update was not applied, because a gradient was not finite or the step was a spike",
     "divergence": "training makes no progress: 25 steps in a row failed, or --on-spike stopped it",
-    "rollback": "the run went back to a checkpoint and leaves out the data that led to a spike",
-    "first_bad_value": "the operation that made the first value that is not finite, found by replaying the step",
     "lost_updates": "a storage loses part of the updates",
     "unchanged_weights": "most weights of a storage that keeps nothing beside them stand still, before its EDQ falls",
     "lost_decay": "a storage loses most of the weight decay",
@@ -53,8 +51,6 @@ RAISED_BY: dict[str, str] = {
     "audit": "the optimizer's audit: a storage loses part of the updates, beyond the audit's own uncertainty",
     "replicas": "the comparison of what several ranks hold or apply alike: it differs",
     "rest": "the checksums of memory before and after the time between two updates: they differ",
-    "recomputation": "the gradients of one micro-batch that all ranks computed: they differ",
-    "replay": "the repetition of a step that failed, with every operation traced",
     "changed-settings": "a resume, with other settings than the run had",
     "changed-software": "a resume, with other versions or on another machine",
 }
@@ -79,7 +75,6 @@ class Event:
         detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), or a key of
             :data:`RAISED_BY`. Empty if nothing was judged.
         expected, stage: of a reading: the expected value, and the stage of the step.
-        phase, operation: of a first bad value: where in the step it arose, and the operation.
 
     Raises:
         ValueError: ``kind`` is not in the table.
@@ -98,8 +93,6 @@ class Event:
     advice: str = ""
     rank: int | None = None
     detector: str = ""
-    phase: str = ""
-    operation: str = ""
     expected: float | None = None
     stage: str = ""
 

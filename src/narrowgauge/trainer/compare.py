@@ -9,6 +9,7 @@ checkpoint. Recipes and seeds may be added.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import tempfile
@@ -29,13 +30,8 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import (
-    KEPT_CHECKPOINTS,
-    NUM_EVALS,
-    OF_A_RUN,
-    OF_RANKS,
     TrainConfig,
     first_free,
-    load_settings,
 )
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.resume_checks import FIXED, changed_settings
@@ -60,19 +56,17 @@ def seed_numbers(seeds: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def require_distinct(recipes: Sequence[Any]) -> None:
-    """Refuse an empty list of recipes, a recipe listed twice, and two recipes with one name."""
+    """Refuse an empty list of recipes, and two recipes with one name. Their runs would share a folder."""
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
-    labels = [recipe_name(recipe) for recipe in recipes]
-    folders = [run_name(label, 0).lower() for label in labels]
-    for index, recipe in enumerate(recipes):
-        if recipe in recipes[:index]:
-            raise RecipeError(f"two of the recipes are identical, {labels[index]}.", "Name each once.")
-        if folders[index] in folders[:index]:
+    folders: set[str] = set()
+    for label in map(recipe_name, recipes):
+        if (folder := run_name(label, 0).lower()) in folders:
             raise RecipeError(
-                f"two of the recipes are called {labels[index]}.",
-                'Give each a name of its own: name = "…" in its file.',
+                f"two of the recipes are called {label}.",
+                'Name each once, or give each a name of its own: name = "…" in its file.',
             )
+        folders.add(folder)
 
 
 # ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
@@ -163,25 +157,23 @@ def compare(
     require_distinct([parsed_recipe(recipe) or recipe for recipe in names])
     labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
 
-    def run_all(folder: Path) -> list[Run]:
-        places = []
+    if out is not None:
+        require_package("plotly")  # for the page; not after hours of training
+        require_free(out)
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
         for seed in numbers:
             for name, label in zip(names, labels, strict=True):
-                places.append(folder / run_name(label, seed))
-                _call(train_function, name, seed, places[-1])
-        return [read_run(place) for place in places]
-
-    if out is None:
-        with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
-            return compare_runs(run_all(Path(folder)), resolve=resolve)
-    require_package("plotly")  # for the page; not after hours of training
-    require_free(out)
-    comparison = compare_runs(run_all(Path(out)), resolve=resolve)
-    publish(comparison, Path(out))
+                folder = Path(out or temporary) / run_name(label, seed)
+                _record(train_function, name, seed, folder)
+                runs.append(read_run(folder))
+    comparison = compare_runs(runs, resolve=resolve)
+    if out is not None:
+        publish(comparison, Path(out))
     return comparison
 
 
-def _call(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
+def _record(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
     """Call a training function, and record its run in a folder."""
     from narrowgauge.distributed.ranks import all_ranks
     from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
@@ -223,30 +215,21 @@ def _numbers(row: Any, caller: str) -> Row:
 
 
 def define(
-    recipes: Sequence[Recipe],
-    settings: Mapping[str, Any],
-    *,
-    file: Path | None = None,
-    seeds: int = 1,
-    resolve: float | None = None,
+    recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1, resolve: float | None = None
 ) -> list[TrainConfig]:
     """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
 
     A unit-scaled model among others keeps its own default learning rate, because its rate has other units.
 
     Args:
-        settings: fields of ``TrainConfig``, over those of ``file``.
+        settings: fields of ``TrainConfig`` that all runs share.
         resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
 
     Raises:
-        NarrowgaugeError: a setting is invalid, or belongs to one run.
+        NarrowgaugeError: a setting is invalid.
     """
     require_package("plotly")
-    chosen = {**(_settings_of(file) if file is not None else {}), **settings}
-    base = replace(TrainConfig(keep_checkpoints=KEPT_CHECKPOINTS), **chosen)
-    if "eval_every" not in chosen:
-        base = replace(base, eval_every=max(1, base.steps // NUM_EVALS))
-    base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
+    base = TrainConfig(**settings)
     base = replace(base, model=base.validated().model).located()
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
@@ -262,18 +245,6 @@ def define(
         for seed in numbers
         for recipe in recipes
     ]
-
-
-def _settings_of(file: Path) -> dict[str, Any]:
-    table = load_settings(file)
-    config = TrainConfig.from_dict(table, str(file))
-    for name in OF_A_RUN:
-        if name in table:
-            raise NarrowgaugeError(
-                f"{file} has {name} = {table[name]!r}, which the runs of a comparison do not share.",
-                "Leave it out there; use --recipes, --seeds and --out.",
-            )
-    return {name: getattr(config, name) for name in table}
 
 
 def _require_same(folder: Path, config: TrainConfig) -> None:
@@ -307,49 +278,38 @@ def run_comparison(
         NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
+    from narrowgauge.trainer.data.dataset import open_recorded  # needs an extra, which ng.compare does not
+
     model = Path(configs[0].model).name.removesuffix(".json")
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
     for config in configs:
         if is_run(Path(str(config.out))):
             _require_same(Path(str(config.out)), config)
-    labels = dict.fromkeys(config.recipe.title for config in configs)
-    seeds = dict.fromkeys(str(config.seed) for config in configs)
-    print(f"{', '.join(labels)} · seeds {', '.join(seeds)} · {folder}", file=stream, flush=True)
+
+    def say(line: str) -> None:
+        print(line, file=stream, flush=True)
+
+    say(f"{len(configs)} runs in {folder}")
     runs: list[Run] = []
-    seconds: list[float] = []
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
-            began, took, estimate = time.monotonic(), "earlier", ""
+            began, took = time.monotonic(), "earlier"
             if not _has_ended(place):
                 with Console(config.steps, 0, name, stream) as console:
                     _train(config, console)
-                seconds.append(time.monotonic() - began)
-                took = duration(seconds[-1])
-                if number < len(configs):
-                    estimate = f", about {duration(sum(seconds) / len(seconds) * (len(configs) - number))} left"
+                took = duration(time.monotonic() - began)
             runs.append(read_run(place))
-            print(f"{name}  {_result(runs[-1])}  {took}{estimate}", file=stream, flush=True)
+            say(f"{name}  {_result(runs[-1])}  {took}")
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to go on."
         ) from None
-    if level := _unigram_loss(runs[0]):
-        print(f"Token frequencies alone have a loss of {level:.4f}.", file=stream, flush=True)
+    with contextlib.suppress(DataError):  # the tokens of earlier runs may be gone
+        say(f"Token frequencies alone have a loss of {open_recorded(runs[0].run['data']).unigram_loss():.4f}.")
     comparison = compare_runs(runs, resolve=resolve)
     return comparison, publish(comparison, folder)
-
-
-def _unigram_loss(run: Run) -> float | None:
-    """Return the loss of token frequencies on a run's held-out tokens. ``None`` if they are missing."""
-    from narrowgauge.trainer.data.dataset import open_recorded  # needs an extra, which ng.compare does not
-
-    try:
-        data = open_recorded(run.run.get("data", {}))
-    except DataError:
-        return None
-    return data.unigram_loss() if len(data.valid) else None
 
 
 def _has_ended(folder: Path) -> bool:
@@ -384,8 +344,7 @@ def _train(config: TrainConfig, console: Console) -> None:
     try:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
             if is_run(folder):
-                chosen = {name: getattr(config, name) for name in OF_RANKS}
-                loop.resume(folder, chosen=chosen, screen=console)
+                loop.resume(folder, screen=console)
             else:
                 loop.train(config, screen=console)
     except recovery.DivergenceError:

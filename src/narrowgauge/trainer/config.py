@@ -77,32 +77,16 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
     """Check the type and constraint of one setting. Messages give ``where`` as its source."""
     if value is None and field.default is None:
         return
-    kind = kind_of(field)
-    flag = f"--{field.name.replace('_', '-')}"
+    kind, must_be = kind_of(field), field.metadata["constraint"]
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested{where}; it must be {_KIND_NAMES[kind]}.",
-            f"For example {field.name} = {field.default!r}." if field.default is not None else "",
-        )
-    if not field.metadata["holds"](value):
-        raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested{where}; it must be {field.metadata['constraint']}.",
-            suggestion(str(value), field.metadata["names"]) or f"Change {flag}, or omit it.",
-        )
-
-
-def load_settings(path: str | Path) -> dict[str, Any]:
-    """Return the table of a settings file, unchecked. For a ``run.toml`` leave out the run's folder."""
-    try:
-        table = load_toml(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
-    except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
-    settings = table.get("config")
-    return {name: settings[name] for name in settings if name != "out"} if isinstance(settings, dict) else table
+        must_be = _KIND_NAMES[kind]
+    elif field.metadata["holds"](value):
+        return
+    raise NarrowgaugeError(
+        f"{field.name} = {value!r} was requested{where}; it must be {must_be}.",
+        suggestion(str(value), field.metadata["names"]) or f"Change --{field.name.replace('_', '-')}, or omit it.",
+    )
 
 
 # ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
@@ -131,18 +115,12 @@ def first_free(stem: Path) -> Path:
 # ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SCHEDULES = ("cosine", "linear", "constant")
-SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
+SPIKE_ACTIONS = ("report", "skip", "stop")
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
 """Settings that say how a run is distributed over ranks. A resume may change them."""
-NUM_EVALS = 10
-"""Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
-KEPT_CHECKPOINTS = 1
-"""Default number of checkpoints per run of a comparison: one is enough to resume."""
-COMPARED = {"eval_every": f"steps / {NUM_EVALS}", "keep_checkpoints": str(KEPT_CHECKPOINTS)}
-"""Settings with another default in a comparison, and that default as text."""
 
 _DEFAULT = parse(DEFAULT_RECIPE)
 
@@ -210,11 +188,10 @@ class TrainConfig:
     fingerprints_every: int = count(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
     verify_every: int = count(
-        1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0)
+        1000, "On several ranks, steps between comparisons of what they hold; 0: never.", 0)
     on_spike: str = setting(
-        "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint "
-        "and skip the data since, or stop.", names=SPIKE_ACTIONS)
-    max_rollbacks: int = count(3, "Rollbacks after which a spike stops the run.", 0)
+        "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, or skip it and stop.",
+        names=SPIKE_ACTIONS)
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(
         None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
@@ -242,18 +219,12 @@ class TrainConfig:
         return rule_title(self.recipe.title, self.rule)
 
     @property
-    def betas(self) -> tuple[float, float] | None:
-        """Return the decay rates of both moments; ``None`` if the rule takes none."""
-        filled = self.filled()
-        return None if filled.beta1 is None or filled.beta2 is None else (filled.beta1, filled.beta2)
-
-    @property
     def optimizer_options(self) -> dict[str, Any]:
         """Return the arguments of the rule's optimizer, but for the learning rate."""
         filled, rule = self.filled(), self.update_rule
         options = {"weight_decay": filled.weight_decay, **rule.in_training(self.rule_options or "")}
-        if self.betas is not None:
-            options["betas"] = self.betas
+        if filled.beta1 is not None and filled.beta2 is not None:
+            options["betas"] = (filled.beta1, filled.beta2)
         if filled.eps is not None:
             options[rule.eps_option] = filled.eps
         return options
@@ -279,11 +250,7 @@ class TrainConfig:
             [0.1, 1.0, 0.5, 0.0]
         """
         filled = self.filled()
-        assert filled.warmup_steps is not None
-        if filled.lr is None:
-            raise NarrowgaugeError(
-                f"model {self.model!r} is not a preset, and its learning rate is not set.", "Set --lr."
-            )
+        assert filled.warmup_steps is not None and filled.lr is not None
         if step <= filled.warmup_steps:
             return filled.lr * step / filled.warmup_steps
         if self.schedule == "constant":
@@ -409,10 +376,13 @@ class TrainConfig:
 
     def require_ranks(self, num_ranks: int) -> None:
         """Refuse a number of ranks that the settings do not fit."""
-        if num_ranks == 1 and (setting := self._of_shards()):
+        used = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
+        of_shards = [name for name, is_used in used.items() if is_used]
+        if of_shards and (num_ranks == 1 or self.shard == "none"):
+            where = "in one process" if num_ranks == 1 else "with shard = 'none'"
             raise RankError(
-                f"Cannot use {setting} in one process, which has no shards.",
-                f"Start several, --nproc 2, or leave out --{setting.replace('_', '-')}.",
+                f"Cannot use {of_shards[0]} {where}, which has no shards.",
+                f"Start several ranks, --nproc 2, with --shard full, or leave out --{of_shards[0].replace('_', '-')}.",
             )
         if num_ranks > self.gradient_accumulation_steps:
             raise RankError(
@@ -425,11 +395,6 @@ class TrainConfig:
                 f"{self.replicas} replicas were requested on {num_ranks} ranks, which they do not divide.",
                 "Choose a divisor of the number of ranks.",
             )
-
-    def _of_shards(self) -> str:
-        """Return the first setting about shards that is used, or an empty string."""
-        used = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
-        return next((name for name, is_used in used.items() if is_used), "")
 
     def require_agreement(self) -> None:
         """Refuse settings that contradict each other, the model or the update rule."""
@@ -455,11 +420,6 @@ class TrainConfig:
             refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
         if warmup > self.steps:
             refuse(f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.")
-        if self.shard == "none" and (setting := self._of_shards()):
-            advice = f"Omit --shard or --{setting.replace('_', '-')}."
-            refuse(f"{setting} is about shards, and shard = 'none' has none", advice)
-        if self.on_spike == "rollback" and not self.checkpoint_every:
-            refuse("a rollback needs checkpoints", "Set --checkpoint-every.")
         positions = MODELS[self.model].max_positions if self.model in MODELS else self.sequence_length
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
@@ -504,13 +464,22 @@ class TrainConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> TrainConfig:
-        """Read settings from a UTF-8 TOML file, as :meth:`from_dict` does from a table.
+        """Read settings from a UTF-8 TOML file, or from a ``run.toml`` without the run's folder.
 
         Raises:
             DataError: the file is missing or not TOML.
             NarrowgaugeError: an unknown key or an invalid value.
         """
-        return cls.from_dict(load_settings(path), str(path))
+        try:
+            table = load_toml(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
+        if isinstance(recorded := table.get("config"), dict):
+            table = {name: value for name, value in recorded.items() if name != "out"}
+        return cls.from_dict(table, str(path))
 
 
 def _compiler_missing() -> str:

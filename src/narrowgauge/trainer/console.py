@@ -24,7 +24,7 @@ class PipedConsole(RichConsole):
 class Console:
     """Print the progress of one run to standard output, or a stream. Without a bar, print a line every ``log_every`` steps.
 
-    With ``log_every`` 0 print no lines, as for a run of a comparison. Messages appear beside the bar.
+    With ``log_every`` 0 print no lines, as for a run of a comparison. Messages appear above the bar.
     """
 
     def __init__(self, num_steps: int, log_every: int, name: str = "", stream: TextIO | None = None) -> None:
@@ -60,14 +60,10 @@ class Console:
         self.progress.reset(self.task, total=self.num_steps, completed=step)
         self.progress.update(self.task, description=self.name or name, metrics="the first steps compile")
 
-    def print(self, line: str) -> None:
-        """Print one line, above the bar."""
-        self.rich.print(line, markup=False, soft_wrap=True)
-
     def say(self, line: str) -> None:
         """Show a message."""
         if self.log_every:
-            self.print(line)
+            self.rich.print(line, markup=False, soft_wrap=True)
         else:
             self.stage(line)
 
@@ -76,7 +72,7 @@ class Console:
         if not self.progress.disable:
             self.progress.update(self.task, completed=row["step"], metrics=_metrics(row, _BAR))
         elif self.log_every and (row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps)):
-            self.print(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
+            self.say(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
 
     def evaluation(self, row: Row) -> None:
         """Show the validation loss."""
@@ -85,19 +81,13 @@ class Console:
     def summary(self, rows: list[Row]) -> None:
         """Print the table of finished runs."""
         self.progress.stop()
-        if self.log_every:
-            self.print(summary_table(rows).plain().rstrip())
+        columns = [
+            Column(column.label, column.cell, code=column.type == "recipe", right=column.type != "recipe")
+            for column in SUMMARY.values()
+            if column.label
+        ]
+        self.say(Table(tuple(columns), rows).plain().rstrip())
 
 
 def _metrics(row: Row, names: tuple[str, ...]) -> str:
     return "  ".join(STEP[name].text(row) for name in names if row.get(name) is not None)
-
-
-def summary_table(rows: list[Row]) -> Table:
-    """Return the labelled metrics of finished runs."""
-    columns = [
-        Column(column.label, column.cell, code=column.type == "recipe", right=column.type != "recipe")
-        for column in SUMMARY.values()
-        if column.label
-    ]
-    return Table(tuple(columns), rows)

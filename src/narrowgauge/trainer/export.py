@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,16 +17,12 @@ from torch import Tensor
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, whole_folder
 from narrowgauge.trainer.data.tokens import load_tokenizer
-from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.session import Session, load
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Dtype = Literal["visible", "float32"]
 
 
-def export(folder: Path, out: Path, dtype: Dtype = "visible", max_shard_size: int | str = "5GB") -> Path:
+def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
     """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or absent.
 
     ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have the bits that the model sees.
@@ -35,7 +31,6 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible", max_shard_size: in
 
     Args:
         out: the folder to make; missing parents are made.
-        max_shard_size: largest file, as for ``save_pretrained``.
 
     Raises:
         RecordError: the run has no good checkpoint, ``out`` is not empty, or the disk is full.
@@ -43,67 +38,53 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible", max_shard_size: in
     Cost: the model and its optimizer in memory.
     """
     out = Path(out)
-    refuse_occupied(out)
-    return export_session(load(folder), out, dtype, max_shard_size)
-
-
-def export_session(session: Session, out: Path, dtype: Dtype = "visible", max_shard_size: int | str = "5GB") -> Path:
-    """Write the model of a session in memory, as :func:`export` does."""
-    if dtype not in ("visible", "float32"):
-        raise RecordError(f"Cannot export as {dtype!r}.", "Use 'visible' or 'float32'.")
-    refuse_occupied(out)
+    with disk_errors(out):
+        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if occupied:
+        reason = "is not empty" if out.is_dir() else "is a file"
+        raise RecordError(
+            f"Cannot export to {out}: it exists and {reason}.", "Name another folder, or remove this one."
+        )
+    session = load(folder)
     weights = _weights(session, dtype)
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    config = copy.deepcopy(session.model.config)
     # Loading casts all weights to the declared dtype: one that changes no value.
-    config.dtype = (
-        torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=lambda d: d.itemsize)
-    )
-    config.use_cache = True
+    declared = torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=lambda d: d.itemsize)
+    config: Any = copy.deepcopy(session.model.config)
+    config.dtype = declared
+    settings = [config, copy.deepcopy(session.model.generation_config)] if session.model.can_generate() else [config]
     with whole_folder(out) as temporary:
-        try:
-            with without_progress_bars():
-                session.model.save_pretrained(temporary, state_dict=weights, max_shard_size=max_shard_size)
-        except ValueError as error:
-            raise RecordError(f"Cannot export files of {max_shard_size}: {error}", "Use 5GB or 500MB.") from error
-        if (session.folder / "tokenizer.json").is_file():
-            config.bos_token_id = config.eos_token_id = _write_tokenizer(session.folder, temporary, config)
-        config.save_pretrained(temporary)
-        _write_generation(session.model, temporary, config.eos_token_id)
+        session.model.save_pretrained(temporary, state_dict=weights)
+        has_tokenizer = (session.folder / "tokenizer.json").is_file()
+        end = _write_tokenizer(session.folder, temporary, config) if has_tokenizer else config.eos_token_id
+        for table in settings:
+            table.bos_token_id = table.eos_token_id = end
+            table.use_cache = True
+            table.save_pretrained(temporary)
     return out
 
 
 def _weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
     """Return the entries of the model's state_dict. A tied parameter appears once, under its first name."""
     model, optimizer = session.model, session.optimizer
+    weights: dict[str, Tensor] = {
+        name: optimizer.stored(parameter).float() if dtype == "float32" else parameter.detach()
+        for name, parameter in model.named_parameters()
+    }
     if session.config.recipe.compute.transform == "unit":
-        return _plain_weights(session, dtype)
-    names = model.state_dict().keys()
-    weights = {name: buffer for name, buffer in model.named_buffers() if name in names}
-    for name, parameter in model.named_parameters():
-        weights[name] = optimizer.stored(parameter).float() if dtype == "float32" else parameter
-    return {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+        from narrowgauge.transforms.unit_scaling import plain_state_dict
 
-
-def _plain_weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
-    """Return float32 weights that make the plain class equivalent to the unit-scaled model."""
-    from narrowgauge.transforms.unit_scaling import plain_state_dict
-
-    model = session.model
-    visible = {parameter: parameter.data for parameter in model.parameters()}
-    try:
-        if dtype == "float32":
-            for parameter in visible:
-                parameter.data = session.optimizer.stored(parameter).float()
+        # Float32 weights that make the plain class equivalent to the unit-scaled model.
+        for name, parameter in model.named_parameters():
+            parameter.data = weights[name]
         plain = plain_state_dict(model)
-    finally:
-        for parameter, data in visible.items():
-            parameter.data = data
-    names = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return {name: tensor.contiguous() for name, tensor in plain.items() if name in names}
+        weights = {name: plain[name] for name in weights}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return {name: tensor.contiguous() for name, tensor in {**weights, **buffers}.items()}
 
 
 def _write_tokenizer(folder: Path, out: Path, config: Any) -> int:
+    """Write the tokenizer of a run as a Hugging Face one, and return its end-of-text token."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer, end = load_tokenizer(folder / "tokenizer.json")
@@ -117,22 +98,3 @@ def _write_tokenizer(folder: Path, out: Path, config: Any) -> int:
     )
     fast.save_pretrained(out)
     return end
-
-
-def _write_generation(model: PreTrainedModel, out: Path, end: int | None) -> None:
-    if model.can_generate():
-        generation = copy.deepcopy(model.generation_config)
-        generation.bos_token_id = generation.eos_token_id = end
-        generation.use_cache = True
-        generation.save_pretrained(out)
-
-
-def refuse_occupied(out: Path) -> None:
-    """Raise unless ``out`` does not exist or is an empty folder."""
-    with disk_errors(out):
-        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if occupied:
-        reason = "is not empty" if out.is_dir() else "is a file"
-        raise RecordError(
-            f"Cannot export to {out}: it exists and {reason}.", "Name another folder, or remove this one."
-        )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -123,15 +124,25 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor:
-    """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross entropy of ``[..., vocabulary]``, in float32, or float64 for float64 logits."""
+    return F.cross_entropy(at_least_float32(logits.flatten(0, -2)), targets, reduction="sum")
 
-    Exponentials, logarithms and the sum are float32, or float64 for float64 weights.
+
+def loss_sum(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    chunked: bool,
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+) -> Tensor:
+    """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
 
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
         chunked: compute the logits for a few hundred tokens at a time, and again in backward. At most 128 MiB of logits exist at
             once. The head's forward matmul runs twice. Only for a plain ``Linear`` as the head, and see :func:`ends_in_head`.
+        cross_entropy: replaces the function of that name, compiled.
 
     Example:
         >>> model = build("llama-1m", seed=0)
@@ -141,9 +152,10 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
     if not chunked:
-        return _cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
+        return cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
     head = model.get_output_embeddings()
-    return chunked_cross_entropy(_hidden(model, inputs), head.weight, targets, head.bias)
+    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+    return chunked_cross_entropy(hidden.flatten(0, -2), head.weight, targets, head.bias)
 
 
 @torch.no_grad()
@@ -197,7 +209,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias:
     total = torch.zeros((), dtype=weight.dtype, device=hidden.device)
 
     def loss_of(rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return _cross_entropy(linear(rows, weight.to(rows.dtype), bias), labels)
+        return cross_entropy(linear(rows, weight.to(rows.dtype), bias), labels)
 
     for rows, labels in zip(hidden.split(size), targets.split(size), strict=True):
         total = total + cast(Tensor, checkpoint(loss_of, rows, weight, labels, use_reentrant=False))
@@ -222,13 +234,12 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     model.disable_input_require_grads()
 
 
-def compiled_loss(model: PreTrainedModel, *, chunked: bool, is_split: bool) -> Callable[[Tensor], Tensor]:
+def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor], Tensor]:
     """Return :func:`loss_sum` of this model as a compiled function of the tokens alone.
 
-    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``. With ``is_split`` the head is
-    compiled with the loss; see :func:`ends_in_head`. Everything else runs eagerly. All layers share one graph, so the first step
-    costs the same for 8 layers as for 80. The steps are as fast as with one graph for the whole model (measured: llama-8m in
-    bfloat16, RESULTS.md).
+    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``, and the cross entropy is
+    compiled too. Everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for
+    80. The steps are as fast as with one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md).
 
     Cost: the first call compiles. The first call with another shape compiles again (from then on shapes are dynamic), and
     the first call without gradients does too.
@@ -245,38 +256,9 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool, is_split: bool) -> C
             module.forward = torch.compile(module.forward, fullgraph=True, options=options)
         else:
             module.compile(fullgraph=True, options=options)
-    if chunked or not is_split:
-        return lambda tokens: loss_sum(model, tokens, chunked=chunked)
-    head = model.get_output_embeddings()
-    head_loss = torch.compile(lambda hidden, targets: _cross_entropy(head(hidden), targets), fullgraph=True)
-
-    def loss(tokens: Tensor) -> Tensor:
-        return head_loss(_hidden(model, tokens[:, :-1]), tokens[:, 1:].reshape(-1))
-
-    return loss
-
-
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars while it reads or writes weights."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(at_least_float32(logits.flatten(0, -2)), targets, reduction="sum")
-
-
-def _hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    """Return the input of the head, ``[tokens, width]``."""
-    return cast(Tensor, model.base_model(input_ids=inputs, use_cache=False).last_hidden_state).flatten(0, -2)
+    # Chunks are recomputed in backward, so their loss stays eager.
+    whole = cross_entropy if chunked else torch.compile(cross_entropy, fullgraph=True)
+    return partial(loss_sum, model, chunked=chunked, cross_entropy=whole)
 
 
 _GPT2 = {
@@ -327,7 +309,7 @@ def _loaded(
     from transformers import AutoModelForCausalLM
 
     # The seed is for weights that the folder lacks, such as a new head.
-    with torch.random.fork_rng(devices=[]), without_progress_bars():
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

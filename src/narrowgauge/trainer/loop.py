@@ -15,15 +15,16 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import ChipError, CorruptionError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
-from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, Screen, first_writer
+from narrowgauge.gauges.recording.run_reporter import NullScreen, Reporter, Screen, first_writer
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, summary_of
 from narrowgauge.inductor import why_compiling_failed
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
@@ -32,7 +33,7 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS
-from narrowgauge.trainer import counted_memory, language_model
+from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import OF_RANKS, TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import Dataset, open_data
@@ -42,12 +43,11 @@ from narrowgauge.trainer.session import Session, build, data_of_run, describe, p
 from narrowgauge.trainer.step import evaluate, train_step
 
 
-def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | None = None) -> Path:
+def train(config: TrainConfig, screen: Screen | None = None) -> Path:
     """Train a model from the start, and return the run folder.
 
     Args:
         screen: displays the progress; ``None`` for standard output.
-        on_row: as for :class:`narrowgauge.RunRecorder`; gets each row after it was written.
     Raises:
         NarrowgaugeError: an invalid setting. Nothing is written then.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM :class:`~narrowgauge.errors.Terminated`.
@@ -74,36 +74,26 @@ def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | 
             if config.model not in MODELS:
                 drawn = f"drawn from seed {config.seed}; the model's folder holds none"
                 shown.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
-            _run(session, writer, shown, on_row)
+            _run(session, writer, shown)
     return folder
 
 
 def resume(
-    folder: str | Path,
-    stop_after: int | None = None,
-    accept_changes: bool = False,
-    *,
-    chosen: Mapping[str, Any] | None = None,
-    screen: Screen | None = None,
-    on_row: OnRow | None = None,
+    folder: str | Path, stop_after: int | None = None, accept_changes: bool = False, screen: Screen | None = None
 ) -> Path:
     """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``, and return its folder.
 
     Args:
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
         accept_changes: resume even if ``run.toml`` was changed or records are missing. Events record the changes.
-        chosen: changed settings, of ``OF_RANKS``. They are written to ``run.toml``, and an event records the step.
         screen: displays the progress; ``None`` for standard output.
-        on_row: as for :class:`narrowgauge.RunRecorder`; gets each row after it was written.
     Raises:
         RecordError: the run is missing or finished, another process is writing it, or its data, settings or
             records do not match its checkpoint.
     """
     folder, ranks = Path(folder), all_ranks()
     run = unfinished_run(folder)
-    settings = {**run.config, **(chosen or {}), "stop_after": stop_after}
-    settings = {name: value for name, value in settings.items() if value is not None}
-    config = TrainConfig.from_dict(settings, str(folder / "run.toml"))
+    config = replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after)
     config.require_agreement()
     with first_writer(folder, lambda: RunWriter.open(folder)) as writer, _shown(config, screen) as shown:
         data = _opened_by_all(lambda: data_of_run(run, config), config)
@@ -114,14 +104,14 @@ def resume(
         def report_damage(path: Path, reason: str) -> None:
             events.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
 
-        saved = session.restore(report_damage)
-        step, present = session.step, describe(session)
+        present = describe(session)
+        saved = session.restore(report_damage) or present["config"]
+        step, changed = session.step, changed_settings(saved, present["config"], FIXED)
         if stop_after is not None and stop_after <= step:
             raise RecordError(
                 f"{folder} has done {step} steps, and a stop after step {stop_after} was requested.",
                 "Name a later step with --stop-after, or leave it out.",
             )
-        changed = changed_settings(saved, present["config"], FIXED) if saved else []
         if changed and not accept_changes:
             changes = "; ".join(f"{name} is {now}, and the run started with {before}" for name, before, now in changed)
             raise RecordError(
@@ -129,13 +119,7 @@ def resume(
                 f"Restore it, or accept the change: narrowgauge resume {folder} --accept-changes",
             )
         lost = ranks.of_first(lambda: writer.rewind(step, eval_every=config.eval_every, accept_lost=accept_changes))
-        changed += changed_settings(run.config, present["config"], OF_RANKS)
-        recorded_machine = run.run.get("machine", {})
-        if (num_ranks := recorded_machine.get("ranks", 1)) != ranks.size:
-            changed.append(("the number of ranks", str(num_ranks), str(ranks.size)))
-        if changed:
-            machine = {**recorded_machine, "ranks": ranks.size}
-            ranks.of_first(lambda: writer.amend({**run.run, "config": present["config"], "machine": machine}))
+        changed += changed_settings(saved, present["config"], OF_RANKS)
         notes = [f"{name} was {old} up to step {step} and is {new} from there on" for name, old, new in changed]
         notes += [lost] if lost else []
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
@@ -143,9 +127,10 @@ def resume(
         for event in events:
             writer.event(event)
             _note(session, f"{event.message}.")
-        writer.event(Event("resume", step, f"from step {step}"))
+        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+        writer.event(Event("resume", step, f"from step {step}{where}"))
         shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
-        _run(session, writer, shown, on_row)
+        _run(session, writer, shown)
     return folder
 
 
@@ -164,13 +149,13 @@ def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Da
     return data or open_data(str(folder), config.held_out, config.seed)
 
 
-def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | None) -> None:
+def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     """Take the steps that are left."""
     config, here = session.config, session.here
     began = time.perf_counter() - session.seconds
-    first_step = session.step
     with _signals() as signals, session.watched():
-        reporter = Reporter(writer, console, config.recipe, on_row)
+        reporter = Reporter(writer, console, config.recipe)
+        reporter.rebuild()
         recovery = Recovery(session, reporter)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
         for note in session.notes:
@@ -178,25 +163,17 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
         console.start(config.title, session.step)
 
         def save() -> None:
-            session.verifier.verify_state(session.step)
+            session.verify_replicas()
             writer.sync()
             session.seconds = time.perf_counter() - began
             session.save()
 
         session.fingerprints.before_first(session.step)
         reporter.fingerprint(session.fingerprints)
-        if config.on_spike == "rollback" and session.step == 0:
-            save()  # a checkpoint to roll back to
         try:
             while session.step < config.steps:
                 judgement = recovery.judgement()
-                # With --offload a step moves its state between host and device, so neither holds all of it.
-                is_counted = session.step - first_step + 1 in counted_memory.COUNTED_STEPS and not config.offload
-                with counted_memory.counted_allocations(session.device, is_counted) as allocations:
-                    row = train_step(session, judgement)
-                row |= allocations.columns(session)
-                if recovery.rolls_back(row):
-                    continue
+                row = train_step(session, judgement)
                 reporter.step(row, judgement, session.gauges)
                 reporter.fingerprint(session.fingerprints, must_agree=config.verify_every > 0)
                 is_last = session.step == config.steps
@@ -253,9 +230,7 @@ def _summary(session: Session, reporter: Reporter, wall_seconds: float) -> Row:
         steps=session.step,
         tokens=session.tokens,
         peak_memory_bytes=peak_memory_bytes(),
-        bytes_per_param=counted_memory.bytes_per_param(session),
-        state_bytes=counted_memory.state_bytes(session),
-        **counted_memory.of_run(run.steps),
+        bytes_per_param=session.bytes_per_param(),
         num_skipped=session.optimizer.num_skipped,
         weights_fingerprint=session.weights_fingerprint(),
         wall_seconds=wall_seconds,
@@ -263,12 +238,8 @@ def _summary(session: Session, reporter: Reporter, wall_seconds: float) -> Row:
 
 
 def _evaluate(session: Session, reporter: Reporter) -> float:
-    began = time.perf_counter()
     loss = evaluate(session)
-    seconds = time.perf_counter() - began
-    reporter.evaluation(
-        {"step": session.step, "val_loss": loss, "tokens": session.tokens, "evaluation_seconds": seconds}
-    )
+    reporter.evaluation({"step": session.step, "val_loss": loss, "tokens": session.tokens})
     return loss
 
 

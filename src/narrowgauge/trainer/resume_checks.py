@@ -45,10 +45,11 @@ def changed_settings(
 def run_of_trainer(folder: Path) -> Run:
     """Return the record of a run of ``narrowgauge train``. Its settings are not parsed."""
     run = read_run(folder)
-    if "recorder" in run.run:
+    if run.is_foreign or "recorder" in run.run:
+        program = run.run.get("recorder", {}).get("program") or "another program"
         raise RecordError(
-            f"{folder} records a loop of its own, in {run.run['recorder'].get('program') or 'a program'}, which has the weights.",
-            "Start that program again; its RunRecorder(resume=True) goes on with the record.",
+            f"{folder} records a loop of its own, in {program}, which has the model and its data.",
+            "Name a run of narrowgauge train. A loop with RunRecorder(resume=True) goes on when its program starts again.",
         )
     return run
 

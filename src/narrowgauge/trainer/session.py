@@ -24,7 +24,7 @@ from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
-from narrowgauge.distributed.replica_verification import Verifier
+from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -65,9 +65,7 @@ class Session:
         seconds: wall time up to the last checkpoint, including earlier processes.
         audit_total: the audit's sums over the whole run.
         gauges: while attached; see :meth:`watched`.
-        skipped: rollbacks: the step to which the run went back, and the number of batches skipped from there on.
         batch_crc: checksum of the last step's tokens, of all ranks together.
-        data_seconds: the last step's wait for its tokens.
     """
 
     config: TrainConfig
@@ -85,18 +83,14 @@ class Session:
     seconds: float = 0.0
     audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
     gauges: Gauges | None = None
-    skipped: list[tuple[int, int]] = field(default_factory=list)
     batch_crc: str = ""
-    data_seconds: float = 0.0
     saver: Saver = field(init=False)
-    verifier: Verifier = field(init=False)
     fingerprints: Fingerprints = field(init=False)
     reader: StepReader = field(init=False)
 
     def __post_init__(self) -> None:
         config, optimizer = self.config, self.optimizer
         self.saver = Saver(self.folder, self.here.apart())
-        self.verifier = Verifier(lambda: kept_tensors(optimizer), config.verify_every)
         self.fingerprints = Fingerprints(
             self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
         )
@@ -120,30 +114,18 @@ class Session:
         """Return the micro-batches of a step that this rank computes, in order."""
         return micro_batches_of_rank(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
 
-    @property
-    def batch_index(self) -> int:
-        """Return the place of the next step's batch in the data: its step plus the batches skipped by rollbacks."""
-        return self.step + sum(batches for step, batches in self.skipped if step <= self.step)
-
-    def tokens_of(self, part: MicroBatch) -> Tensor:
-        """Return a micro-batch of the next step: int64 ``[micro_batch_size, sequence_length + 1]``."""
-        c = self.config
-        rows = slice(part.number * c.micro_batch_size, (part.number + 1) * c.micro_batch_size)
-        return torch.from_numpy(self.data.batch(self.batch_index, c.batch_size, c.sequence_length, c.seed, rows))
-
     def batch(self) -> list[Tensor]:
-        """Return this rank's micro-batches of the next step."""
-        parts = self.micro_batches
-        batch = [self.tokens_of(part) for part in parts]
-        sums = [batch_checksum(t.numpy()) for t, part in zip(batch, parts, strict=True) if not part.is_absent]
+        """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
+        c, batch, sums = self.config, [], []
+        for part in self.micro_batches:
+            rows = slice(part.number * c.micro_batch_size, (part.number + 1) * c.micro_batch_size)
+            batch.append(torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed, rows)))
+            if not part.is_absent:
+                sums.append(batch_checksum(batch[-1].numpy()))
         total = sum(int(checksum, 16) for sums_of_rank in self.here.gather(sums) for checksum in sums_of_rank)
         self.batch_crc = f"{total % 2**64:016x}"
         return [tokens.to(self.device) for tokens in batch]
 
-    def reshard(self) -> None:
-        """Free FSDP2's gathered parameters that no backward pass has freed, so that parameters are shards again."""
-        for module in fsdp_modules(self.model):
-            module.reshard()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -163,6 +145,16 @@ class Session:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.model.named_parameters()})
 
+    def verify_replicas(self) -> None:
+        """Compare what several ranks hold. A difference raises CorruptionError on all of them."""
+        if self.here.size > 1 and self.config.verify_every:
+            verify_replicas(kept_tensors(self.optimizer), self.step)
+
+    def bytes_per_param(self) -> float:
+        """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per parameter of this rank."""
+        sums = (self.accumulator, self.reduction)
+        return self.optimizer.bytes_per_param() + sum(part.bytes_per_param() for part in sums if part is not None)
+
     def save(self) -> None:
         """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step."""
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
@@ -179,13 +171,10 @@ class Session:
             "settings": self.config.to_dict(),
             **({} if scaler is None else {"loss_scaler": scaler.state_dict()}),
         }
-        # The checkpoint of an interruption must not replace the one for a rollback.
-        extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
-        self.saver.save(self.step, tensors, state, self.config.keep_checkpoints + extra)
+        self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> dict[str, Any]:
         """Load the latest good checkpoint and return its settings. Without one, stay at step 0 and return none."""
-        self.saver.wait()
         checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
         return {} if checkpoint is None else self.load(checkpoint)
 
@@ -215,8 +204,6 @@ class Session:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
-        if self.gauges is not None:
-            self.gauges.restart(self.step)
         if self.linears is not None:
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
@@ -242,7 +229,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
     is_large = model.config.vocab_size >= language_model.LARGE_VOCABULARY
-    is_split = (config.compile or is_large) and language_model.ends_in_head(model)
+    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
+    is_chunked = is_large and not config.recipe.keep and language_model.ends_in_head(model)
     here = all_ranks()
     config.require_ranks(here.size)
     mesh = make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas) if here.size > 1 else None
@@ -283,18 +271,16 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         from narrowgauge.transforms.unit_scaling import fix_batch
 
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
-    is_split = is_split and has_plain_product(model.get_output_embeddings())
-    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
-    loss = _loss(model, config, is_split and is_large and not config.recipe.keep, is_split)
+    loss = _loss(model, config, is_chunked and has_plain_product(model.get_output_embeddings()))
     linears = linears_of(model)
     return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here)
 
 
-def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool, is_split: bool) -> Callable[[Tensor], Tensor]:
+def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool) -> Callable[[Tensor], Tensor]:
     """Return the summed loss of a batch in the recipe's compute, compiled or not."""
     summed: Callable[[Tensor], Tensor]
     if config.compile:
-        summed = language_model.compiled_loss(model, chunked=chunked, is_split=is_split)
+        summed = language_model.compiled_loss(model, chunked=chunked)
     else:
         summed = partial(language_model.loss_sum, model, chunked=chunked)
     if fsdp_modules(model):

@@ -1,59 +1,31 @@
-"""One optimizer step and its record, one evaluation, and the verification of ranks between steps.
+"""One optimizer step and its record, and one evaluation.
 
 The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training loop. With ``--on-spike``
 the step is judged before the update, and a spike changes nothing.
 
-On several ranks, every ``verify_every`` steps, the states of all ranks are compared and one micro-batch is computed by all of
-them. States are also compared before a checkpoint is written. So the last checkpoint is always from before the damage.
+On several ranks, every ``verify_every`` steps, the states of all ranks are compared. They are also compared before a checkpoint
+is written. So the last checkpoint is always from before the damage.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.counted_memory import FORWARD
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.random_numbers import random_numbers
 from narrowgauge.trainer.session import Session
-
-
-class StepClock:
-    """Moments within a step. On CUDA they are events on the stream, so nothing waits for the device before ``seconds``."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._moments: list[Any] = []
-
-    def mark(self) -> None:
-        """Note this moment."""
-        self._moments.append(torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter())
-        if self._on_gpu:
-            self._moments[-1].record()
-
-    def seconds(self) -> list[float]:
-        """Return the time between each moment and the next."""
-        pairs = itertools.pairwise(self._moments)
-        if not self._on_gpu:
-            return [after - before for before, after in pairs]
-        self._moments[-1].synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in pairs]
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
@@ -61,34 +33,29 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
 
     ``judgement`` judges the step before the update. A spike gets no update.
     """
-    config, optimizer, clock = session.config, session.optimizer, StepClock(session.device)
+    config, optimizer = session.config, session.optimizer
     session.reader.begin()
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_factor", 1.0)
     if session.accumulator is not None:
         session.accumulator.step = session.step
-    if session.verifier.is_due(session.step + 1):
-        verify(session)
+    if config.verify_every and (session.step + 1) % config.verify_every == 0:
+        session.verify_replicas()
 
     session.fingerprints.begin(session.step + 1)
-    clock.mark()
     with session.fingerprints.sending(session.reduction):
         total = differentiate(session)
-    clock.mark()
     session.fingerprints.gradients()
     if judgement is not None:
         optimizer.skip_above = judgement.judge_loss(float(total))
-    clock.mark()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
-    clock.mark()
     session.step += 1
     session.fingerprints.states(session.step)
 
-    gradient_seconds, _, update_seconds = clock.seconds()
     norm = optimizer.grad_norm
     tokens_before, session.tokens = session.tokens, session.tokens + config.tokens_per_step
     columns: Row = {
@@ -97,9 +64,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "grad_norm": None if norm is None else float(norm),
         "tokens": session.tokens,
         "peak_memory_bytes": peak_memory_bytes(),
-        "data_seconds": session.data_seconds,
-        "gradient_seconds": max(0.0, gradient_seconds - session.data_seconds),
-        "update_seconds": update_seconds,
         "batch_crc": session.batch_crc,
     }
     if judgement is not None and (spike := judgement.judge_norm(columns["grad_norm"])) is not None:
@@ -122,22 +86,13 @@ def differentiate(session: Session) -> Tensor:
     with float32_attention(), cached_weights() if is_cached else nullcontext():
         if session.reduction is None:
             return backward_in_parts((loss for _, loss in losses(session)), session.accumulator, scaler)
-        shares = list(differentiated(session, scaler.scale if scaler is not None else lambda loss: loss))
+        session.reduction.set_step(session.step)
+        shares = []
+        for part, loss in losses(session):
+            with session.reduction.micro_batch(is_last=part.is_last, is_absent=part.is_absent):
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            shares.append(loss.detach())
     return sum_in_order(shares, session.config.gradient_accumulation_steps, session.here.size)
-
-
-def differentiated(session: Session, scale: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """Differentiate this rank's micro-batches, each loss multiplied by ``scale``. Yield the unscaled losses, detached."""
-    reduction = session.reduction
-    if reduction is not None:
-        reduction.set_step(session.step)
-    for part, loss in losses(session):
-        if reduction is None:
-            scale(loss).backward()
-        else:
-            with reduction.micro_batch(is_last=part.is_last, is_absent=part.is_absent):
-                scale(loss).backward()
-        yield loss.detach()
 
 
 def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[MicroBatch, Tensor]]:
@@ -145,28 +100,19 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
 
     ``loss`` replaces the session's own.
     """
-    began = time.perf_counter()
-    batch = session.batch()
-    session.data_seconds = time.perf_counter() - began
-    for part, tokens in zip(session.micro_batches, batch, strict=True):
-        yield part, loss_of(session, part, tokens, loss or session.loss)
-
-
-def loss_of(session: Session, part: MicroBatch, tokens: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a micro-batch's fraction of the loss of the next step."""
-    config, reduction = session.config, session.reduction
-    first = part.number * config.micro_batch_size
-    if session.linears is not None:
-        session.linears.step = session.step
-        session.linears.set_first_sequence(first)
-    with (
-        random_numbers(config.seed, session.step, part.number, session.device),
-        session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
-        reduction.forward_pass() if reduction is not None else nullcontext(),
-        record_function(FORWARD),
-    ):
-        total = loss(tokens)
-    return total / config.tokens_per_step
+    config, reduction, linears = session.config, session.reduction, session.linears
+    for part, tokens in zip(session.micro_batches, session.batch(), strict=True):
+        first = part.number * config.micro_batch_size
+        if linears is not None:
+            linears.step = session.step
+            linears.set_first_sequence(first)
+        with (
+            random_numbers(config.seed, session.step, part.number, session.device),
+            session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
+            reduction.forward_pass() if reduction is not None else nullcontext(),
+        ):
+            total = (loss or session.loss)(tokens)
+        yield part, total / config.tokens_per_step
 
 
 @torch.no_grad()
@@ -184,39 +130,7 @@ def evaluate(session: Session) -> float:
                 sums.append(session.loss(tokens).double())
     finally:
         session.model.train()
-    session.reshard()
+    for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
+        module.reshard()
     num_tokens: int = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)
     return float(sum_in_order(sums, len(batches), here.size)) / num_tokens
-
-
-def verify(session: Session) -> None:
-    """Compare the ranks' states, and their results for one micro-batch of the next step, another one each time.
-
-    A difference raises CorruptionError on all ranks.
-    """
-    config, verifier, reduction = session.config, session.verifier, session.reduction
-    verifier.verify_state(session.step)
-    if reduction is None:
-        return
-    part = MicroBatch((session.step // config.verify_every) % config.gradient_accumulation_steps)
-
-    def differentiate_one() -> None:
-        with reduction.micro_batch(is_last=False):
-            loss_of(session, part, session.tokens_of(part).to(session.device), session.loss).backward()
-        reduction.discard()
-
-    with unsampled(session.gauges):  # this micro-batch is counted when its turn comes
-        verifier.verify_gradients(session.step, session.model, differentiate_one)
-
-
-@contextmanager
-def unsampled(gauges: Gauges | None) -> Iterator[None]:
-    """Let gauges sample nothing within the block."""
-    was_sampling = gauges is not None and gauges.sampling
-    if gauges is not None:
-        gauges.sampling = False
-    try:
-        yield
-    finally:
-        if gauges is not None:
-            gauges.sampling = was_sampling

@@ -10,8 +10,8 @@ from narrowgauge.analysis.comparison.labels import run_name
 from narrowgauge.runs.record import Run
 
 COLUMNS = [
-    "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds", "state_bytes",
-    "activation_bytes", "peak_tensor_bytes", "peak_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds",
+    "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds",
+    "peak_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds",
 ]  # fmt: skip
 SIZES = {"bfloat16/master": 16.0, "bfloat16/word": 8.0, "bfloat16/naive": 8.0, "bfloat16/compact": 7.0}
 

@@ -117,9 +117,6 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "bfloat16/word", event("warning", 2, detector="weights-written", tensor="a"), 2, "between steps", "a", "weights-written",
     ),
     "a divergence": ("bfloat16/word", event("divergence"), AT, "loss", "", "divergence"),
-    "the operation of a NaN": (
-        "bfloat16/word", event("first_bad_value", detector="replay", phase="forward", tensor="a"), AT, "forward", "a", "replay",
-    ),
     "an alarm of the audit": (
         "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5), AT, "storage", "a", "lost-updates",
     ),

@@ -40,7 +40,9 @@ def struck(strike: Callable[[Session], None]) -> Iterator[None]:
 
 def other_order(session: Session) -> None:
     """The batches from here on are those of ten steps later."""
-    session.skipped = [(session.step, 10)]
+    true_batch = session.data.batch
+    later = lambda step, *arguments: true_batch(step + 10, *arguments)  # noqa: E731
+    object.__setattr__(session.data, "batch", later)
 
 
 def scaled_gradient(session: Session) -> None:

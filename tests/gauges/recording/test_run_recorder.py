@@ -18,8 +18,7 @@ from narrowgauge.numerics.widening import float32_attention
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
-    "seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds", "gradient_seconds",
-    "update_seconds", "unigram_loss",
+    "seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums",
 }  # fmt: skip
 
 

@@ -54,9 +54,9 @@ class Comparison:
         """Return a row per recipe.
 
         Columns: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std`` (between seeds),
-        ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median), the counted memory ``state_bytes``,
-        ``activation_bytes`` and ``peak_tensor_bytes``, ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``,
-        ``diverged`` (whether any seed did), ``num_seeds``. Unknown values are ``None``.
+        ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median),
+        ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``.
+        Unknown values are ``None``.
         """
         return tuple(recipe.row for recipe in self.classes.values())
 
@@ -127,7 +127,7 @@ class Comparison:
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
             *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
-            *self._memory_columns(),
+            Column("peak MiB", lambda row: _shown(row["peak_memory_bytes"], "{:,.1f}", 2.0**-20), right=True),
             *(self._late_column(key) for key in LATE),
             Column("seeds", "num_seeds", right=True),
             Column(
@@ -144,16 +144,6 @@ class Comparison:
             "lost_fraction": ("lost", "{:.1%}"),
         }[key]
         return Column(title, lambda row: _shown(self.classes[row["recipe"]].late[key], form), right=True)
-
-    def _memory_columns(self) -> list[Column]:
-        """Return counted memory if known, else the peak of the process. The peak depends little on a format."""
-        counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
-        if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
-            counted = {"peak MiB": "peak_memory_bytes"}
-        return [
-            Column(title, lambda row, name=name: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)  # type: ignore[misc]
-            for title, name in counted.items()
-        ]
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -242,9 +232,6 @@ def require_resolvable(resolve: float | None) -> None:
         raise RecipeError(f"resolve = {resolve} was requested.", "Give a difference of losses above 0, such as 0.005.")
 
 
-_MEMORY = ("state_bytes", "activation_bytes", "peak_tensor_bytes", "peak_memory_bytes")
-
-
 def _row(label: str, group: Sequence[RunStats]) -> Row:
     counted = [run.run.summary for run in group if run.counts and run.run.summary is not None]
     # Diverged runs also have a known speed and size.
@@ -264,7 +251,7 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
         "step_seconds": statistics.median(values) if (values := [d for d in durations if d is not None]) else None,
-        **{key: over(ended, key, max) for key in _MEMORY},
+        "peak_memory_bytes": over(ended, "peak_memory_bytes", max),
         **{key: over(counted, key, statistics.fmean) for key in LATE},
         "diverged": any(run.divergence for run in group),
         "num_seeds": len(losses),

@@ -37,8 +37,7 @@ from narrowgauge.torch_hooks import Follower, follow_steps
 
 _ORDER = (
     "step", "loss", "lr", "grad_norm", "tokens",
-    "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "data_seconds", "gradient_seconds",
-    "update_seconds", "batch_crc", "spike", "loss_scale", "saturated",
+    "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "batch_crc", "spike", "loss_scale", "saturated",
 )  # fmt: skip
 """The columns of a row in the order written. Columns of the audit and of a loop come after them."""
 

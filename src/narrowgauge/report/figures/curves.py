@@ -17,7 +17,6 @@ from narrowgauge.analysis.columns import Series, column
 from narrowgauge.analysis.comparison.run_stats import losses_at_common_times
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.series import band, is_wide, rounded, series_of, smooth
-from narrowgauge.report.figures.step_time_figure import time_of_a_step
 from narrowgauge.report.figures.traces import (
     Curve,
     Figure,
@@ -41,7 +40,7 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
     """Return all figures with data, by section. ``baseline`` is the label of the group to compare with (None: the first)."""
     sections: dict[str, list[Figure | None]] = {
         "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
-        "cost": [loss_against_bytes(groups), loss_against_seconds(groups), time_of_a_step(groups)],
+        "cost": [loss_against_bytes(groups), loss_against_seconds(groups)],
         "storage": [over_steps(groups, "unchanged-weights"), over_steps(groups, "lost-decay")],
         "history": [over_steps(groups, "grad-norm"), loss_scale(groups), skipped(groups)],
     }
