@@ -39,7 +39,7 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def native_formats() -> Iterator[None]:
     """A processor that multiplies bfloat16 and int8 natively, whatever this one is."""
-    from narrowgauge.machine import pretending
+    from processors import pretending
 
     with pretending("avx512_bf16", "avx512_vnni"):
         yield

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from golden_files import machine_key
-from narrowgauge.machine import pretending
 from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import optimizers
 from narrowgauge.spec import show
@@ -31,6 +30,7 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import ACCUMULATIONS, REDUCTIONS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import UPDATE_RULES
+from processors import pretending
 
 STEPS = 12
 SHAPES = {"matrix": (33, 17), "tall": (129, 3), "vector": (5,), "scalar": (1,), "still": (7, 9)}

@@ -13,7 +13,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,23 +36,6 @@ def multiplies(format: str) -> bool:
         (True, False)
     """
     return format in ("float32", "float64") or bool(_usable & _MULTIPLYING.get(format, set()))
-
-
-@contextlib.contextmanager
-def pretending(*sets: str) -> Iterator[None]:
-    """Assume these instruction sets within the block, for tests.
-
-    Example:
-        >>> with pretending("avx2"):
-        ...     multiplies("bfloat16")
-        False
-    """
-    global _usable
-    before, _usable = _usable, frozenset(sets)
-    try:
-        yield
-    finally:
-        _usable = before
 
 
 @lru_cache(None)

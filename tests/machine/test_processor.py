@@ -11,7 +11,8 @@ import torch
 
 from narrowgauge import machine
 from narrowgauge.errors import ChipError
-from narrowgauge.machine import instruction_sets, multiplies, pretending
+from narrowgauge.machine import instruction_sets, multiplies
+from processors import pretending
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.machine import pretending
 from narrowgauge.matmul import gemm
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.trainer.language_model import loss_sum
+from processors import pretending
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(18).reshape(2, 9) % 32

@@ -80,11 +80,11 @@ def moment(*shape: int) -> Tensor:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("adamw", {"exp_avg": moment(), "exp_avg_sq": moment()}, "'step' is missing. ng.convert takes states of Adam and AdamW"),
+    ("adamw", {"exp_avg": moment(), "exp_avg_sq": moment()}, "'step' is missing. ng.load_states takes states of Adam and AdamW"),
     ("adamw", {"step": 3, "exp_avg": moment()}, "'exp_avg_sq' is missing"),
     ("adamw", {"step": 3, "exp_avg": moment(), "exp_avg_sq": moment(), "max_exp_avg_sq": moment()},
      "'max_exp_avg_sq' is unknown"),
-    ("adamw", {"step": 3, "state1": moment(), "state2": moment()}, "'state1' is unknown. ng.convert"),
+    ("adamw", {"step": 3, "state1": moment(), "state2": moment()}, "'state1' is unknown. ng.load_states"),
     ("lion", {"step": 3, "exp_avg": moment(), "exp_avg_sq": moment()}, "'exp_avg_sq' is unknown"),
     ("adamw", {"step": 3, "exp_avg": moment(3), "exp_avg_sq": moment()}, r"'exp_avg' is .* of shape \(3,\)"),
     ("adamw", {"step": 3, "exp_avg": moment().to(torch.int8), "exp_avg_sq": moment()}, "is torch.int8 of shape"),

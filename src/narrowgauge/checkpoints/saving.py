@@ -36,7 +36,7 @@ from narrowgauge.runs.atomic_io import (
     sync,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _FOLDER, _STATE, _MANIFEST = "checkpoints", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 

@@ -23,7 +23,7 @@ from narrowgauge.optim.rules.matrix import MUON, MatrixRule
 from narrowgauge.optim.state import ParameterState, extra_code
 from narrowgauge.optim.validation import agree
 
-_ADVICE = "ng.convert takes states of Adam and AdamW from other libraries and storages; any other restarts."
+_ADVICE = "ng.load_states takes states of Adam and AdamW from other libraries; any other restarts."
 # These rules ignore the number of steps, and torch does not count their steps.
 _COUNTLESS = {SGD.name, PLAIN_SGD.name, LION.name, MUON.name}
 _MOMENTA = {name for rule in (SGD, LION) for name in rule.states}

@@ -139,7 +139,7 @@ class ParameterState:
         if name not in values:
             raise RecipeError(
                 f"Cannot load the state because it has no '{name}' for storage '{self.storage.name}', only {sorted(values)}.",
-                "Build the optimizer with the storage of the state, or convert it with ng.convert.",
+                "Build the optimizer with the storage of the state. optimizer.adopt(weights, moments) takes values of any other.",
             )
         value = values[name].to(self.parameter.device)
         if dtype is torch.int16 and value.dtype is torch.int32:

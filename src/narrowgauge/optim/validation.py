@@ -172,7 +172,7 @@ def check_fits(state: ParameterState, storage: str) -> None:
     if state.requested != storage:
         raise RecipeError(
             f"Cannot step because a group's storage was changed to '{storage}', and its states are in '{state.requested}'.",
-            "Build a new optimizer with that storage and convert the state with ng.convert, or clear optimizer.state.",
+            "Build a new optimizer with that storage. Its adopt(weights, moments) takes the old one's stored() values.",
         )
     weight = state.parameter
     if (weight.shape, weight.dtype, weight.device) != state.made_for:
@@ -239,7 +239,7 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
         if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
-                "Build the optimizer with the storage the state was saved from, or take it over with ng.convert.",
+                "Build the optimizer with the storage of the state. optimizer.adopt(weights, moments) takes values of any other.",
             )
         for flag in HOW_TORCH_STEPS:
             theirs.pop(flag, None)  # does not affect the state

@@ -301,20 +301,6 @@ class Storage:
         return not is_short and not is_frozen
 
     @property
-    def highest_beta2(self) -> float | None:
-        """Return the beta2 above which a decay is less than 0.5 ulp of a second moment, which then no longer falls.
-
-        ``None`` if second moments are rounded stochastically, kept in parts, or not rounded.
-
-        Example:
-            >>> STORAGES["naive"].highest_beta2, STORAGES["word"].highest_beta2
-            (0.99609375, None)
-        """
-        moment = self.exp_avg_sq
-        is_kept = "exp_avg_sq" in dict(self.states) and moment.parts == 1 and moment.rounding == "nearest"
-        return 1 - 2.0 ** -(moment.mantissa_bits + 1) if is_kept else None
-
-    @property
     def is_stochastic(self) -> bool:
         return any(self.code(role).rounding == "stochastic" for role in ("weight", *(role for _, role in self.states)))
 

@@ -13,13 +13,15 @@ import transformers
 from torch import Tensor, nn
 
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.rules.matrix import ADAFACTOR, MATRIX_RULES, MUON, MatrixRule, shapes_of_states
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule, shapes_of_states
 from narrowgauge.optim.rules.subspaces import leading_basis
 from oracles import matrix_rules as oracle
 from tensors import gaussian, step_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+MATRIX_RULES = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}
 EVERY = pytest.mark.parametrize("rule", MATRIX_RULES.values(), ids=MATRIX_RULES)
 SHAPES = [(6, 10), (7, 1), (4, 3, 5)]
 # What each rule needs to come to a minimum of a small problem: subspaces of half the side, turned often.
@@ -35,22 +37,17 @@ def options_of(rule: MatrixRule, **options: Any) -> dict[str, Any]:
     return {**rule.defaults, **SMALL[rule.name], **options}
 
 
-def fresh(rule: MatrixRule, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.zeros(size) for name, size in shapes_of_states(rule, shape, options).items()}
-
-
 def train(
     rule: MatrixRule, weight: Tensor, gradient: Callable[[Tensor, int], Tensor], steps: int, **options: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weight and states after some steps, with a learning rate that falls to zero in a line if ``decaying``."""
-    decaying = options.pop("decaying", False)
-    group = options_of(rule, **options)
-    states, lr = fresh(rule, tuple(weight.shape), group), group["lr"]
+    """The weight and states after some steps in float32."""
+    group, parameter = options_of(rule, **options), nn.Parameter(weight.clone())
+    optimizer = Optimizer([parameter], rule, group, storage="float32", compile=False)
     for step in range(1, steps + 1):
-        group["lr"] = lr * (1 - step / (steps + 1)) if decaying else lr
-        change, states = rule.update(weight, gradient(weight, step), states, group, step)
-        weight = weight + change
-    return weight, states
+        parameter.grad = gradient(parameter.detach(), step)
+        optimizer.step()
+    names = shapes_of_states(rule, parameter.shape, group)
+    return parameter.detach(), {name: optimizer.stored(parameter, name) for name in names}
 
 
 def noise(shape: tuple[int, ...]) -> Callable[[Tensor, int], Tensor]:

@@ -185,5 +185,3 @@ LION = Rule(
     _lion,
     decay="negative_decay",
 )
-
-RULES: dict[str, Rule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, PLAIN_SGD, LION)}

@@ -80,26 +80,6 @@ class MatrixRule:
         """Return the states beside the weight, each with the code of a storage that it takes."""
         return tuple((name, "exp_avg") for name in self.beside)
 
-    def update(self, weight: Tensor, gradient: Tensor, states: States, options: Options, step: int) -> Result:
-        """Return the change of a weight and the new states: the definition of a step, for tensors of two dims or more.
-
-        Strides are removed: a sum runs along memory, and a transposed gradient must give the same bits.
-        """
-        if weight.numel() == 0:
-            return torch.zeros_like(weight), dict(states)
-        shape = matrix_shape(weight.shape)
-        flat = {name: s.reshape(shape).contiguous() if s.shape == weight.shape else s for name, s in states.items()}
-        w, g = weight.reshape(shape).contiguous(), gradient.reshape(shape).clone(memory_format=torch.contiguous_format)
-        new: dict[str, Tensor] = {}
-        if self.average is not None:
-            g, new = self.average(g, flat, options)
-            g = g.clone()  # it may be one of the new states
-        measure = self.measure(options)
-        change, more = self.direction(g, None if measure is None else measure(w), flat, options, step)
-        change = change - w * decay_of(options) if self.decays else change
-        new |= more
-        return change.reshape(weight.shape), {name: s.reshape(states[name].shape) for name, s in new.items()}
-
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the rows and columns of a parameter: its first dim, and all others together."""
@@ -156,7 +136,7 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a matrix with the same singular vectors, and all singular values moved towards 1.
+    """Return a matrix with the same singular vectors, and all singular values moved towards 1. Overwrite the argument.
 
     A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is taken
     before anything is rounded, without the usual 1e-7 added: scaling by a power of two changes no bit. Zeros stay zeros.
@@ -175,11 +155,6 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
     Source:
         Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
-    return _orthogonalise(matrix.clone(), iterations, dtype)
-
-
-def _orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
-    """Do :func:`orthogonalise`, and overwrite the matrix."""
     x = matrix.div_(_length(matrix).float().clamp(min=TINY)).to(dtype)
     a, b, c = NS_COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
@@ -215,7 +190,7 @@ def _momentum(g: Tensor, states: States, options: Options) -> Result:
 
 def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
     size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape)
-    return _orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(-size), {}
+    return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(-size), {}
 
 
 # ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,5 +331,3 @@ GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.
 GRADNORM_LORP = MatrixRule(
     "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, {**_SUBSPACE, "scale": 1.0}, measure=_whole_weight
 )
-
-MATRIX_RULES: dict[str, MatrixRule] = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}
