@@ -155,7 +155,7 @@ COMPUTES: dict[str, Compute] = {
     "float8-row-e5m2": Compute(2, has=("gathered", "served")),
     "float8-block-e5m2": Compute(2, ("weight",), has=("served",)),
     "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "gathered", "served")),
-    "int8-outlier": Compute(2, ("gradient",), has=("served",)),
+    "int8-outlier": Compute(2, ("gradient",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
     "mxfp8": Compute(2, has=("served",)),
     "mxfp6": Compute(2),

@@ -70,9 +70,9 @@ class ReportedError(NarrowgaugeError):
 
 
 class CorruptionError(NarrowgaugeError):
-    """Memory or arithmetic of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
+    """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
 
-    ``check`` names the check: ``replicas``, ``rest`` or ``recomputation`` of ``narrowgauge.runs.events.RAISED_BY``.
+    ``check`` names the check: ``replicas`` or ``rest`` of ``narrowgauge.runs.events.RAISED_BY``.
     """
 
     def __init__(

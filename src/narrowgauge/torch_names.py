@@ -307,17 +307,6 @@ def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Ten
     return lambda: set_norm(before)
 
 
-def fsdp_columns(group: Any) -> list[tuple[Any, int]]:
-    """Return one shard's row of a group's flat gradient: sharded parameters, each with its number of elements."""
-    return [(parameter.sharded_param, parameter.padded_sharded_param_size.numel()) for parameter in group.fsdp_params]
-
-
-def swap_reduce_scatter(group: Any, comm: Any) -> Any:
-    """Set another object that sums an FSDP2 group's gradients; return the old one."""
-    old, group._reduce_scatter_comm = group._reduce_scatter_comm, comm
-    return old
-
-
 @dataclass(frozen=True)
 class FsdpMesh:
     """Describe the ranks of an FSDP2 parameter group: a mesh, and its dims for shards and replicas."""

@@ -316,7 +316,7 @@ def _stopped(first_run: Run, second_run: Run) -> Iterator[Difference]:
         return
     state, _, name = str(event.get("tensor") or "").rpartition(" of ")
     ranks = (event["rank"],) if isinstance(event.get("rank"), int) else ()
-    kind, later = {"rest": ("held", 1), "recomputation": ("grad", 1)}.get(str(event.get("detector")), ("weight", 0))
+    kind, later = ("held", 1) if event.get("detector") == "rest" else ("weight", 0)
     tensor = f"{kind}:{state}:{name}" if state else f"{kind}:{name}" if name else ""
     yield Difference(step_of(event) + later, kind, "damaged", tensor, ranks=ranks, note=str(event.get("message") or ""))
 

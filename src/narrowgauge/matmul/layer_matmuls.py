@@ -231,48 +231,36 @@ def add_outliers(
     compute: Compute,
     weight: Tensor | None,
     codes: Operand,
-    wide: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Add the product of the outlier columns of ``x`` and the compute's weights ``[out, in]`` to ``result``.
 
     Args:
         weight: in 16 bits; ``None`` in inference, where it is not stored.
         codes: of the weight, with a scale per row.
-        wide: int32 ``[kept]``, ascending, and ``[out, kept]``: columns with weights stored in 16 bits beside the codes.
     Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
     """
     weight = weight if keeps_outlier_weights(compute) else None
-    columns, weights = wide or (None, None)
-    arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer, columns, weights)
+    arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer)
     # The variable number of columns would break a graph.
     return cast(Tensor, (_add_opaque if is_traced() else _add_outliers)(*arguments))
 
 
 def _add_outliers(
-    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None,
-    columns: Tensor | None, weights: Tensor | None,
-) -> Tensor:  # fmt: skip
+    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None
+) -> Tensor:
     outliers = outlier_columns(x, threshold).nonzero().view(-1)
     if not len(outliers):
         return result
-    if weight is not None:
-        thin = weight[:, outliers]
-    else:
-        assert scales is not None
-        thin = codes[:, outliers].float() * scales
-        if columns is not None and weights is not None and len(columns):
-            place = torch.searchsorted(columns, outliers.to(columns.dtype)).clamp_(max=len(columns) - 1)
-            is_kept = columns[place] == outliers
-            thin[:, is_kept] = weights[:, place[is_kept]].float()
+    assert scales is not None
+    thin = codes[:, outliers].float() * scales if weight is None else weight[:, outliers]
     return add_product(result, x[:, outliers].to(result.dtype), thin.to(result.dtype).t())
 
 
 @torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())
 def _add_opaque(
-    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None,
-    columns: Tensor | None, weights: Tensor | None,
-) -> Tensor:  # fmt: skip
-    total = _add_outliers(result, x, threshold, weight, codes, scales, columns, weights)
+    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None
+) -> Tensor:
+    total = _add_outliers(result, x, threshold, weight, codes, scales)
     return total.clone() if total is result else total.contiguous()
 
 

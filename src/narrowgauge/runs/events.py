@@ -43,7 +43,7 @@ KINDS: dict[str, str] = {
     "growth": "a weight or the gradient norm grows far beyond what it was",
     "dead_layer": "a layer no longer learns",
     "nonfinite": "a tensor holds values that are not finite",
-    "corruption": "memory or arithmetic of a rank is damaged, and the run stopped before it used the damage",
+    "corruption": "memory of a rank is damaged, and the run stopped before it used the damage",
     "checkpoint": "a checkpoint was written",
     "checkpoint_damaged": "a checkpoint did not match its manifest and was not used",
 }
@@ -53,7 +53,6 @@ RAISED_BY: dict[str, str] = {
     "audit": "the optimizer's audit: a storage loses part of the updates, beyond the audit's own uncertainty",
     "replicas": "the comparison of what several ranks hold or apply alike: it differs",
     "rest": "the checksums of memory before and after the time between two updates: they differ",
-    "recomputation": "the gradients of one micro-batch that all ranks computed: they differ",
     "replay": "the repetition of a step that failed, with every operation traced",
     "changed-settings": "a resume, with other settings than the run had",
     "changed-software": "a resume, with other versions or on another machine",

@@ -210,7 +210,7 @@ class TrainConfig:
     fingerprints_every: int = count(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
     verify_every: int = count(
-        1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0)
+        1000, "On several ranks, steps between comparisons of what they hold; 0: never.", 0)
     on_spike: str = setting(
         "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint "
         "and skip the data since, or stop.", names=SPIKE_ACTIONS)

@@ -1,10 +1,10 @@
-"""One optimizer step and its record, one evaluation, and the verification of ranks between steps.
+"""One optimizer step and its record, and one evaluation.
 
 The step contains no arithmetic and no format. It uses the results of ``prepare`` like any training loop. With ``--on-spike``
 the step is judged before the update, and a spike changes nothing.
 
-On several ranks, every ``verify_every`` steps, the states of all ranks are compared and one micro-batch is computed by all of
-them. States are also compared before a checkpoint is written. So the last checkpoint is always from before the damage.
+On several ranks, the states of all ranks are compared every ``verify_every`` steps and before a checkpoint is written. So the
+last checkpoint is always from before the damage.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     if session.accumulator is not None:
         session.accumulator.step = session.step
     if session.verifier.is_due(session.step + 1):
-        verify(session)
+        session.verifier.verify_state(session.step)
 
     session.fingerprints.begin(session.step + 1)
     clock.mark()
@@ -190,27 +190,6 @@ def evaluate(session: Session) -> float:
     session.reshard()
     num_tokens: int = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)
     return float(sum_in_order(sums, len(batches), here.size)) / num_tokens
-
-
-def verify(session: Session) -> None:
-    """Compare the ranks' states, and their results for one micro-batch of the next step, another one each time.
-
-    A difference raises CorruptionError on all ranks.
-    """
-    config, verifier, reduction = session.config, session.verifier, session.reduction
-    verifier.verify_state(session.step)
-    if reduction is None:
-        return
-    part = MicroBatch((session.step // config.verify_every) % config.gradient_accumulation_steps)
-
-    def differentiate_one() -> None:
-        session.set_compute()
-        with reduction.micro_batch(is_last=False):
-            loss_of(session, part, session.tokens_of(part).to(session.device), session.loss).backward()
-        reduction.discard()
-
-    with unsampled(session.gauges):  # this micro-batch is counted when its turn comes
-        verifier.verify_gradients(session.step, session.model, differentiate_one)
 
 
 @contextmanager
