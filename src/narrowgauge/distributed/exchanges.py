@@ -22,16 +22,9 @@ from torch import Tensor
 
 from narrowgauge.distributed.block_codes import BLOCK_CODES, RECORD_VALUES
 from narrowgauge.distributed.ranks import has_group
-from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec.sums import Reduction
-
-SAME_PARAMETERS = (
-    "Use the same parameters in every micro-batch, times 0 where one leaves them out, or keep those that some leave out whole on "
-    "every rank: ignored_params=… of fully_shard."
-)
-"""Advice if micro-batches use different parameters of an FSDP2 group."""
 
 
 @dataclass(frozen=True)
@@ -250,11 +243,6 @@ class ExactExchange(Exchange):
     def _sums_of(self, rows: Tensor) -> ExactSums:
         if self._sums is not None and self._sums.numel == rows.shape[1]:
             return self._sums
-        if self._has_begun and self._sums is not None:
-            raise RecipeError(
-                f"{self._sums.numel} elements had gradients in the micro-batches before, and {rows.shape[1]} have them in this.",
-                SAME_PARAMETERS,
-            )
         self._sums = ExactSums(rows.shape[1], rows.device)
         return self._sums
 

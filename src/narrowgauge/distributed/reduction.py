@@ -26,7 +26,6 @@ from narrowgauge.distributed.exchanges import EXCHANGES, ONE_RANK, Exchange, Ran
 from narrowgauge.distributed.order_invariance import (
     IN_MICRO_BATCHES,
     ForwardPasses,
-    ParameterUse,
     refuse_unsent,
     take_norms,
 )
@@ -181,7 +180,6 @@ class GradientReduction:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             _leave_unsummed(model, lambda: self._is_closed)
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
-        self._use = ParameterUse(self._sharded if self._sums_leaves else (), grid.group)
         if self.size > 1 or self._sums_leaves:
             # Before the gradients of what FSDP2 shards, it allocates memory, see `before_group`.
             self._undo += [p.register_hook(self._begin_pass).remove for p in whole_params]
@@ -205,8 +203,8 @@ class GradientReduction:
             is_absent: this rank has no micro-batch left. It repeats one, so that all ranks take part in every exchange, and
                 contributes nothing.
         Raises:
-            RecipeError: gradients of an earlier step are still there. An order-invariant reduction also raises it, on all ranks,
-                if micro-batches use different parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
+            RecipeError: gradients of an earlier step are still there. An order-invariant reduction also raises it if a
+                micro-batch does not use all parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
         """
         if self.current is not None:
             raise RuntimeError("micro_batch was entered within another")
@@ -266,7 +264,6 @@ class GradientReduction:
         self._in_step = False
         self._lone_pass = None
         self._arrived.clear()
-        self._use.discard()
         self._forwards.discard()
 
     def bytes_per_param(self) -> float:
@@ -403,11 +400,8 @@ class GradientReduction:
                 "gradients were released as they arrived, before they were summed over ranks and micro-batches.",
                 "Keep the gradients, or shard the model and give each rank one micro-batch per step.",
             )
-        if not micro_batch.is_absent:
-            self._use.add(self._arrived)
-        if micro_batch.is_last:
-            self._use.end_step()
         if self._sums_leaves:
+            self._require_all_used()
             self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
             if not micro_batch.is_last:
                 for parameter in self._sharded:
@@ -422,6 +416,20 @@ class GradientReduction:
             if micro_batch.is_last:
                 self._replicated.add()
         self._in_step = not micro_batch.is_last
+
+    def _require_all_used(self) -> None:
+        """Refuse a sharded parameter without a gradient: FSDP2 leaves it out of a group's flat gradient.
+
+        Two experts of equal size in different micro-batches may then have the same place in vectors of equal length.
+        """
+        unused = next((p for p in self._sharded if p not in self._arrived), None)
+        if unused is not None:
+            raise RecipeError(
+                f"Cannot sum gradients exactly because a sharded parameter of shape {tuple(unused.shape)} got none in a "
+                "micro-batch: FSDP2 leaves it out of the vectors that are summed.",
+                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze it; or keep it whole on every "
+                "rank: ignored_params=… of fully_shard.",
+            )
 
     # ── what is installed ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -77,7 +77,7 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def multiply(self, rows: Tensor) -> Tensor:
         """Multiply ``[rows, in]``, without a gradient."""
         codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
-        return inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name)
+        return cast(Tensor, inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name))
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":

@@ -111,7 +111,7 @@ class QuantizedLinear(ExactBuffers):
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
-        y = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
+        y: Tensor = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
         return y.view(*x.shape[:-1], self.out_features)
 
     def dequantize(self) -> Tensor:

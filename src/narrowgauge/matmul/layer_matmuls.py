@@ -27,7 +27,6 @@ from narrowgauge.matmul import cast_cache
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype, with_channels_back
 from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, drawn_signs, random_words
-from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
 from narrowgauge.torch_names import is_traced
@@ -197,20 +196,6 @@ def _(
     return data, outer, inner
 
 
-@torch.library.custom_op("narrowgauge::weight_unit", mutates_args=())
-def weight_unit(weight: Tensor) -> Tensor:
-    """Return the power of two at or below a weight's root mean square, 0-d float32. Measure once per version of the weight.
-
-    It is an operator, since a compiler would add the squares in another order.
-    """
-    return cast_cache.cast_weight(weight, ("unit",), lambda: Operand(power_of_rms(weight))).data.clone()
-
-
-@weight_unit.register_fake
-def _(weight: Tensor) -> Tensor:
-    return weight.new_empty((), dtype=torch.float32)
-
-
 # ── outliers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -274,7 +259,7 @@ def _(result: Tensor, *_: Any) -> Tensor:
 
 def output(
     x: Tensor, weight: Tensor, bias: Tensor | None, name: str, *, keys: Keys | None, history: Tensor | None,
-    record: bool, input_history: Tensor | None = None, unit: Tensor | None = None,
+    record: bool, unit: Tensor | None = None,
 ) -> tuple[Tensor, Operand]:  # fmt: skip
     """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the input saved for backward: its cast, or itself.
 
@@ -282,11 +267,10 @@ def output(
         name: of a registered compute.
         keys, history: the layer's; ``None`` if its casts need none.
         record: write amax values into the history.
-        input_history: gives the input's delayed scale. Layers with the same input share the first layer's history.
         unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
     """
     compute = REGISTERED[name]
-    lhs = cast_to_slot(x, compute, "output.left", keys=keys, history=input_history, record=record)
+    lhs = cast_to_slot(x, compute, "output.left", keys=keys, history=history, record=record)
     rhs = cast_weight_to_slot(weight, name, "output.right", keys=keys, history=history, record=record, unit=unit)
     y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
@@ -334,12 +318,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, clock: Tensor | None, key: Tensor | None,
-        history: Tensor | None, input_history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
+        history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
     ) -> Tensor:  # fmt: skip
         keys = None if clock is None or key is None else Keys(clock, key)
-        y, saved = output(
-            x, weight, bias, name, keys=keys, history=history, record=record, input_history=input_history, unit=unit
-        )
+        y, saved = output(x, weight, bias, name, keys=keys, history=history, record=record, unit=unit)
         ctx.save_for_backward(*saved, weight, clock, key, unit)
         # Not saved for backward: autograd would refuse it after another layer or pass writes to it.
         ctx.history = history
@@ -356,7 +338,7 @@ class _Product(torch.autograd.Function):
             sequence_length=ctx.sequence_length, needs=ctx.needs_input_grad[:2], unit=unit,
         )  # fmt: skip
         by_bias = bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return by_input, by_weight, by_bias, *[None] * 8
+        return by_input, by_weight, by_bias, *[None] * 7
 
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards on computes and casts.

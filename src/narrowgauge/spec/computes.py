@@ -506,9 +506,7 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def first_of_input(layer: str) -> str:
-    """Return the first layer with the same input as a layer. They share the input's cast and its delayed scale.
-
-    It is the layer itself if no other layer has its input.
+    """Return the first layer with the same input as a layer: the layer itself if no other layer has its input.
 
     Example:
         >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
@@ -516,41 +514,6 @@ def first_of_input(layer: str) -> str:
     """
     parent, dot, leaf = layer.rpartition(".")
     return parent + dot + next((names[0] for names in _SAME_INPUT if leaf in names), leaf)
-
-
-# ── gathering: a weight that FSDP2 gathers as the codes that its matmuls take ──────────────────────────────────────────
-#
-# A compute that casts a sharded weight can cast each shard before the gather. Then one byte is sent instead of two. The codes
-# are the same, since a shard holds whole rows. Scales that cover several shards (of a tensor, of a column) first need the amax
-# over all of them: a small all-reduce.
-#
-# Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. If these are two casts, each
-# gather sends the cast for its pass. That takes FSDP2's ``reshard_after_forward`` and no activation checkpointing, whose
-# backward pass needs both casts.
-
-
-def gathered_slots(compute: Compute) -> tuple[str, str]:
-    """Return the slots whose casts of the weight the forward and the backward pass take."""
-    return "output.right", compute.cast_slots["grad_input.right"]
-
-
-def why_gathered_wide(compute: Compute) -> str:
-    """Return why a compute's weights are not gathered as codes; empty if they can be.
-
-    Example:
-        >>> why_gathered_wide(COMPUTES["mxfp8"]), why_gathered_wide(COMPUTES["int8-row"])
-        ('its scales belong to blocks', '')
-    """
-    casts = [compute.casts[slot] for slot in gathered_slots(compute)]
-    if compute.is_wide:
-        return "it multiplies the weights as they are"
-    if compute.transform:
-        return "its transform computes with the weights themselves"
-    if compute.output.left.outliers or any(cast.is_wide for cast in casts):
-        return "a matmul takes weights in 16 bits too"
-    if any(cast.scaling == "delayed" for cast in casts):
-        return "its amax history is measured on the whole weight"
-    return "its scales belong to blocks" if any(cast.block is not None for cast in casts) else ""
 
 
 # ── weights without training: codes and scales ─────────────────────────────────────────────────────────────────────────

@@ -421,10 +421,7 @@ class _Casts:
         cast_slot = compute.cast_slots[slot]
         if _CAST_AT[SLOTS[slot].tensor] not in self.rounded or compute.casts[cast_slot].is_wide:
             return None
-        history = self.layer.amax_history
-        if SLOTS[slot].tensor == "input" and self.layer.scale_owner:
-            history = self.layer.scale_owner[0].amax_history
-        keys = self.layer.keys()
+        keys, history = self.layer.keys(), self.layer.amax_history
         return cast_to_slot(x, compute, cast_slot, keys=keys, history=history, sequence_length=self.length, fold=fold)
 
     def _values(self, slot: str, x: Tensor, operand: Operand | None, fold: Tensor | None = None) -> Tensor:

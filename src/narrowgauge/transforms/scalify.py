@@ -205,7 +205,7 @@ def linear(
     multiply: Callable[..., Tensor],
     features: tuple[int, int],
     plain: bool = False,
-    unit_of: Callable[[Tensor], Tensor] | None = None,
+    takes_unit: bool = False,
 ) -> Tensor:
     """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near one.
 
@@ -218,14 +218,13 @@ def linear(
         multiply: the linear function of plain tensors, low-precision or not.
         features: numbers of inputs and outputs.
         plain: return a plain tensor.
-        unit_of: measures the weight, if ``multiply`` itself divides by the result. ``multiply`` gets it as a fourth argument.
+        takes_unit: ``multiply`` gets the weight's size as a fourth argument and divides by it itself, in a cacheable cast.
     """
     inputs, outputs = features
-    size = power_of_rms(weight) if unit_of is None else unit_of(weight)
+    size = power_of_rms(weight)
     scale = scale_of(x) * size
     sizes = (root_below(outputs), None, None)
-    weight_unit: Unit = size if unit_of is None else Held(size)
-    also = () if unit_of is None else (size,)
+    weight_unit, also = (Held(size), (size,)) if takes_unit else (size, ())
     if bias is None:
         token, data, unit_weight = enter((OWN, weight_unit), sizes[:2], x, weight)
         raw = multiply(data, unit_weight, None, *also)
@@ -350,11 +349,9 @@ def _revived(origin: Any) -> nn.Module:
 
 class _Linear(_Ruled):
     def forward(self: Any, x: Tensor) -> Tensor:
-        # A narrow layer measures its weight and divides by the result itself, in a cacheable cast.
-        unit_of = self.unit_of if hasattr(self, "unit_of") and not self.compute.is_wide else None
-        multiply = getattr(self, "multiply", F.linear)
-        features = self.in_features, self.out_features
-        return linear(x, self.weight, self.bias, multiply, features, self.leaves_plain, unit_of)
+        multiply, features = getattr(self, "multiply", F.linear), (self.in_features, self.out_features)
+        takes_unit = getattr(self, "takes_unit", False)  # of a narrow layer
+        return linear(x, self.weight, self.bias, multiply, features, self.leaves_plain, takes_unit)
 
 
 class _Conv1D(_Ruled):
