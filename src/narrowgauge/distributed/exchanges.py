@@ -302,7 +302,7 @@ class CompressedSum(Exchange):
         """Return the float32 sum of this rank's own piece, in whole records."""
         grid, rank = self.grid, dist.get_rank(self.grid.group)
         pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
-        num_records = self.code.num_records(len(pieces[rank]))
+        num_records = pieces.shape[1] // RECORD_VALUES
         sent = gradient.new_empty(grid.size, num_records, self.code.record_bytes, dtype=torch.uint8)
         for owner, part in enumerate(pieces):
             if owner != rank:
@@ -322,7 +322,7 @@ class CompressedSum(Exchange):
         records = self.code.encode(part, self._key(_GATHERED, rank, 0))
         gathered = records.new_empty(group.size() * len(records), self.code.record_bytes)
         all_gather(gathered, records, group)
-        return self.code.decode(gathered, len(gathered) * RECORD_VALUES)
+        return self.code.decode(gathered)
 
     def _key(self, stage: int, *places: int) -> int:
         key = self.seed

@@ -173,10 +173,9 @@ class GradientReduction:
         grid = grid or _grid_of(model, mesh)
         self.size, self.group = grid.size, grid.group
         _require_whole(model, whole_params, grid)
-        dtypes = self._dtypes_of_sums() if self._sums_leaves else {}
-        self._replicated = Replicated(
-            whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register, dtypes
-        )
+        if self._sums_leaves:
+            self._require_own_dtypes()
+        self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             _leave_unsummed(model, lambda: self._is_closed)
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
@@ -349,10 +348,6 @@ class GradientReduction:
             self._require_known()
         self._in_step = True
         self._arrived.clear()
-        for module, group in self._fsdp if self._sums_leaves else ():
-            if torch_names.fsdp_lacks_zeros(group):
-                module.unshard()
-                module.reshard()
 
     def _require_known(self) -> None:
         """Refuse trainable parameters that were frozen or missing when the reduction was installed.
@@ -455,21 +450,18 @@ class GradientReduction:
             raise RecipeError(f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one.")
         return sharded_ids, next(iter(grids.values()), None)
 
-    def _dtypes_of_sums(self) -> dict[Tensor, torch.dtype]:
-        """Return the dtypes in which FSDP2's mixed precision sums gradients: the same on one rank as on several."""
-        dtypes: dict[Tensor, torch.dtype] = {}
+    def _require_own_dtypes(self) -> None:
+        """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum once more."""
         for module, group in self._fsdp:
             for parameter in torch_names.fsdp_parameters(group):
                 dtype = torch_names.fsdp_sum_dtype(group, parameter)
-                if dtype is None:
-                    policy, stored = torch_names.fsdp_policy(group, parameter), dtype_name(parameter.dtype)
+                if dtype != parameter.dtype:
+                    stored = dtype_name(parameter.dtype)
                     raise RecipeError(
-                        f"{policy} was given for {type(module).__name__}, whose parameters are {stored}: FSDP2 rounds gradients "
-                        "to that before they are summed, on one rank, and after it on several.",
-                        "Take a param_dtype and a reduce_dtype that the parameters' own dtype holds.",
+                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {dtype_name(dtype)} "
+                        f"and its parameters are {stored}.",
+                        f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs no wider one.",
                     )
-                dtypes[parameter] = dtype
-        return dtypes
 
 
 def inner_of(model: nn.Module) -> nn.Module:

@@ -208,13 +208,14 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
 
 def projections(model: nn.Module) -> list[str]:
     """Return the names of the projections of all experts."""
-    return [
-        f"{name}.{projection}" if name else projection
-        for name, module in model.named_modules()
-        if is_experts(module)
-        for projection in PROJECTIONS
-        if projection in module._parameters
-    ]
+    modules = [(name, module) for name, module in model.named_modules() if is_experts(module)]
+    return [full for name, module in modules for full in _full_names(name, module).values()]
+
+
+def _full_names(name: str, module: nn.Module) -> dict[str, str]:
+    """Return the projections of a module of that name, and their names in the model."""
+    present = [projection for projection in PROJECTIONS if projection in module._parameters]
+    return {projection: f"{name}.{projection}" if name else projection for projection in present}
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -225,11 +226,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    names = {
-        projection: f"{name}.{projection}" if name else projection
-        for projection in PROJECTIONS
-        if projection in module._parameters
-    }
+    names = _full_names(name, module)
     computes = {projection: compute for projection, full in names.items() if (compute := choose(full)) is not None}
     if not computes:
         return {}

@@ -110,6 +110,8 @@ class QuantizedLinear(ExactBuffers):
         """Multiply ``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
+        if not x.numel():
+            return x.new_zeros(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features)
         y: Tensor = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
         return y.view(*x.shape[:-1], self.out_features)

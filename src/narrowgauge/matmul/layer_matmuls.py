@@ -202,7 +202,7 @@ def _(
 def outlier_columns(x: Tensor, threshold: float) -> Tensor:
     """Return which columns of ``[rows, columns]`` hold a magnitude of at least ``threshold`` (or a NaN): bool ``[columns]``."""
     # Compare in float32: PyTorch would first round the threshold to the format of x.
-    return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
+    return ~(x.abs().amax(0).float() < threshold)
 
 
 def without_outliers(x: Tensor, threshold: float) -> Tensor:

@@ -155,6 +155,8 @@ class Linear(NarrowLayer, nn.Linear):
         """
         weight = weight.t() if self.is_transposed else weight
         x = self.cast_stream(x)
+        if not x.numel():  # nothing to cast
+            return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         if x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
         length = x.shape[-2] if x.ndim > 2 else 1
