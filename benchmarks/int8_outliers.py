@@ -11,9 +11,7 @@ gives the same loss at every strength, which is checked. The channels are the sa
 
 Baseline: bfloat16, without outliers. A difference is the mean over sequences, paired, with the half width of its 95 % interval
 by Student's t: what is drawn are sequences, so the interval is one of this model's loss on this text, and not over trainings.
-``int8-outlier`` finds its columns on other held-out sequences. "kept" is how many columns of how many it keeps in 16 bits, over
-all layers; "missed" how many outlier columns of a call (a layer on one sequence) were not among them, over all calls, and came
-from codes.
+``int8-outlier`` multiplies as in training, with 16-bit weights; the others are quantized for inference.
 
 Run: ``./dev bench int8_outliers [--out FOLDER] [--report-only] [--quick]``. Model and cells are kept under ``--out``, and an
 interrupted run goes on where it was (``_parts.py``). The training takes about 70 seconds of a free core with AVX512, a cell 1
@@ -42,7 +40,6 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.matmul.inference import find_outlier_columns, inference_bytes, missed_outliers
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
@@ -56,8 +53,8 @@ STRENGTHS = (1, 8, 32, 128)
 SECONDS = {"bfloat16": 1.0, "int8-row": 1.3, "int8-outlier-codes": 1.5, "int8-outlier": 2.5}
 """That a cell of each form takes; the first is the baseline."""
 FORMS, TRAINING_SECONDS = tuple(SECONDS), 70.0
-CHANNELS, SEQUENCES, QUICK_SEQUENCES = 4, (64, 64), (4, 4)
-"""How many channels get outliers; how many sequences are tested, and how many find the columns."""
+CHANNELS, SEQUENCES, QUICK_SEQUENCES = 4, 128, 8
+"""How many channels get outliers; every other one of how many sequences is tested."""
 TRAINING: dict[str, Any] = {
     "model": "llama-8m", "steps": 320, "batch_size": 8, "sequence_length": 128, "lr": 2e-3, "eval_every": 80,
     "eval_batches": 8, "gauges_every": 0, "audit_every": 0, "checkpoint_every": 80, "keep_checkpoints": 1, "compile": False,
@@ -112,30 +109,18 @@ def losses(model: Any, sequences: Sequence[Tensor]) -> list[float]:
 
 
 def measured(folder: Path, plain: Path, strength: float, form: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One cell: losses by sequence, bytes, and what was kept and missed."""
+    """One cell: losses by sequence, and bytes."""
     from transformers import AutoModelForCausalLM
 
     data, length = load(folder).data, int(read_run(folder).config["sequence_length"])
-    number, calibration = QUICK_SEQUENCES if options.quick else SEQUENCES
-    held_out = [torch.from_numpy(each) for each in data.valid_batches(1, length, number + calibration)]
-    # Every other one, so that both halves are spread over the text.
-    tested, seen = held_out[::2], held_out[1::2]
+    number = QUICK_SEQUENCES if options.quick else SEQUENCES
+    tested = [torch.from_numpy(each) for each in data.valid_batches(1, length, number)][::2]
     model: Any = with_outliers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval(), strength)
-    kept, missed, columns = 0, 0, None
     if form == "int8-outlier":
-        columns = find_outlier_columns(model, [each[:, :-1] for each in seen])
-        kept = sum(map(len, columns.values()))
-    num_columns = sum(
-        each.in_features for name, each in model.named_modules() if type(each) is nn.Linear and name != "lm_head"
-    )
-    if form != "bfloat16":
-        ng.quantize_for_inference(model, form, outlier_columns=columns)
-    found = losses(model, tested)
-    if form == "int8-outlier":
-        missed = sum(missed_outliers(model).values())
-    return {
-        "losses": found, "bytes": inference_bytes(model), "kept": kept, "columns": num_columns, "missed": missed,
-    }  # fmt: skip
+        ng.swap_linears(model, form)
+    elif form != "bfloat16":
+        ng.quantize_for_inference(model, form)
+    return {"losses": losses(model, tested), "bytes": model.get_memory_footprint()}
 
 
 def same_function(plain: Path, strength: float, tokens: Tensor) -> float:
@@ -160,11 +145,9 @@ def rows_of(cells: dict[tuple[float, str], dict[str, Any]], strengths: Sequence[
                 continue
             loss = statistics.fmean(cell["losses"])
             mean, half = interval([[a - b for a, b in zip(cell["losses"], base, strict=True)]])
-            kept = f"{cell['kept']:,} of {cell['columns']:,}" if form == "int8-outlier" else ""
             rows.append({
                 "outliers ×": f"{strength:g}", "form": form, "loss": f"{loss:.4f}", "difference": f"{mean:+.4f} ± {half:.4f}",
-                "perplexity": f"{math.exp(loss):.1f}", "MB": f"{cell['bytes'] / 1e6:.3f}", "kept": kept,
-                "missed": f"{cell['missed']:,}" if kept else "",
+                "perplexity": f"{math.exp(loss):.1f}", "MB": f"{cell['bytes'] / 1e6:.3f}",
             })  # fmt: skip
     return rows
 

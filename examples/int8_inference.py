@@ -34,17 +34,17 @@ def main():
     model, prompt = small_llama(), torch.arange(1, 33)[None]
     exact = model(prompt).logits.float()
 
-    before, columns = ng.matmul.inference_bytes(model), ng.matmul.find_outlier_columns(model, [prompt])
-    for compute, kept in {"int8-row": None, "int8-outlier-codes": None, "int8-outlier": columns}.items():
-        narrow = ng.quantize_for_inference(copy.deepcopy(model), compute, outlier_columns=kept)
+    before = model.get_memory_footprint()
+    for compute in ("int8-row", "int8-outlier-codes"):
+        narrow = ng.quantize_for_inference(copy.deepcopy(model), compute)
         off = (narrow(prompt).logits.float() - exact).norm() / exact.norm()
-        after = ng.matmul.inference_bytes(narrow)
+        after = narrow.get_memory_footprint()
         print(f"{compute:18}  {before / 1e6:.2f} MB became {after / 1e6:.2f} MB; logits are off by {off:.1%}")
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_file(narrow.state_dict(), path)
-        other = ng.quantize_for_inference(LlamaForCausalLM(model.config).bfloat16(), "int8-outlier", outlier_columns={})
+        other = ng.quantize_for_inference(LlamaForCausalLM(model.config).bfloat16())
         other.load_state_dict(load_file(path))
         same = torch.equal(other(prompt).logits, narrow(prompt).logits)
         print(f"saved in {path.stat().st_size / 1e6:.2f} MB and loaded: {'the same bits' if same else 'other bits'}")

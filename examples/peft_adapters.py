@@ -37,7 +37,7 @@ for base in ("bfloat16", "int8-outlier-codes", "nvfp4"):
         optimizer.zero_grad()
         losses.append(loss.item())
     num_states = len(optimizer.state_dict()["state"])
-    num_bytes = ng.matmul.inference_bytes(model)
+    num_bytes = model.get_memory_footprint()
     print(f"{base:12}  loss {losses[0]:.3f} to {losses[-1]:.3f}  {num_bytes:7,} bytes  {num_states} states")
 
 merged = dequantize_base(model).merge_and_unload()

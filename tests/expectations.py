@@ -133,7 +133,7 @@ class Compute:
     kept_bytes: float
     reused: Collection[Literal["input", "weight", "gradient"]] = ()
     default_storage: str = "word"
-    has: Collection[Literal["stochastic", "delayed", "scaled loss", "gathered", "served"]] = ()
+    has: Collection[Literal["stochastic", "delayed", "scaled loss", "served"]] = ()
 
 
 _ALL: tuple[Literal["input", "weight", "gradient"], ...] = ("input", "weight", "gradient")
@@ -146,16 +146,16 @@ COMPUTES: dict[str, Compute] = {
     "float16": Compute(2, default_storage="split", has=("scaled loss",)),
     "float16-throughout": Compute(2, default_storage="naive", has=("scaled loss",)),
     "float8": Compute(2, default_storage="collage-plus"),
-    "float8-tensor": Compute(1, _ALL, has=("gathered", "served")),
+    "float8-tensor": Compute(1, _ALL, has=("served",)),
     "float8-delayed": Compute(1, _ALL, has=("delayed",)),
-    "float8-row": Compute(2, has=("gathered", "served")),
+    "float8-row": Compute(2, has=("served",)),
     "float8-block": Compute(2, ("weight",), has=("served",)),
-    "float8-tensor-e5m2": Compute(1, _ALL, has=("gathered", "served")),
+    "float8-tensor-e5m2": Compute(1, _ALL, has=("served",)),
     "float8-delayed-e5m2": Compute(1, _ALL, has=("delayed",)),
-    "float8-row-e5m2": Compute(2, has=("gathered", "served")),
+    "float8-row-e5m2": Compute(2, has=("served",)),
     "float8-block-e5m2": Compute(2, ("weight",), has=("served",)),
-    "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "gathered", "served")),
-    "int8-outlier": Compute(2, ("gradient",), has=("served",)),
+    "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "served")),
+    "int8-outlier": Compute(2, ("gradient",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
     "mxfp8": Compute(2, has=("served",)),
     "mxfp6": Compute(2),

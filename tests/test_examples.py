@@ -96,9 +96,9 @@ def test_float8_training_learns_and_counts(capfd: pytest.CaptureFixture[str]) ->
 
 def test_int8_inference_loses_little_where_outliers_stay_wide(capfd: pytest.CaptureFixture[str]) -> None:
     lines = lines_of("int8_inference", capfd)
-    by_row, by_codes, by_outlier = (float(line.rsplit(" ", 1)[1].rstrip("%")) for line in lines[:3])
-    assert by_outlier < by_codes < by_row / 2
-    assert "the same bits" in lines[3] and "it goes on with" in lines[4]
+    by_row, by_codes = (float(line.rsplit(" ", 1)[1].rstrip("%")) for line in lines[:2])
+    assert by_codes < by_row / 2
+    assert "the same bits" in lines[2] and "it goes on with" in lines[3]
 
 
 @pytest.mark.frameworks  # each night only, as the next: they start many processes, and tests/equivalence has their law

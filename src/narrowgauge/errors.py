@@ -70,7 +70,7 @@ class ReportedError(NarrowgaugeError):
 
 
 class CorruptionError(NarrowgaugeError):
-    """Memory or arithmetic of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
+    """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
 
     ``check`` names the check of ``narrowgauge.runs.events.RAISED_BY``: ``replicas`` or ``rest``.
     """

@@ -14,7 +14,7 @@
     Run fused attention of 16-bit operands as float32 within a context, on a CPU that does not multiply them. Alternative:
     PyTorch's slow kernel.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
-``reduce_grads``, ``all_reduce_grads``, ``reduce_scatter_unused_params``), ``FSDPParam._unsharded_param``
+``reduce_grads``, ``all_reduce_grads``), ``FSDPParam._unsharded_param``
     Find which parameters travel together, their order, dtypes and ranks, and what is not sent now. An all-reduce over replicas
     with nothing left to sum goes to a group of one rank. Alternative: the mesh as an argument.
 ``FSDPParam`` (``sharded_param``, ``_module_info``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``,
@@ -203,12 +203,6 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
     return list(by_id.values())
 
 
-def fsdp_policy(group: Any, parameter: Tensor) -> Any:
-    """Return the mixed-precision policy of a parameter in a group. From PyTorch 2.15 on each parameter has its own."""
-    policy = getattr(group, "mp_policy", None)
-    return policy or next(p.mp_policy for p in group.fsdp_params if p.sharded_param is parameter)
-
-
 def fsdp_parameters(group: Any) -> list[Tensor]:
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
@@ -251,32 +245,17 @@ def was_taken_by_fsdp(parameter: Tensor) -> bool:
     return hasattr(parameter, "_fsdp_orig_uid") or (is_plain and not parameter.untyped_storage().size())
 
 
-def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype | None:
-    """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else their computed dtype.
-
-    Return ``None`` if only one rank holds the group and FSDP2 rounds them to another dtype before the sum.
-    """
-    policy, stored = fsdp_policy(group, parameter), parameter.dtype
-    computed = policy.param_dtype or stored
-    summed: torch.dtype = policy.reduce_dtype or computed
-    is_exact = _holds(stored, summed) or (_holds(stored, computed) and _holds(summed, computed))
-    return summed if is_exact else None
-
-
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return whether a floating-point dtype has all values of another."""
-    return torch.promote_types(wide, narrow) == wide
+def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else their computed dtype."""
+    policy = getattr(group, "mp_policy", None)  # from PyTorch 2.15 on each parameter has its own
+    policy = policy or next(p.mp_policy for p in group.fsdp_params if p.sharded_param is parameter)
+    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
+    return dtype
 
 
 def fsdp_keeps_gradients(group: Any) -> bool:
     """Return whether FSDP2 is set not to send, or not to all-reduce, a group's gradients now."""
     return not (group.reduce_grads and group.all_reduce_grads)
-
-
-def fsdp_lacks_zeros(group: Any) -> bool:
-    """Return whether FSDP2 should send zeros for a group's unused parameters, but sends none as none was ever gathered."""
-    is_asked = getattr(group, "reduce_scatter_unused_params", False)  # PyTorch 2.13
-    return is_asked and any(not hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
 
 def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Callable[[], None]:

@@ -96,9 +96,8 @@ def test_other_gradients_are_clipped_as_ever() -> None:
 
 
 def test_pytorchs_norm_is_back_when_the_last_reduction_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        order_invariance, "_EXACT_NORMS", order_invariance._ExactNorms()
-    )  # without those of other tests
+    for name, empty in (("_users", set()), ("_restore", [])):  # without those of other tests
+        monkeypatch.setattr(order_invariance, name, empty)
     before = utils.get_total_norm
     first, second = (ng.reduce_gradients_with(nn.Linear(2, 2), "reproducible") for _ in range(2))
     first.close()

@@ -85,3 +85,8 @@ def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
     step, message, rank, tensor = found_by_all(tmp_path, "hybrid", 4, 3, "second.weight", 2, 30)
     assert (step, rank, tensor) == (EVERY, None, "second.weight")
     assert "between rank 1 and rank 3" in message
+
+
+def test_of_three_ranks_the_one_that_differs_is_named(tmp_path: Path) -> None:
+    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 3, 2, "second.weight", 2, 3)
+    assert (step, rank, tensor) == (EVERY, 2, "second.weight") and "2 other ranks" in message

@@ -50,7 +50,7 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
 @pytest.mark.parametrize("compute", [None, "nvfp4"])
 def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> None:
     model = adapted(base())
-    before = ng.matmul.inference_bytes(model)
+    before = model.get_memory_footprint()
     if compute:
         assert quantize_base(model, compute) is model and model.training
     model, optimizer = ng.prepare(model, "bfloat16/word", lr=1e-2)
@@ -65,7 +65,7 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
     if compute:
         # All linear layers but the head; those of the adapters are not among them.
         assert sum(isinstance(module, FrozenLinear) for module in model.modules()) == 14
-        assert ng.matmul.inference_bytes(model) < 0.55 * before
+        assert model.get_memory_footprint() < 0.55 * before
 
 
 def test_gradients_flow_through_the_quantized_base() -> None:

@@ -1,4 +1,4 @@
-"""Products: integers bit for bit, what a CPU multiplies itself, empty sides and NaN scales. Against float64: ``test_linear``."""
+"""Products: integers bit for bit, what a CPU multiplies itself, empty inputs and NaN scales. Against float64: ``test_linear``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from matmul.scenarios import CPU, DIMS, ROWS, cast_operands, gaussian
+from matmul.scenarios import CPU, DIMS, ROWS, gaussian, make_layer
 from narrowgauge.matmul.gemm import is_native, multiply
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
@@ -18,15 +18,6 @@ every_row = exhaustive("row", ROWS)
 every_place = pytest.mark.parametrize("place", PLACES)
 # [rows, contraction, columns]: not whole blocks, and one of each side.
 SHAPES = [(33, 65, 17), (1, 40, 3), (5, 1, 4), (4, 300, 1)]
-
-
-def is_folded(row: Compute, place: str) -> bool:
-    return row.products[place].right.granularity == "column"
-
-
-def bare(operand: Operand, row: Compute, place: str) -> Operand:
-    """The right operand as the matmul gets it: its column scales have gone into the left one."""
-    return Operand(operand.data, None) if is_folded(row, place) else operand
 
 
 # ── integers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,10 +74,9 @@ def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
 
 
 @every_row
-@every_place
-def test_no_rows_give_no_rows_and_no_terms_give_zeros(row: Compute, place: str) -> None:
-    matmul = row.products[place]
-    for shape in ((0, 64, 17), (33, 0, 17)):
-        left, right = cast_operands(row, place, shape)
-        found = multiply(left, bare(right, row, place), DIMS[place], matmul, torch.bfloat16)
-        assert found.shape[0] in (shape[0], -shape[0] // 32 * -32) and not found.any()
+def test_a_layer_without_rows_gives_no_rows(row: Compute) -> None:
+    layer, _ = make_layer(row)
+    x = gaussian(0, 65).requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (0, 17) and not layer.weight.grad.any()

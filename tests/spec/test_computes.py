@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import expectations
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import COMPUTES, Compute, why_gathered_wide
+from narrowgauge.spec.computes import COMPUTES, Compute
 from tables import exhaustive
 
 every_row = exhaustive("row", COMPUTES.values())
@@ -21,7 +21,6 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
         reused = {s.tensor: not row.is_wide and row.cast_slots[n] != n for n, s in computes.SLOTS.items() if s.reuses}
         assert {slot for slot, is_so in reused.items() if is_so} == set(expected.reused), name
         has = {"stochastic": row.is_stochastic, "delayed": row.is_delayed, "scaled loss": row.scales_loss}
-        has["gathered"] = not why_gathered_wide(row)
         assert {slot for slot, is_so in has.items() if is_so} == set(expected.has) - {"served"}, name
 
 

@@ -26,7 +26,7 @@ from narrowgauge.errors import (
     RecipeError,
     RecordError,
 )
-from narrowgauge.matmul.inference import find_outlier_columns, quantize_for_inference
+from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.accumulation import GradientAccumulator
@@ -138,7 +138,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
     "no layer": (lambda: quantize_for_inference(layers(), keep=("0",)), RecipeError, "no linear layer"),
-    "calibration": (lambda: find_outlier_columns(layers(), []), RecipeError, "no batch"),
     # casts
     "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),
     "integers": (lambda: round_to(torch.arange(3), "bfloat16"), FormatError, "int64"),

@@ -25,7 +25,7 @@ from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import inner_of, reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import multiplies
-from narrowgauge.matmul.narrow_gather import gather_narrow
+from narrowgauge.matmul.fsdp_gather import gather_codes
 from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart, linear_names, swap_linears
 from narrowgauge.numerics.dtensor import own_part
@@ -121,8 +121,8 @@ def prepare(
             sharded by the caller.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
-        narrow_gather: gather weights as the codes of their matmuls, if the compute allows it (``narrowgauge show computes``):
-            half of bfloat16's bytes, the same bits. It needs a mesh, or a model sharded by the caller.
+        narrow_gather: gather weights as the codes of their matmuls, in ``int8-row`` and ``float8-tensor``: half of bfloat16's
+            bytes, the same bits. It needs a mesh, or a model sharded by the caller.
         average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up. Use that if each loss is a
             micro-batch's part of the step's loss. The same bits on any number of ranks need it.
         options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
@@ -183,7 +183,7 @@ def prepare(
     if linears is not None:
         linears.follow(stepper)
     if narrow_gather:
-        gather_narrow(inner)
+        gather_codes(inner)
     # FSDP2 and DDP average without a reduction. They cannot sum.
     adds_up = not average and (inner is not model or sharding.has_shards(inner))
     if mesh is not None or policy.reduction.name != "native" or adds_up:

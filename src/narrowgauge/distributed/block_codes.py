@@ -20,7 +20,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.compile import fused
@@ -59,20 +58,20 @@ class BlockCode:
         return self.code_bytes + self.num_scales + 1
 
     @property
-    def largest_scaled(self) -> float:
-        """Return the largest multiple of its power of two that a record's amax may reach.
+    def largest(self) -> float:
+        """Return the largest code times the largest scale."""
+        return get_format("float8_e4m3fn").max * self.cast.element.max
 
-        It is above 2, so the whole record lies below it. It gives a scale that is a power of two.
+    @property
+    def unit(self) -> float:
+        """Return the power of two by which the largest product is divided: 2^14 or 2^10.
+
+        The quotient is above 2, so a record lies below it times the power of two at or below its amax.
         """
-        largest = get_format("float8_e4m3fn").max * self.cast.element.max
-        return float(largest / power_below(torch.tensor(largest / 2, dtype=torch.float32)))
-
-    def num_records(self, count: int) -> int:
-        """Return the number of records for ``count`` values. The last record is padded with zeros."""
-        return -(-count // RECORD_VALUES)
+        return float(power_below(torch.tensor(self.largest / 2, dtype=torch.float32)))
 
     def encode(self, x: Tensor, key: int) -> Tensor:
-        """Pack a floating-point vector into uint8 ``[records, record_bytes]``.
+        """Pack a floating-point vector of whole records into uint8 ``[records, record_bytes]``.
 
         Invariant: the result depends on the values, the key and each record's number alone. Compiled and eager bits are equal.
         Each decoded value is within one step. A step is the block's amax, divided by 127 (8 bits) or 7 (4 bits) and rounded up
@@ -86,12 +85,10 @@ class BlockCode:
             >>> records.shape
             torch.Size([1, 265])
         """
-        x = x.detach().reshape(-1)
-        x = F.pad(x, (0, -len(x) % RECORD_VALUES)) if len(x) % RECORD_VALUES else x
-        sides = (1, self.block)
-        by_record, by_place = _words(len(x) // RECORD_VALUES, key, x.device)
+        x, sides = x.detach().view(-1, RECORD_VALUES), (1, self.block)
+        by_record, by_place = _words(len(x), key, x.device)
         codes, scales, powers, _ = fused(
-            x.numel(), _encoding(self), blocked(x.view(-1, RECORD_VALUES), sides),
+            x.numel(), _encoding(self), blocked(x, sides),
             blocked(by_record, (1, 1)), blocked(by_place, sides),
         )  # fmt: skip
         records = x.new_empty(len(codes), self.record_bytes, dtype=torch.uint8)
@@ -101,22 +98,19 @@ class BlockCode:
         return records
 
     def add_decoded(self, total: Tensor, records: Tensor) -> Tensor:
-        """Return a new ``total``, float32 ``[values]``, plus the values of records. Each element is rounded once.
-
-        ``total`` has the length of all records, with or without the padding of the last.
-        """
+        """Return a new ``total``, float32 ``[values]``, plus the values of records. Each element is rounded once."""
         shape = (len(records), 1, self.num_scales, self.block)
         codes = self._unpacked(records[:, : self.code_bytes].contiguous().view(torch.int8)).view(shape)
         scales = records[:, self.code_bytes : -1].contiguous().view(torch.float8_e4m3fn).float()
         powers = float_of(records[:, -1:].to(torch.int32) << _MANTISSA_BITS)
-        steps = scales * (powers * (1 / _power_of_outer(self)))
-        padded = F.pad(total, (0, codes.numel() - len(total))) if codes.numel() > len(total) else total
-        added: Tensor = fused(padded.numel(), _add_codes, padded.view(shape), codes, steps.view(*shape[:-1], 1))
-        return added.view(-1).narrow(0, 0, len(total))
+        steps = scales * (powers / self.unit)
+        added: Tensor = fused(total.numel(), _add_codes, total.view(shape), codes, steps.view(*shape[:-1], 1))
+        return added.view(-1)
 
-    def decode(self, records: Tensor, count: int) -> Tensor:
-        """Return the first ``count`` values of records, float32."""
-        return self.add_decoded(torch.zeros(count, dtype=torch.float32, device=records.device), records)
+    def decode(self, records: Tensor) -> Tensor:
+        """Return the values of records, float32."""
+        zeros = torch.zeros(len(records) * RECORD_VALUES, dtype=torch.float32, device=records.device)
+        return self.add_decoded(zeros, records)
 
     def _packed(self, codes: Tensor) -> Tensor:
         if self.cast.element.bits == 8:
@@ -130,11 +124,6 @@ class BlockCode:
         return torch.cat([(codes << 4) >> 4, codes >> 4], 1)
 
 
-def _power_of_outer(code: BlockCode) -> float:
-    """Return the inverse scale of a record of power 1, which is a power of two."""
-    return get_format("float8_e4m3fn").max * code.cast.element.max / code.largest_scaled
-
-
 def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return random words for each record and for each place in a record."""
     counters = [torch.arange(count, dtype=torch.int32, device=device) for count in (num_records, RECORD_VALUES)]
@@ -146,7 +135,7 @@ def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Te
 @lru_cache(None)
 def _encoding(code: BlockCode) -> Any:
     """Return the function that computes a record's codes, scales and power. Views inside it would prevent vectorized loops."""
-    cast, largest_scaled = code.cast, code.largest_scaled
+    cast, largest_scaled = code.cast, code.largest / code.unit
 
     def encode_blocks(blocks: Tensor, by_record: Tensor, by_place: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         largest = blocks.abs().amax((1, 3)).amax(1).float().clamp_min(TINY)

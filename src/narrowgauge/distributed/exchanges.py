@@ -22,16 +22,9 @@ from torch import Tensor
 
 from narrowgauge.distributed.block_codes import BLOCK_CODES, RECORD_VALUES
 from narrowgauge.distributed.ranks import has_group
-from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec.sums import Reduction
-
-SAME_PARAMETERS = (
-    "Use the same parameters in every micro-batch, times 0 where one leaves them out, or keep those that some leave out whole on "
-    "every rank: ignored_params=… of fully_shard."
-)
-"""Advice if micro-batches use different parameters of an FSDP2 group."""
 
 
 @dataclass(frozen=True)
@@ -250,11 +243,6 @@ class ExactExchange(Exchange):
     def _sums_of(self, rows: Tensor) -> ExactSums:
         if self._sums is not None and self._sums.numel == rows.shape[1]:
             return self._sums
-        if self._has_begun and self._sums is not None:
-            raise RecipeError(
-                f"{self._sums.numel} elements had gradients in the micro-batches before, and {rows.shape[1]} have them in this.",
-                SAME_PARAMETERS,
-            )
         self._sums = ExactSums(rows.shape[1], rows.device)
         return self._sums
 
@@ -314,7 +302,7 @@ class CompressedSum(Exchange):
         """Return the float32 sum of this rank's own piece, in whole records."""
         grid, rank = self.grid, dist.get_rank(self.grid.group)
         pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
-        num_records = self.code.num_records(len(pieces[rank]))
+        num_records = pieces.shape[1] // RECORD_VALUES
         sent = gradient.new_empty(grid.size, num_records, self.code.record_bytes, dtype=torch.uint8)
         for owner, part in enumerate(pieces):
             if owner != rank:
@@ -334,7 +322,7 @@ class CompressedSum(Exchange):
         records = self.code.encode(part, self._key(_GATHERED, rank, 0))
         gathered = records.new_empty(group.size() * len(records), self.code.record_bytes)
         all_gather(gathered, records, group)
-        return self.code.decode(gathered, len(gathered) * RECORD_VALUES)
+        return self.code.decode(gathered)
 
     def _key(self, stage: int, *places: int) -> int:
         key = self.seed

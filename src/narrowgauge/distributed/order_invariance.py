@@ -2,8 +2,7 @@
 
 A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each leaf depends on its sequences
 alone and is added separately. So no forward pass may draw from a generator that earlier work on this rank has advanced. No rank
-may add up gradients before it sends them. All micro-batches must have gradients for the same parameters
-(:class:`ParameterUse`). The clipping norm must not depend on order either (:func:`take_norms`).
+may add up gradients before it sends them. The clipping norm must not depend on order either (:func:`take_norms`).
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ import contextlib
 import ctypes
 import functools
 import math
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import torch_names
-from narrowgauge.distributed.exchanges import SAME_PARAMETERS
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
@@ -143,64 +139,6 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-# ── which parameters had gradients ─────────────────────────────────────────────────────────────────────────────────────
-#
-# FSDP2 sends the gradients of a group as one flat vector, without parameters that have no gradient. Two experts of equal size
-# in different micro-batches may thus have the same place in vectors of equal length. A sum over micro-batches would add the
-# gradients of both, so it is refused. FSDP2 itself refuses the same between ranks.
-
-
-_NOBODY, _MIXED = -(1 << 40), 1 << 40
-"""What ranks send that took no part, or whose own micro-batches differ; others send a checksum of 32 bits."""
-
-
-class ParameterUse:
-    """Compare which sharded parameters had gradients, over the micro-batches and ranks of a step.
-
-    Args:
-        sharded: parameters whose gradients a group sums as one vector, in the same order on all ranks.
-        group: the ranks that sum them; ``None`` for one rank.
-    """
-
-    def __init__(self, sharded: Sequence[Any], group: Any) -> None:
-        self._sharded, self._group = list(sharded), group
-        self._used: bytes | None = None
-        self._is_mixed = False
-
-    def add(self, parameters: Collection[Tensor]) -> None:
-        """Record the parameters that had gradients in a micro-batch."""
-        used = bytes(p in parameters for p in self._sharded)
-        self._is_mixed |= self._used not in (None, used)
-        self._used = used
-
-    def end_step(self) -> None:
-        """Compare the micro-batches of all ranks.
-
-        Raises:
-            RecipeError: on all ranks, if micro-batches had gradients for different parameters.
-        Cost: one message of 16 bytes, if any parameter is sharded.
-        """
-        used, is_mixed = self._used, self._is_mixed
-        self.discard()
-        if not self._sharded or self._group is None:
-            return
-        number = zlib.crc32(used) if used is not None else _NOBODY
-        ends = [_MIXED] * 2 if is_mixed else [number, -number if used is not None else _NOBODY]
-        device = self._sharded[0].device_mesh.device_type
-        largest = torch.tensor(ends, dtype=torch.int64, device=device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        high, low = largest.tolist()
-        if high != -low:
-            raise RecipeError(
-                "some parameters had gradients in one micro-batch of this step and not in another, and FSDP2 leaves those "
-                "without one out of the vectors that are summed exactly.",
-                SAME_PARAMETERS,
-            )
-
-    def discard(self) -> None:
-        self._used, self._is_mixed = None, False
-
-
 # ── the norm by which gradients are clipped ────────────────────────────────────────────────────────────────────────────
 #
 # PyTorch adds the ranks' parts of a norm in rank order, in the gradient's format. So the last bits of the norm, and of every
@@ -209,28 +147,8 @@ class ParameterUse:
 
 
 _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class _ExactNorms:
-    """Keep PyTorch's norm replaced while anybody needs it."""
-
-    def __init__(self) -> None:
-        self._users: set[object] = set()
-        self._restore: Callable[[], None] = lambda: None
-
-    def add(self, user: object, is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
-        if not self._users:
-            self._restore = torch_names.replace_total_norm(lambda norm: functools.partial(_total_norm, norm, is_summed))
-        self._users.add(user)
-
-    def remove(self, user: object) -> None:
-        if user in self._users:
-            self._users.remove(user)
-            if not self._users:
-                self._restore()
-
-
-_EXACT_NORMS = _ExactNorms()
+_users: set[object] = set()
+_restore: list[Callable[[], None]] = []
 
 
 def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], None]:
@@ -239,8 +157,16 @@ def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], No
     PyTorch's norm is back once all who have called this have called the function that they got.
     """
     user = object()
-    _EXACT_NORMS.add(user, is_summed)
-    return functools.partial(_EXACT_NORMS.remove, user)
+    if not _users:
+        _restore.append(torch_names.replace_total_norm(lambda norm: functools.partial(_total_norm, norm, is_summed)))
+    _users.add(user)
+
+    def leave() -> None:
+        _users.discard(user)
+        if not _users and _restore:
+            _restore.pop()()
+
+    return leave
 
 
 def _total_norm(

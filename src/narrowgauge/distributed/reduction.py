@@ -26,7 +26,6 @@ from narrowgauge.distributed.exchanges import EXCHANGES, ONE_RANK, Exchange, Ran
 from narrowgauge.distributed.order_invariance import (
     IN_MICRO_BATCHES,
     ForwardPasses,
-    ParameterUse,
     refuse_unsent,
     take_norms,
 )
@@ -174,14 +173,12 @@ class GradientReduction:
         grid = grid or _grid_of(model, mesh)
         self.size, self.group = grid.size, grid.group
         _require_whole(model, whole_params, grid)
-        dtypes = self._dtypes_of_sums() if self._sums_leaves else {}
-        self._replicated = Replicated(
-            whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register, dtypes
-        )
+        if self._sums_leaves:
+            self._require_own_dtypes()
+        self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
         if isinstance(model, nn.parallel.DistributedDataParallel):
             _leave_unsummed(model, lambda: self._is_closed)
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
-        self._use = ParameterUse(self._sharded if self._sums_leaves else (), grid.group)
         if self.size > 1 or self._sums_leaves:
             # Before the gradients of what FSDP2 shards, it allocates memory, see `before_group`.
             self._undo += [p.register_hook(self._begin_pass).remove for p in whole_params]
@@ -205,8 +202,8 @@ class GradientReduction:
             is_absent: this rank has no micro-batch left. It repeats one, so that all ranks take part in every exchange, and
                 contributes nothing.
         Raises:
-            RecipeError: gradients of an earlier step are still there. An order-invariant reduction also raises it, on all ranks,
-                if micro-batches use different parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
+            RecipeError: gradients of an earlier step are still there. An order-invariant reduction also raises it if a
+                micro-batch does not use all parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
         """
         if self.current is not None:
             raise RuntimeError("micro_batch was entered within another")
@@ -266,7 +263,6 @@ class GradientReduction:
         self._in_step = False
         self._lone_pass = None
         self._arrived.clear()
-        self._use.discard()
         self._forwards.discard()
 
     def bytes_per_param(self) -> float:
@@ -352,10 +348,6 @@ class GradientReduction:
             self._require_known()
         self._in_step = True
         self._arrived.clear()
-        for module, group in self._fsdp if self._sums_leaves else ():
-            if torch_names.fsdp_lacks_zeros(group):
-                module.unshard()
-                module.reshard()
 
     def _require_known(self) -> None:
         """Refuse trainable parameters that were frozen or missing when the reduction was installed.
@@ -403,11 +395,8 @@ class GradientReduction:
                 "gradients were released as they arrived, before they were summed over ranks and micro-batches.",
                 "Keep the gradients, or shard the model and give each rank one micro-batch per step.",
             )
-        if not micro_batch.is_absent:
-            self._use.add(self._arrived)
-        if micro_batch.is_last:
-            self._use.end_step()
         if self._sums_leaves:
+            self._require_all_used()
             self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
             if not micro_batch.is_last:
                 for parameter in self._sharded:
@@ -422,6 +411,20 @@ class GradientReduction:
             if micro_batch.is_last:
                 self._replicated.add()
         self._in_step = not micro_batch.is_last
+
+    def _require_all_used(self) -> None:
+        """Refuse a sharded parameter without a gradient: FSDP2 leaves it out of a group's flat gradient.
+
+        Two experts of equal size in different micro-batches may then have the same place in vectors of equal length.
+        """
+        unused = next((p for p in self._sharded if p not in self._arrived), None)
+        if unused is not None:
+            raise RecipeError(
+                f"Cannot sum gradients exactly because a sharded parameter of shape {tuple(unused.shape)} got none in a "
+                "micro-batch: FSDP2 leaves it out of the vectors that are summed.",
+                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze it; or keep it whole on every "
+                "rank: ignored_params=… of fully_shard.",
+            )
 
     # ── what is installed ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -447,21 +450,18 @@ class GradientReduction:
             raise RecipeError(f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one.")
         return sharded_ids, next(iter(grids.values()), None)
 
-    def _dtypes_of_sums(self) -> dict[Tensor, torch.dtype]:
-        """Return the dtypes in which FSDP2's mixed precision sums gradients: the same on one rank as on several."""
-        dtypes: dict[Tensor, torch.dtype] = {}
+    def _require_own_dtypes(self) -> None:
+        """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum once more."""
         for module, group in self._fsdp:
             for parameter in torch_names.fsdp_parameters(group):
                 dtype = torch_names.fsdp_sum_dtype(group, parameter)
-                if dtype is None:
-                    policy, stored = torch_names.fsdp_policy(group, parameter), dtype_name(parameter.dtype)
+                if dtype != parameter.dtype:
+                    stored = dtype_name(parameter.dtype)
                     raise RecipeError(
-                        f"{policy} was given for {type(module).__name__}, whose parameters are {stored}: FSDP2 rounds gradients "
-                        "to that before they are summed, on one rank, and after it on several.",
-                        "Take a param_dtype and a reduce_dtype that the parameters' own dtype holds.",
+                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {dtype_name(dtype)} "
+                        f"and its parameters are {stored}.",
+                        f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs no wider one.",
                     )
-                dtypes[parameter] = dtype
-        return dtypes
 
 
 def inner_of(model: nn.Module) -> nn.Module:

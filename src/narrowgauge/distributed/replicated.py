@@ -27,7 +27,6 @@ class Replicated:
     Args:
         parameters: the replicated ones, in the same order on all ranks.
         make: makes the exchange of a bucket.
-        dtypes: of gradients that are summed in another dtype than their parameter's.
     """
 
     def __init__(
@@ -35,10 +34,9 @@ class Replicated:
         parameters: Sequence[Tensor],
         grid: RankGrid,
         make: Callable[[RankGrid], Exchange],
-        dtypes: Mapping[Tensor, torch.dtype],
     ) -> None:
-        self.parameters, self.grid, self._dtypes = list(parameters), grid, dtypes
-        self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters, dtypes)]
+        self.parameters, self.grid = list(parameters), grid
+        self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
         self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
 
     @torch.no_grad()
@@ -72,8 +70,7 @@ class Replicated:
 
     def _add_bucket(self, bucket: Sequence[Tensor], exchange: Exchange, is_absent: bool, is_last: bool) -> Tensor:
         sizes = [local_of(p).numel() for p in bucket]
-        dtype = self._dtypes.get(bucket[0], bucket[0].dtype)
-        flat = torch.empty(sum(sizes), dtype=dtype, device=bucket[0].device)
+        flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
         for parameter, part in zip(bucket, flat.split(sizes), strict=True):
             if is_absent or parameter.grad is None:
                 part.zero_()
@@ -83,12 +80,12 @@ class Replicated:
         return flat
 
 
-def _in_buckets(parameters: Iterable[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> list[list[Tensor]]:
+def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the parameters in order, in buckets of one dtype and device, of at most :data:`BUCKET_BYTES` or one parameter."""
     buckets: list[list[Tensor]] = []
     open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
-        kind = (dtypes.get(parameter, parameter.dtype), parameter.device)
+        kind = (parameter.dtype, parameter.device)
         size = local_of(parameter).numel() * parameter.element_size()
         bucket, filled = open_buckets.get(kind, ([], BUCKET_BYTES))
         if filled + size > BUCKET_BYTES:

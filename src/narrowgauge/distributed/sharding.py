@@ -11,7 +11,7 @@ A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -74,8 +74,8 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
     require_mesh(model, mesh)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     layers = [layer for layer in _layers_of(model) if layer is not model and _owns_its_parameters(layer, model)]
-    separate, whole_params = _exceptions(model, layers)
-    for module in [*separate, *reversed(layers), model]:
+    separate, whole_params = _exceptions(model)
+    for module in dict.fromkeys([*separate, *reversed(layers), model]):
         fully_shard(module, mesh=mesh, offload_policy=policy, ignored_params=whole_params)
     for module in fsdp_modules(model):
         # NCCL's average multiplies by 1 / ranks in the gradient's format, which is biased unless the ranks are a power of two.
@@ -275,41 +275,21 @@ def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
     return not any(p in inner_params for module in outer for p in module._parameters.values() if p is not None)
 
 
-def _members(unit: nn.Module, units: Iterable[int]) -> Iterator[nn.Parameter]:
-    """Yield a unit's parameters without those of units inside it."""
-    yield from (parameter for parameter in unit._parameters.values() if parameter is not None)
-    for child in unit.children():
-        if id(child) not in units:
-            yield from _members(child, units)
-
-
-def _exceptions(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """Return modules that get a group of their own, and parameters that stay whole: both of another dtype than their group."""
-    units = {id(module) for module in layers}
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append(module)
-    separate: dict[nn.Module, None] = {}
+def _exceptions(model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """Return modules that get a group of their own, and parameters that stay whole: both of another dtype than most."""
+    users = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        sizes[parameter.dtype] += parameter.numel()
+    usual = sizes.most_common(1)[0][0] if sizes else None
+    separate: list[nn.Module] = []
     whole_params: set[nn.Parameter] = set()
-    for unit in [*layers, model]:
-        members = list(_members(unit, units))
-        usual = _usual_dtype(members)
-        for parameter in members:
-            if parameter.ndim and parameter.dtype is usual:
-                continue
-            owner, *other_owners = owners[parameter]
-            is_leaf = not other_owners and not any(True for _ in owner.children())
-            if parameter.ndim > 1 and is_leaf and len({p.dtype for p in owner.parameters()}) == 1:
-                separate[owner] = None
-            else:
-                whole_params.add(parameter)
-    return list(separate), whole_params - {p for module in separate for p in module.parameters()}
-
-
-def _usual_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
-    counts: Counter[torch.dtype] = Counter()
-    for parameter in parameters:
-        counts[parameter.dtype] += parameter.numel()
-    return counts.most_common(1)[0][0] if counts else None
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        others = {p for p in parameters if p.dtype is not usual or not p.ndim}
+        is_single = all(users[id(p)] == 1 and p.ndim for p in parameters) and len({p.dtype for p in parameters}) == 1
+        if is_single and any(p.ndim > 1 for p in others) and not any(True for _ in module.children()):
+            separate.append(module)
+        else:
+            whole_params |= others
+    return separate, whole_params

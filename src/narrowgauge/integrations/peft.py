@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import inference, layer_matmuls
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import is_linear, is_transposed, matrix_of
+from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     four_bit_values,
@@ -77,7 +77,7 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def multiply(self, rows: Tensor) -> Tensor:
         """Multiply ``[rows, in]``, without a gradient."""
         codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
-        return inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name, self.kept)
+        return cast(Tensor, inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name))
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -111,10 +111,7 @@ class PackedLinear(FrozenLinear):
 
 
 def quantize_base(
-    model: nn.Module,
-    compute: str | Compute = "int8-outlier-codes",
-    keep: tuple[str, ...] | None = None,
-    outlier_columns: inference.OutlierColumns | None = None,
+    model: nn.Module, compute: str | Compute = "int8-outlier-codes", keep: tuple[str, ...] | None = None
 ) -> nn.Module:
     """Store the frozen linear layers of a model with adapters as codes and scales, in place.
 
@@ -123,7 +120,6 @@ def quantize_base(
         compute: its weights' cast is stored. Any compute of :func:`narrowgauge.quantize_for_inference`, such as
             ``int8-outlier-codes``, takes 1 byte a parameter; ``nvfp4`` takes 0.56 and ``mxfp4`` 0.53.
         keep: patterns of base model names of layers to leave alone. ``None``: the compute's own (the language model's head).
-        outlier_columns: for ``int8-outlier``, as in :func:`narrowgauge.quantize_for_inference`, by the base model's names.
     Returns:
         The model, which trains and saves its adapters as before.
     Raises:
@@ -146,14 +142,12 @@ def quantize_base(
             f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
             "Give the model that get_peft_model returns, or freeze its base with requires_grad_(False).",
         )
-    matrices = {name: matrix_of(layer).detach() for name, layer in layers.items()}
-    columns = inference.checked_columns(chosen, matrices, outlier_columns)
     shared: dict[Tensor, Any] = {}
-    for name, layer in layers.items():
+    for layer in layers.values():
         if is_packed:
             _pack(layer, chosen, shared)
         else:
-            inference.quantize_layer(layer, chosen, shared, columns[name])
+            inference.quantize_layer(layer, chosen, shared)
             layer.__class__ = FrozenLinear
     if not is_packed:
         warn_if_emulated(chosen, next(iter(layers.values())).weight_codes.device)

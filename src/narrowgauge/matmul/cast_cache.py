@@ -3,17 +3,16 @@
 The micro-batches of a step multiply the same weights. Inside :func:`cached_weights` each weight is cast once for all of them. A
 cast is reused only for the same, unchanged storage (PyTorch counts in-place changes) and until any optimizer steps.
 
-A weight that was gathered from other ranks as codes has no values. :func:`give_casts` sets its casts
-(:mod:`narrowgauge.matmul.narrow_gather`).
+A weight that was gathered from other ranks as codes has no values. :func:`give_cast` sets its cast
+(:mod:`narrowgauge.matmul.fsdp_gather`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,19 +24,21 @@ from narrowgauge.matmul.operand import Operand
 Key = tuple[Any, ...]
 
 
-@dataclass
-class _Casts:
-    """The casts of one weight. For a gathered weight: functions that make them, and the error message for any other cast."""
-
+class _Casts(NamedTuple):
     storage: StorageWeakRef
-    version: int = 0
-    casts: dict[Key, Any] = field(default_factory=dict)
-    missing: str = ""
+    version: int
+    casts: dict[Key, Operand]
+
+
+class _Gathered(NamedTuple):
+    storage: StorageWeakRef
+    key: Key
+    make: Callable[[], Operand]
 
 
 _depth = 0
 _cached: dict[Key, _Casts] = {}
-_given: dict[int, _Casts] = {}
+_gathered: dict[int, _Gathered] = {}
 
 after_every_step = cache(register_optimizer_step_post_hook)
 """Have a function called after the steps of every optimizer; once, however often this is asked."""
@@ -75,21 +76,21 @@ def cached_weights() -> Iterator[None]:
 
 def is_in_use() -> bool:
     """Return whether casts are cached or given now, so that a graph must look them up while it runs."""
-    return bool(_depth or _given)
+    return bool(_depth or _gathered)
 
 
 def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operand:
     """Return a cast of a weight or of a view of it, from the cache if it has one under ``key``."""
-    if not (_depth or _given):
+    if not is_in_use():
         return make()
     storage = weight.untyped_storage()
-    if (gathered := _given.get(storage._cdata)) is not None and not gathered.storage.expired():
-        if key not in gathered.casts:
+    if (gathered := _gathered.get(storage._cdata)) is not None and not gathered.storage.expired():
+        if key != gathered.key:
             raise RecipeError(
-                gathered.missing, "Shard with reshard_after_forward=True and without activation checkpointing."
+                "Cannot cast a weight of which only the codes of another cast were gathered.",
+                "Leave out narrow_gather where a layer's compute changes.",
             )
-        operand: Operand = gathered.casts[key]()
-        return operand
+        return gathered.make()
     if not _depth or weight.is_inference():
         return make()
     # A tied weight may also be used transposed.
@@ -97,27 +98,20 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
     entry = _cached.get(place)
     if entry is None or entry.version != weight._version or entry.storage.expired():
         _drop_dead(_cached)  # a layer may compute its weight in each call
-        entry = _cached[place] = _Casts(StorageWeakRef(storage), weight._version)
+        entry = _cached[place] = _Casts(StorageWeakRef(storage), weight._version, {})
     if key not in entry.casts:
         entry.casts[key] = make()
-    cached: Operand = entry.casts[key]
-    return cached
+    return entry.casts[key]
 
 
-def give_casts(weight: Tensor, casts: dict[Key, Callable[[], Operand]], missing: str) -> None:
-    """Set the casts that :func:`cast_weight` returns for a gathered weight, until the next call for it.
-
-    Args:
-        weight: identified by its storage. The casts are forgotten when the storage is freed.
-        casts: functions that make the casts, by key.
-        missing: the error message if another cast is needed.
-    """
+def give_cast(weight: Tensor, key: Key, make: Callable[[], Operand]) -> None:
+    """Set the cast that :func:`cast_weight` returns for a gathered weight, until the next call for it or its storage is freed."""
     storage = weight.untyped_storage()
-    if storage._cdata not in _given:
-        _drop_dead(_given)
-    _given[storage._cdata] = _Casts(StorageWeakRef(storage), 0, casts, missing)
+    if storage._cdata not in _gathered:
+        _drop_dead(_gathered)
+    _gathered[storage._cdata] = _Gathered(StorageWeakRef(storage), key, make)
 
 
-def _drop_dead(weights: dict[Any, _Casts]) -> None:
+def _drop_dead(weights: dict[Any, Any]) -> None:
     for place in [place for place, entry in weights.items() if entry.storage.expired()]:
         del weights[place]

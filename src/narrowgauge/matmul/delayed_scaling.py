@@ -41,7 +41,7 @@ def delayed_amax(
         step: 0-d, of the optimizer.
         record: write this step's amax into the history; in training only.
     """
-    if cast.scaling != "delayed" or history is None or not x.numel():
+    if cast.scaling != "delayed" or history is None:
         return None
     # .data: autograd must not count the write, or it refuses backward through a layer that is used twice.
     buffer = history.data[operand]

@@ -3,14 +3,13 @@
 A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix. The
 rows from one *offset* to the next belong to one expert. A *grouped linear* is one small matmul per expert, with its own casts.
 So each expert has its own scale per tensor, delayed or not, and its own key of random bits. An expert without tokens costs
-nothing and gets no gradient. The whole product is one operator. So a compiler does not see how many tokens each expert got, and
-the graph does not break.
+nothing, and its gradient is zero.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,155 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.layer_matmuls import REGISTERED, gradients, output
+from narrowgauge.matmul.layer_matmuls import multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
-from narrowgauge.matmul.operand import Keys, Operand, layer_keys
+from narrowgauge.matmul.operand import Keys, layer_keys
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
 
 
-def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that got tokens, each with its rows."""
-    start = 0
-    for expert, end in enumerate(offsets.tolist()):
-        if end > start:
-            yield expert, slice(start, end)
-        start = end
-
-
-def _settings(
-    expert: int,
-    experts: int,
-    compute: str,
-    clock: Tensor | None,
-    key: Tensor | None,
-    history: Tensor | None,
-    record: bool,
-) -> dict[str, Any]:
-    """Return the arguments of one expert's product, without its tensors."""
-    keys = None if clock is None or key is None else Keys(clock, key[expert])
-    expert_history = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
-    return {"name": compute, "keys": keys, "history": expert_history, "record": record}
-
-
-def _place(compute: str, expert: int, tokens: slice) -> slice:
-    """Return the rows of an expert's scales of the input: one per token, or one per expert."""
-    return tokens if REGISTERED[compute].output.left.granularity == "row" else slice(expert, expert + 1)
-
-
-def _keeps_codes(compute: str) -> bool:
-    """Return whether backward uses the codes of the input, one row per token, and not the input."""
-    registered = REGISTERED[compute]
-    return registered.output.left.block is None and registered.cast_slots["grad_weight.right"] == "output.left"
-
-
-@torch.library.custom_op("narrowgauge::grouped_output", mutates_args=("history",))
-def _grouped_output(
-    x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, compute: str, clock: Tensor | None, key: Tensor | None,
-    history: Tensor | None, record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return ``output [tokens, out]``, zero after the last expert's tokens, and data and outer scales of the cast input."""
-    result, data, outer = _empty_output(x, weights, compute)
-    for expert, tokens in groups_of(offsets):
-        settings = _settings(expert, len(weights), compute, clock, key, history, record)
-        own_bias = None if bias is None else bias[expert]
-        y, saved = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
-        result[tokens] = y
-        if data.numel():
-            data[tokens] = saved.data
-        if outer.numel() and saved.outer is not None:
-            outer[_place(compute, expert, tokens)] = saved.outer
-    return result, data, outer
-
-
-@torch.library.custom_op("narrowgauge::grouped_gradients", mutates_args=("history",))
-def _grouped_gradients(
-    grad: Tensor, data: Tensor, outer: Tensor, weights: Tensor, offsets: Tensor, compute: str, clock: Tensor | None,
-    key: Tensor | None, history: Tensor | None, sequence_length: int, needs: list[bool], record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of input, weights and bias; empty where not needed, zero for experts without tokens."""
-    grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, needs)
-    for expert, tokens in groups_of(offsets):
-        settings = _settings(expert, len(weights), compute, clock, key, history, record)
-        saved = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
-        if not _keeps_codes(compute) and REGISTERED[compute].cast_slots["grad_weight.right"] == "output.left":
-            saved = layer_matmuls.cast_to_slot(saved.data, REGISTERED[compute], "output.left")
-        by_token, by_output = gradients(
-            grad[tokens],
-            saved,
-            weights[expert],
-            sequence_length=sequence_length,
-            needs=(needs[0], needs[1]),
-            **settings,
-        )
-        if by_token is not None:
-            grad_input[tokens] = by_token
-        if by_output is not None:
-            grad_weights[expert] = by_output
-        if needs[2]:
-            grad_bias[expert] = grad[tokens].sum(0)
-    return grad_input, grad_weights, grad_bias
-
-
-@_grouped_output.register_fake
-def _(x: Tensor, weights: Tensor, bias: Any, offsets: Any, compute: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_output(x, weights, compute)
-
-
-@_grouped_gradients.register_fake
-def _(grad: Tensor, data: Any, outer: Any, weights: Tensor, offsets: Any, compute: str, clock: Any, key: Any, history: Any,
-      sequence_length: int, needs: list[bool], record: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(grad, weights, needs)
-
-
-def _empty_output(x: Tensor, weights: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return memory for the results of an output. Entries that belong to no expert are never read."""
-    result, data, outer = x.new_zeros((x.shape[0], weights.shape[1])), x.new_empty(0), None
-    if _keeps_codes(compute):
-        specimen = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
-        data = x.new_empty(x.shape, dtype=specimen.data.dtype)
-        if specimen.outer is not None:
-            scales = x.shape[0] if REGISTERED[compute].output.left.granularity == "row" else len(weights)
-            outer = specimen.outer.new_empty((scales, specimen.outer.shape[1]))
-    return result, data, x.new_empty(0, dtype=torch.float32) if outer is None else outer
-
-
-def _empty_gradients(grad: Tensor, weights: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        grad.new_zeros((grad.shape[0], weights.shape[2])) if needs[0] else grad.new_empty(0),
-        weights.new_zeros(weights.shape) if needs[1] else grad.new_empty(0),
-        grad.new_zeros(weights.shape[:2]) if needs[2] else grad.new_empty(0),
-    )
-
-
-class _Product(torch.autograd.Function):
-    """Compute every expert's ``x · wᵀ + b`` and its gradients, in a compute's casts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str, clock: Tensor | None,
-        key: Tensor | None, history: Tensor | None, sequence_length: int, record: bool,
-    ) -> Tensor:  # fmt: skip
-        y, data, outer = _grouped_output(x, weights, bias, offsets, name, clock, key, history, record)
-        ctx.save_for_backward(data if _keeps_codes(name) else x, outer, weights, offsets, clock, key)
-        ctx.history = history
-        ctx.name, ctx.sequence_length, ctx.record = name, sequence_length, record
-        return cast(Tensor, y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        data, outer, weights, offsets, clock, key = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:3])
-        results = _grouped_gradients(
-            grads[0].contiguous(), data, outer, weights, offsets, ctx.name, clock, key, ctx.history, ctx.sequence_length,
-            needs, ctx.record,
-        )  # fmt: skip
-        return *(grad if needed else None for grad, needed in zip(results, needs, strict=True)), *[None] * 7
-
-
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the numbers of tokens are data
 def grouped_linear(
     x: Tensor,
     weights: Tensor,
@@ -194,16 +54,25 @@ def grouped_linear(
         record: write the amax of this step into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
-    Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets. Bfloat16 uses PyTorch's grouped matmul if
-        that takes the operands.
+    Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets. ``torch.compile`` breaks its graph here.
+        Bfloat16 uses PyTorch's grouped matmul if that takes the operands.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
-    apply = cast(Callable[..., Tensor], _Product.apply)
-    name, (clock, key) = layer_matmuls.register(compute), keys or (None, None)
-    return apply(x, weights, bias, offsets, name, clock, key, history, sequence_length, record)
+    name, (clock, key) = register(compute), keys or (None, None)
+    experts, ends = len(weights), offsets.tolist()
+    *groups, without_expert = x.split([end - start for start, end in zip([0, *ends], [*ends, len(x)], strict=True)])
+    biases = [None] * experts if bias is None else bias.unbind()
+    histories = [None] * experts if history is None else history.unflatten(2, (experts, -1)).unbind(2)
+    outputs = []
+    for expert, (group, weight) in enumerate(zip(groups, weights.unbind(), strict=True)):
+        if len(group):
+            expert_key = None if key is None else key[expert]
+            arguments = (group, weight, biases[expert], name, clock, expert_key, histories[expert])
+            outputs.append(multiply_layer(*arguments, sequence_length, record, None))
+    return torch.cat([*outputs, x.new_zeros(len(without_expert), weights.shape[1])])
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
@@ -234,10 +103,11 @@ class GroupedLinear(NarrowLayer):
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply ``[tokens, in]`` to ``[tokens, out]``, see :func:`grouped_linear`."""
         x = self.cast_stream(x)
-        return grouped_linear(
+        y: Tensor = grouped_linear(
             x, weights, offsets, self.compute, bias, self.keys(), self.amax_history, x.shape[0],
             torch.is_grad_enabled() and self.training,
         )  # fmt: skip
+        return y
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, compute={self.compute.name!r}"
@@ -312,13 +182,13 @@ def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
     """Multiply by one projection, in its compute, or as PyTorch does if it was not swapped."""
-    weights: Any = getattr(experts, name, None)  # quantized experts have none
-    weights = weights.transpose(1, 2) if experts.is_transposed and weights is not None else weights
+    weights: Any = getattr(experts, name)
+    weights = weights.transpose(1, 2) if experts.is_transposed else weights
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     swapped = experts.get_submodule(NARROW)
     if name in swapped:
         return cast(Tensor, swapped[name](x, weights, offsets, bias))
-    return grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias)
+    return cast(Tensor, grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias))
 
 
 def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
@@ -338,13 +208,14 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
 
 def projections(model: nn.Module) -> list[str]:
     """Return the names of the projections of all experts."""
-    return [
-        f"{name}.{projection}" if name else projection
-        for name, module in model.named_modules()
-        if is_experts(module)
-        for projection in PROJECTIONS
-        if projection in module._parameters
-    ]
+    modules = [(name, module) for name, module in model.named_modules() if is_experts(module)]
+    return [full for name, module in modules for full in _full_names(name, module).values()]
+
+
+def _full_names(name: str, module: nn.Module) -> dict[str, str]:
+    """Return the projections of a module of that name, and their names in the model."""
+    present = [projection for projection in PROJECTIONS if projection in module._parameters]
+    return {projection: f"{name}.{projection}" if name else projection for projection in present}
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -355,40 +226,24 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    names = {
-        projection: f"{name}.{projection}" if name else projection
-        for projection in PROJECTIONS
-        if projection in module._parameters
-    }
+    names = _full_names(name, module)
     computes = {projection: compute for projection, full in names.items() if (compute := choose(full)) is not None}
     if not computes:
         return {}
-    require_reachable(name, module)
+    _require_reachable(name, module)
     layers = {
         projection: GroupedLinear(module.num_experts, names[projection], compute, module.down_proj.device)
         for projection, compute in computes.items()
     }
-    install(module, layers)
-    return {names[projection]: layer for projection, layer in layers.items()}
-
-
-def install(module: Any, projections: Mapping[str, nn.Module]) -> None:
-    """Make experts multiply by these projections, called like :class:`GroupedLinear`. Others stay PyTorch's."""
-    module.add_module(NARROW, _Projections(projections))
+    module.add_module(NARROW, _Projections(layers))
     _register()
     # A copy: other models of this config, and experts that are not swapped, use transformers' own function.
     module.config = copy.copy(module.config)
     module.config._experts_implementation = IMPLEMENTATION
+    return {names[projection]: layer for projection, layer in layers.items()}
 
 
-def uninstall(module: Any, config: Any) -> None:
-    """Undo :func:`install`. ``config`` is the module's config before it."""
-    if NARROW in module._modules:
-        del module._modules[NARROW]
-    module.config = config
-
-
-def require_reachable(name: str, module: Any) -> None:
+def _require_reachable(name: str, module: Any) -> None:
     """Refuse experts that transformers' registry does not reach, or that are sharded."""
     if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
         raise RecipeError(

@@ -27,7 +27,6 @@ from narrowgauge.matmul import cast_cache
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype, with_channels_back
 from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, drawn_signs, random_words
-from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
 from narrowgauge.torch_names import is_traced
@@ -197,27 +196,13 @@ def _(
     return data, outer, inner
 
 
-@torch.library.custom_op("narrowgauge::weight_unit", mutates_args=())
-def weight_unit(weight: Tensor) -> Tensor:
-    """Return the power of two at or below a weight's root mean square, 0-d float32. Measure once per version of the weight.
-
-    It is an operator, since a compiler would add the squares in another order.
-    """
-    return cast_cache.cast_weight(weight, ("unit",), lambda: Operand(power_of_rms(weight))).data.clone()
-
-
-@weight_unit.register_fake
-def _(weight: Tensor) -> Tensor:
-    return weight.new_empty((), dtype=torch.float32)
-
-
 # ── outliers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def outlier_columns(x: Tensor, threshold: float) -> Tensor:
     """Return which columns of ``[rows, columns]`` hold a magnitude of at least ``threshold`` (or a NaN): bool ``[columns]``."""
     # Compare in float32: PyTorch would first round the threshold to the format of x.
-    return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
+    return ~(x.abs().amax(0).float() < threshold)
 
 
 def without_outliers(x: Tensor, threshold: float) -> Tensor:
@@ -231,48 +216,36 @@ def add_outliers(
     compute: Compute,
     weight: Tensor | None,
     codes: Operand,
-    wide: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Add the product of the outlier columns of ``x`` and the compute's weights ``[out, in]`` to ``result``.
 
     Args:
         weight: in 16 bits; ``None`` in inference, where it is not stored.
         codes: of the weight, with a scale per row.
-        wide: int32 ``[kept]``, ascending, and ``[out, kept]``: columns with weights stored in 16 bits beside the codes.
     Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
     """
     weight = weight if keeps_outlier_weights(compute) else None
-    columns, weights = wide or (None, None)
-    arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer, columns, weights)
+    arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer)
     # The variable number of columns would break a graph.
     return cast(Tensor, (_add_opaque if is_traced() else _add_outliers)(*arguments))
 
 
 def _add_outliers(
-    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None,
-    columns: Tensor | None, weights: Tensor | None,
-) -> Tensor:  # fmt: skip
+    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None
+) -> Tensor:
     outliers = outlier_columns(x, threshold).nonzero().view(-1)
     if not len(outliers):
         return result
-    if weight is not None:
-        thin = weight[:, outliers]
-    else:
-        assert scales is not None
-        thin = codes[:, outliers].float() * scales
-        if columns is not None and weights is not None and len(columns):
-            place = torch.searchsorted(columns, outliers.to(columns.dtype)).clamp_(max=len(columns) - 1)
-            is_kept = columns[place] == outliers
-            thin[:, is_kept] = weights[:, place[is_kept]].float()
+    assert scales is not None
+    thin = codes[:, outliers].float() * scales if weight is None else weight[:, outliers]
     return add_product(result, x[:, outliers].to(result.dtype), thin.to(result.dtype).t())
 
 
 @torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())
 def _add_opaque(
-    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None,
-    columns: Tensor | None, weights: Tensor | None,
-) -> Tensor:  # fmt: skip
-    total = _add_outliers(result, x, threshold, weight, codes, scales, columns, weights)
+    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None
+) -> Tensor:
+    total = _add_outliers(result, x, threshold, weight, codes, scales)
     return total.clone() if total is result else total.contiguous()
 
 
@@ -286,7 +259,7 @@ def _(result: Tensor, *_: Any) -> Tensor:
 
 def output(
     x: Tensor, weight: Tensor, bias: Tensor | None, name: str, *, keys: Keys | None, history: Tensor | None,
-    record: bool, input_history: Tensor | None = None, unit: Tensor | None = None,
+    record: bool, unit: Tensor | None = None,
 ) -> tuple[Tensor, Operand]:  # fmt: skip
     """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the input saved for backward: its cast, or itself.
 
@@ -294,11 +267,10 @@ def output(
         name: of a registered compute.
         keys, history: the layer's; ``None`` if its casts need none.
         record: write amax values into the history.
-        input_history: gives the input's delayed scale. Layers with the same input share the first layer's history.
         unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
     """
     compute = REGISTERED[name]
-    lhs = cast_to_slot(x, compute, "output.left", keys=keys, history=input_history, record=record)
+    lhs = cast_to_slot(x, compute, "output.left", keys=keys, history=history, record=record)
     rhs = cast_weight_to_slot(weight, name, "output.right", keys=keys, history=history, record=record, unit=unit)
     y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
@@ -346,12 +318,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, clock: Tensor | None, key: Tensor | None,
-        history: Tensor | None, input_history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
+        history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
     ) -> Tensor:  # fmt: skip
         keys = None if clock is None or key is None else Keys(clock, key)
-        y, saved = output(
-            x, weight, bias, name, keys=keys, history=history, record=record, input_history=input_history, unit=unit
-        )
+        y, saved = output(x, weight, bias, name, keys=keys, history=history, record=record, unit=unit)
         ctx.save_for_backward(*saved, weight, clock, key, unit)
         # Not saved for backward: autograd would refuse it after another layer or pass writes to it.
         ctx.history = history
@@ -368,7 +338,7 @@ class _Product(torch.autograd.Function):
             sequence_length=ctx.sequence_length, needs=ctx.needs_input_grad[:2], unit=unit,
         )  # fmt: skip
         by_bias = bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return by_input, by_weight, by_bias, *[None] * 8
+        return by_input, by_weight, by_bias, *[None] * 7
 
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards on computes and casts.

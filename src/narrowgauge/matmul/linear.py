@@ -132,14 +132,17 @@ class Linear(NarrowLayer, nn.Linear):
     Backward keeps ``Compute.kept_bytes`` per input element.
     """
 
-    # The layer whose history gives the input's delayed scale: the first with the same input, or itself.
-    scale_owner: tuple[Linear, ...] = ()
     # Whether the weight is [in, out], as in transformers' Conv1D.
     is_transposed: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]``."""
         return self.multiply(input, self.weight, self.bias)
+
+    @property
+    def takes_unit(self) -> bool:
+        """Return whether :meth:`multiply` takes the weight's size and divides by it, in a cast that is cached."""
+        return not self.compute.is_wide
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
         """Return the layer's product with the caller's weight: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
@@ -152,24 +155,16 @@ class Linear(NarrowLayer, nn.Linear):
         """
         weight = weight.t() if self.is_transposed else weight
         x = self.cast_stream(x)
+        if not x.numel():  # nothing to cast
+            return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         if x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
         length = x.shape[-2] if x.ndim > 2 else 1
         y: Tensor = layer_matmuls.multiply_layer(
             x.reshape(-1, x.shape[-1]), weight, bias, self.registered_name, self.clock_words, self.key, self.amax_history,
-            self.input_history(), length, torch.is_grad_enabled() and self.training, unit,
+            length, torch.is_grad_enabled() and self.training, unit,
         )  # fmt: skip
         return y.view(*x.shape[:-1], weight.shape[0])
-
-    def unit_of(self, weight: Tensor) -> Tensor:
-        """Return the power of two at or below a weight's root mean square, measured once within ``cached_weights``."""
-        return cast(Tensor, layer_matmuls.weight_unit(weight.detach()))
-
-    def input_history(self) -> Tensor | None:
-        """Return the history for the input's delayed scale; ``None`` if the scale is not delayed."""
-        if self.compute.output.left.scaling != "delayed":
-            return None
-        return (self.scale_owner[0] if self.scale_owner else self).amax_history
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"

@@ -91,8 +91,6 @@ def multiply_codes(
         fast: accumulate in the tensor core's register alone, if the kernel can.
     """
     rows, columns = lhs.data.shape[1 - dims[0]], rhs.data.shape[1 - dims[1]]
-    if not (lhs.data.numel() and rhs.data.numel()):
-        return Sums(lhs.data.new_zeros((rows, columns), dtype=dtype))
     values, by_row, by_column = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast)
     return Sums(values[:rows, :columns], by_row, by_column)
 
@@ -204,11 +202,9 @@ def _tfloat32(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sum
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by the GPU's ``torch._int_mm``.
 
-    It takes more than 16 rows, multiples of 8 for the other sides, and no empty operand.
+    It takes more than 16 rows, and multiples of 8 for the other sides.
     """
     rows, columns = a.shape[0], b.shape[1]
-    if not (a.numel() and b.numel()):
-        return a.new_zeros((rows, columns), dtype=torch.int32)
     a = F.pad(a, (0, -a.shape[1] % 8, 0, max(17 - rows, 0)))
     b = F.pad(b, (0, -columns % 8, 0, -b.shape[0] % 8))
     parts = zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True)

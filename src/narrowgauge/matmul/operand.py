@@ -82,8 +82,6 @@ def cast_matrix(
         return Operand(x.detach().to(dtype))
     x = padded(x.detach(), cast, dim)
     size = x.numel()
-    if not size:
-        return _cast_nothing(x, cast, dim, dtype)
     if cast.smooth:
         fold, amax = fused(size, _definition(_smooth, cast), x)
     if cast.block is None:
@@ -107,9 +105,7 @@ def block_values(operand: Operand, dim: int) -> Tensor:
     """Return ``data * inner`` in bfloat16, for codes of a cast in blocks. It is exact."""
     assert operand.inner is not None
     codes = four_bit_values(unpacked_pairs(operand.data, dim)) if operand.data.dtype == PAIRS else operand.data.float()
-    if codes.numel():
-        codes = codes * spread(operand.inner.float(), codes.shape)
-    return codes.to(torch.bfloat16)
+    return (codes * spread(operand.inner.float(), codes.shape)).to(torch.bfloat16)
 
 
 # Functions that casts are compiled from: first bind a cast, a dimension and a dtype, then call with tensors.
@@ -161,22 +157,6 @@ def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
         return (data, inner, inverse) if outer is None else (data, inner, inverse, outer)
 
     return cast_blocks
-
-
-def _cast_nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
-    """Cast a matrix without rows or without columns. Its outer scales are 1."""
-    shape, sides = list(x.shape), sides_of(cast, dim)
-    inner = None
-    if cast.block is not None and dtype in CODES:
-        blocks = [size // side for size, side in zip(shape, sides, strict=True)]
-        inner = x.new_zeros(blocks, dtype=_SCALE_DTYPES.get(cast.scale, torch.float32))
-    outer = None
-    if not (cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn")):
-        along = 1 if cast.smooth else {"row": 1 - dim, "column": dim}.get(cast.granularity)
-        outer = x.new_ones([shape[side] if side == along else 1 for side in (0, 1)], dtype=torch.float32)
-    if dtype == PAIRS:
-        shape[dim] //= 2
-    return Operand(x.new_zeros(shape, dtype=dtype), outer, inner)
 
 
 # ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────

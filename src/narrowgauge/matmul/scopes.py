@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,23 +66,16 @@ def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
             if recipe.storage.visible == "float32":
                 module.forward = _Scoped(module, None)
             else:
-                module.register_forward_hook(_CAST_OUTPUTS[recipe.dtype])
+                # A partial of a module-level function, so that a prepared model can be pickled.
+                module.register_forward_hook(partial(_cast_output, getattr(torch, recipe.dtype)))
 
 
 def _cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
     return _cast(args, torch.float32), _cast(kwargs, torch.float32)
 
 
-def _to_bfloat16(_: nn.Module, __: Any, result: Any) -> Any:
-    return _cast(result, torch.bfloat16)
-
-
-def _to_float16(_: nn.Module, __: Any, result: Any) -> Any:
-    return _cast(result, torch.float16)
-
-
-# Module-level functions, so that a prepared model can be pickled.
-_CAST_OUTPUTS = {"bfloat16": _to_bfloat16, "float16": _to_float16}
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, result: Any) -> Any:
+    return _cast(result, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

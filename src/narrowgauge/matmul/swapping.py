@@ -22,7 +22,7 @@ from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, narrowed
 from narrowgauge.matmul.operand import Clock
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import COMPUTES, Compute, first_of_input
+from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_names import leave_out_of_ddp, plain_name
 
@@ -77,15 +77,6 @@ class NarrowLayers:
         """Continue in other computes. ``choose`` maps a layer's name to its compute."""
         for name, layer in self.layers.items():
             layer.set_compute(choose(name))
-        self.share_histories()
-
-    def share_histories(self) -> None:
-        """Make layers with the same input share the first layer's amax history, and so its scale."""
-        plain = {name: layer for name, layer in self.layers.items() if isinstance(layer, Linear)}
-        for name, layer in plain.items():
-            owner = plain.get(first_of_input(name), layer)
-            if owner is not layer and None not in (owner.amax_history, layer.amax_history):
-                layer.scale_owner = (owner,)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count only this optimizer's steps."""
@@ -124,7 +115,6 @@ class NarrowLayers:
         for name, layer in self.layers.items():
             if (history := saved.get(plain_name(name))) is not None:
                 layer.load_history(history)
-        self.share_histories()
 
 
 # Clocks that count the steps of every optimizer.
@@ -189,7 +179,6 @@ def swap_linears(
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
     linears = NarrowLayers(layers, Clock(seed))
-    linears.share_histories()
     after_every_step(_advance_untied)
     _UNTIED.add(linears.clock)
     return linears

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from narrowgauge.errors import DataError, RecipeError, suggestion
-from narrowgauge.spec.computes import COMPUTES, stored_bytes
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code
 from narrowgauge.spec.toml import load_data
 
@@ -56,18 +55,15 @@ class LatentAttention:
     value_dim: int
 
 
-_SIDE, _OUTLIER_COLUMNS = 4096, 4
 BASE_BYTES = {
     "bfloat16": 2.0,
     "int8": 1.0,
-    "int8-outlier": stored_bytes(COMPUTES["int8-outlier"], _SIDE, _SIDE, _OUTLIER_COLUMNS) / _SIDE**2,
     "float8": 1.0,
     "nf4": 0.5 + 0.127 / 8,
     "nvfp4": 0.5 + 1 / 16,
 }
 """Bytes per parameter of a frozen base. nf4: with doubly quantized scales (QLoRA, arXiv 2305.14314, section 3: 0.127 bits).
-nvfp4: an 8-bit scale for each 16. int8-outlier: also 0.1 % of the columns in 16 bits (LLM.int8(), arXiv 2208.07339, section
-3.2), for a matrix of 4,096 × 4,096."""
+nvfp4: an 8-bit scale for each 16."""
 
 
 @dataclass(frozen=True, slots=True)

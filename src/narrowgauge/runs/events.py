@@ -41,7 +41,7 @@ KINDS: dict[str, str] = {
     "growth": "a weight or the gradient norm grows far beyond what it was",
     "dead_layer": "a layer no longer learns",
     "nonfinite": "a tensor holds values that are not finite",
-    "corruption": "memory or arithmetic of a rank is damaged, and the run stopped before it used the damage",
+    "corruption": "memory of a rank is damaged, and the run stopped before it used the damage",
     "checkpoint": "a checkpoint was written",
     "checkpoint_damaged": "a checkpoint did not match its manifest and was not used",
 }

@@ -506,9 +506,7 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def first_of_input(layer: str) -> str:
-    """Return the first layer with the same input as a layer. They share the input's cast and its delayed scale.
-
-    It is the layer itself if no other layer has its input.
+    """Return the first layer with the same input as a layer: the layer itself if no other layer has its input.
 
     Example:
         >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
@@ -518,85 +516,31 @@ def first_of_input(layer: str) -> str:
     return parent + dot + next((names[0] for names in _SAME_INPUT if leaf in names), leaf)
 
 
-# ── gathering: a weight that FSDP2 gathers as the codes that its matmuls take ──────────────────────────────────────────
-#
-# A compute that casts a sharded weight can cast each shard before the gather. Then one byte is sent instead of two. The codes
-# are the same, since a shard holds whole rows. Scales that cover several shards (of a tensor, of a column) first need the amax
-# over all of them: a small all-reduce.
-#
-# Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. If these are two casts, each
-# gather sends the cast for its pass. That takes FSDP2's ``reshard_after_forward`` and no activation checkpointing, whose
-# backward pass needs both casts.
-
-
-def gathered_slots(compute: Compute) -> tuple[str, str]:
-    """Return the slots whose casts of the weight the forward and the backward pass take."""
-    return "output.right", compute.cast_slots["grad_input.right"]
-
-
-def why_gathered_wide(compute: Compute) -> str:
-    """Return why a compute's weights are not gathered as codes; empty if they can be.
-
-    Example:
-        >>> why_gathered_wide(COMPUTES["mxfp8"]), why_gathered_wide(COMPUTES["int8-row"])
-        ('its scales belong to blocks', '')
-    """
-    casts = [compute.casts[slot] for slot in gathered_slots(compute)]
-    if compute.is_wide:
-        return "it multiplies the weights as they are"
-    if compute.transform:
-        return "its transform computes with the weights themselves"
-    if compute.output.left.outliers or any(cast.is_wide for cast in casts):
-        return "a matmul takes weights in 16 bits too"
-    if any(cast.scaling == "delayed" for cast in casts):
-        return "its amax history is measured on the whole weight"
-    return "its scales belong to blocks" if any(cast.block is not None for cast in casts) else ""
-
-
-# ── weights without training: codes, and what is stored beside them ────────────────────────────────────────────────────
-#
-# A weight that is no longer trained is stored as codes and scales. ``int8-outlier`` multiplies the weights of outlier columns
-# in 16 bits. So it stores the weights of known outlier columns twice: as codes, for calls without an outlier there, and in 16
-# bits.
+# ── weights without training: codes and scales ─────────────────────────────────────────────────────────────────────────
 
 
 def stores_codes(compute: Compute) -> bool:
     """Return whether a weight can be stored as one byte a value, and an input cast without other information.
 
     Example:
-        >>> [name for name in ("int8-outlier", "float8-delayed", "nvfp4") if stores_codes(COMPUTES[name])]
-        ['int8-outlier']
+        >>> [name for name in ("int8-outlier-codes", "int8-outlier", "float8-delayed") if stores_codes(COMPUTES[name])]
+        ['int8-outlier-codes']
     """
     left, right = compute.output.left, compute.output.right
+    if keeps_outlier_weights(compute):
+        return False
     is_one_level = right.scale != "float8_e4m3fn" and right.rotation == "none"
     return right.element.bits == 8 and is_one_level and right.scaling == left.scaling == "current" and not left.smooth
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:
-    """Return whether the weights of outlier columns are multiplied, and so stored, in 16 bits.
+    """Return whether the weights of outlier columns are multiplied in 16 bits.
 
     Example:
         >>> [keeps_outlier_weights(COMPUTES[name]) for name in ("int8-row", "int8-outlier", "int8-outlier-codes")]
         [False, True, False]
     """
     return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"
-
-
-def stored_bytes(compute: Compute, out_features: int, in_features: int, outlier_columns: int = 0) -> int:
-    """Return the bytes of a weight ``[out, in]`` stored as codes and scales.
-
-    Each of ``outlier_columns`` adds its weights in 16 bits and its index in 32.
-
-    Example:
-        >>> stored_bytes(COMPUTES["int8-outlier"], 4096, 4096) - 4096**2, stored_bytes(COMPUTES["int8-outlier"], 4096, 4096, 4)
-        (16384, 16826384)
-    """
-    right = compute.output.right
-    if right.block is not None:
-        scales = math.ceil(out_features / right.block[0]) * math.ceil(in_features / right.block[1])
-    else:
-        scales = 4 * (out_features if right.granularity == "row" else 1)
-    return out_features * in_features + scales + outlier_columns * (2 * out_features + 4)
 
 
 # ── variants, named by a suffix: ``float8-delayed+smooth`` ─────────────────────────────────────────────────────────────

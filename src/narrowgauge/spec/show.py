@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from narrowgauge.spec import computes, formats, notation, storages, sums
+from narrowgauge.spec import formats, notation, storages, sums
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES, VARIANTS, Compute
 from narrowgauge.spec.models import MODELS
@@ -82,7 +82,6 @@ def _recipe_row(recipe: Recipe) -> Row:
 
 
 def _compute_row(compute: Compute) -> Row:
-    forward, obstacle = compute.casts["output.right"].format, computes.why_gathered_wide(compute)
     return {
         "name": compute.name,
         "storage": compute.default_storage,
@@ -92,7 +91,6 @@ def _compute_row(compute: Compute) -> Row:
         },
         "accumulation": {place: product.accumulation for place, product in compute.products.items()},
         "kept_bytes": compute.kept_bytes,
-        "gathered_as": f"weights: {obstacle}" if obstacle else f"{forward} codes",
         "stochastic": compute.is_stochastic,
         "delayed": compute.is_delayed,
         "scales_loss": compute.scales_loss,
@@ -201,7 +199,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
             *name_columns(compute="name"), *text_columns(forward=_operands("output.left", "output.right")),
             *text_columns(gradients=_operands("grad_input.left", "grad_weight.left")),
             Column("B saved", "kept_bytes", right=True),
-            *text_columns(gathered_as="gathered_as", native=_native_text, purpose="purpose"),
+            *text_columns(native=_native_text, purpose="purpose"),
         ),
     ),
     "rules": (

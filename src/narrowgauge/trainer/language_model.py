@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError
+from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.numerics.widening import linear
@@ -248,14 +249,15 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
 
     sharded = fsdp_modules(model)
     options: Any = COMPILE_OPTIONS if linears_of(model) is not None else None
+    is_whole = not any(map(is_experts, model.modules()))  # the numbers of their tokens are data
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer):
             continue
         if any(module is layer for layer in sharded):
             # FSDP2 gathers in hooks around the forward, which no graph can hold.
-            module.forward = torch.compile(module.forward, fullgraph=True, options=options)
+            module.forward = torch.compile(module.forward, fullgraph=is_whole, options=options)
         else:
-            module.compile(fullgraph=True, options=options)
+            module.compile(fullgraph=is_whole, options=options)
     # Chunks are recomputed in backward, so their loss stays eager.
     whole = cross_entropy if chunked else torch.compile(cross_entropy, fullgraph=True)
     return partial(loss_sum, model, chunked=chunked, cross_entropy=whole)

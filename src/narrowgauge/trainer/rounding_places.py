@@ -347,9 +347,8 @@ class _Casts:
         cast, dim, matmul = compute.casts[slot], SLOTS[slot].dim, SLOTS[slot].matmul
         if _CAST_AT[tensor] not in self.rounded or cast.is_wide:
             return x, None
-        owner = layer.scale_owner[0] if tensor == "input" and layer.scale_owner else layer
         operand = cast_to_slot(
-            x, compute, slot, keys=keys, history=owner.amax_history, sequence_length=self.length, fold=fold
+            x, compute, slot, keys=keys, history=layer.amax_history, sequence_length=self.length, fold=fold
         )
         values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
         values = values if operand.outer is None else values * operand.outer

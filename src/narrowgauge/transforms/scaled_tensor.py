@@ -189,18 +189,6 @@ def _multiply(func: Any, a: Any, b: Any) -> Scaled:
     return Scaled(a._data * mantissa, a._scale * power)
 
 
-def _divide(func: Any, a: Any, b: Any) -> Scaled:
-    """Divide scales. The rest is as for products."""
-    if not isinstance(b, Scaled):
-        if isinstance(b, Tensor):
-            return Scaled(a._data / _constant(func, b), a._scale)
-        mantissa, power = _split(b)
-        return Scaled(a._data / mantissa, a._scale / power)
-    if isinstance(a, Scaled):
-        return Scaled(a._data / b._data, a._scale / b._scale)
-    return Scaled(_constant(func, a) / b._data, 1 / b._scale)
-
-
 def _split(number: float) -> tuple[float, float]:
     """Split into a mantissa of magnitude 1 to 2 and a power of two. Zero and non-finite numbers have power 1."""
     mantissa, exponent = math.frexp(number)
@@ -281,7 +269,6 @@ _OPERATIONS: dict[Rule, tuple[str, ...]] = {
         "slice_backward.default",
     ),
     _multiply: ("mul.Tensor", "mul.Scalar"),
-    _divide: ("div.Tensor", "div.Scalar"),
     _add: ("add.Tensor", "sub.Tensor"),
     _concatenate: ("cat.default",),
     _sum: ("sum.dim_IntList", "sum.default"),

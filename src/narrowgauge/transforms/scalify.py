@@ -126,19 +126,6 @@ class _Leave(torch.autograd.Function):
         return *_through(gradient, *ctx.saved_tensors), None, None
 
 
-class _LeavePlain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(scale)
-        ctx.dtype = raw.dtype
-        return _widened(raw) * scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        data, scale = _through(gradient, *ctx.saved_tensors)
-        return data.to(ctx.dtype), scale, None
-
-
 class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -178,12 +165,6 @@ def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
 
 
 @_in_graph
-def leave_plain(raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
-    """Return ``raw * scale`` as a plain tensor. Its gradient is measured."""
-    return cast(Tensor, _LeavePlain.apply(raw, token, scale))  # type: ignore[no-untyped-call]
-
-
-@_in_graph
 def value_of(x: Tensor) -> Tensor:
     """Return a scaled tensor's value as a plain one. Its gradient is measured."""
     return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
@@ -204,8 +185,7 @@ def linear(
     bias: Tensor | None,
     multiply: Callable[..., Tensor],
     features: tuple[int, int],
-    plain: bool = False,
-    unit_of: Callable[[Tensor], Tensor] | None = None,
+    takes_unit: bool = False,
 ) -> Tensor:
     """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near one.
 
@@ -217,22 +197,20 @@ def linear(
         weight, bias: plain. The weight has the layout of ``multiply``.
         multiply: the linear function of plain tensors, low-precision or not.
         features: numbers of inputs and outputs.
-        plain: return a plain tensor.
-        unit_of: measures the weight, if ``multiply`` itself divides by the result. ``multiply`` gets it as a fourth argument.
+        takes_unit: ``multiply`` gets the weight's size as a fourth argument and divides by it itself, in a cacheable cast.
     """
     inputs, outputs = features
-    size = power_of_rms(weight) if unit_of is None else unit_of(weight)
+    size = power_of_rms(weight)
     scale = scale_of(x) * size
     sizes = (root_below(outputs), None, None)
-    weight_unit: Unit = size if unit_of is None else Held(size)
-    also = () if unit_of is None else (size,)
+    weight_unit, also = (Held(size), (size,)) if takes_unit else (size, ())
     if bias is None:
         token, data, unit_weight = enter((OWN, weight_unit), sizes[:2], x, weight)
         raw = multiply(data, unit_weight, None, *also)
     else:
         token, data, unit_weight, unit_bias = enter((OWN, weight_unit, scale), sizes, x, weight, bias)
         raw = multiply(data, unit_weight, unit_bias, *also)
-    return leave_plain(raw, token, scale) if plain else leave(raw, token, scale, root_below(inputs))
+    return leave(raw, token, scale, root_below(inputs))
 
 
 def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
@@ -350,18 +328,17 @@ def _revived(origin: Any) -> nn.Module:
 
 class _Linear(_Ruled):
     def forward(self: Any, x: Tensor) -> Tensor:
-        # A narrow layer measures its weight and divides by the result itself, in a cacheable cast.
-        unit_of = self.unit_of if hasattr(self, "unit_of") and not self.compute.is_wide else None
-        multiply = getattr(self, "multiply", F.linear)
-        features = self.in_features, self.out_features
-        return linear(x, self.weight, self.bias, multiply, features, self.leaves_plain, unit_of)
+        multiply, features = getattr(self, "multiply", F.linear), (self.in_features, self.out_features)
+        takes_unit = getattr(self, "takes_unit", False)  # of a narrow layer
+        y = linear(x, self.weight, self.bias, multiply, features, takes_unit)
+        return value_of(y) if self.leaves_plain else y
 
 
 class _Conv1D(_Ruled):
     """A linear layer of transformers whose weight is ``[inputs, outputs]``."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self._product, (self.nx, self.nf), self.leaves_plain)
+        return linear(x, self.weight, self.bias, self._product, (self.nx, self.nf))
 
     def _product(self: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], self.nf)
