@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from narrowgauge.gauges.attach import attach_gauges
 
 WIDTH, HEADS, LENGTH = 32, 4, 16
+MASK = nn.Transformer.generate_square_subsequent_mask(LENGTH)
 
 
 class OwnAttention(nn.Module):
@@ -53,7 +54,7 @@ class Multihead(nn.Module):
         self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, x, need_weights=False)[0]
+        return self.inner(x, x, x, need_weights=False, is_causal=True, attn_mask=MASK)[0]
 
 
 class Model(nn.Module):
@@ -84,13 +85,13 @@ def read(layer: nn.Module, x: Tensor) -> dict[str, list[float]]:
     return gauges.last["attention"]
 
 
-def direct(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> Any:
+def direct(query: Tensor, key: Tensor, scale: float) -> Any:
     """Largest logit and mean relative entropy of the first sequence's sampled queries."""
     key = key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)
     maxima, entropies = [], []
     for place in range(1, LENGTH, 2):
         logits = scale * torch.einsum("hd,htd->ht", query[0][:, place], key)
-        logits = logits[:, : place + 1] if is_causal else logits
+        logits = logits[:, : place + 1]
         entropy = torch.distributions.Categorical(logits=logits).entropy()
         maxima.append(logits.max().item())
         entropies.append((entropy / math.log(logits.shape[1])).mean().item())
@@ -101,7 +102,7 @@ def test_what_is_read_of_ones_own_attention() -> None:
     torch.manual_seed(0)
     layer, x = OwnAttention(), 2 * torch.randn(2, LENGTH, WIDTH)
     query, key, _ = layer.split(x)
-    assert read(layer, x) == {"layers.0": direct(query, key, 0.7, is_causal=True)}
+    assert read(layer, x) == {"layers.0": direct(query, key, 0.7)}
 
 
 def test_what_is_read_of_torchs_attention() -> None:
@@ -109,7 +110,7 @@ def test_what_is_read_of_torchs_attention() -> None:
     layer, x = Multihead(), 2 * torch.randn(2, LENGTH, WIDTH)
     q, k = layer.inner.in_proj_weight.chunk(3)[:2]
     query, key = (F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2) for weight in (q, k))
-    assert read(layer, x) == {"layers.0.inner": direct(query, key, (WIDTH / HEADS) ** -0.5, is_causal=False)}
+    assert read(layer, x) == {"layers.0.inner": direct(query, key, (WIDTH / HEADS) ** -0.5)}
 
 
 def test_what_is_read_of_transformers_attention() -> None:
@@ -124,4 +125,4 @@ def test_what_is_read_of_transformers_attention() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", kept)
         found = read(layer, x)
-    assert found == {"layers.0": direct(*operands, (WIDTH / HEADS) ** -0.5, is_causal=True)}
+    assert found == {"layers.0": direct(*operands, (WIDTH / HEADS) ** -0.5)}

@@ -111,15 +111,6 @@ def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
     assert metrics.sqnr_of_sums(metrics.cast_sums(x, cast).sum(0)).item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_updates_against_weights() -> None:
-    weight = torch.tensor([1.0, 1.5, 2.0, 0.0])
-    change = torch.full((4,), 2.0**-8)
-    assert metrics.update_to_weight(weight, weight + change).item() == pytest.approx(
-        2.0**-8 / math.sqrt((1 + 2.25 + 4) / 4)
-    )
-    assert metrics.update_to_weight(weight, weight).item() == 0.0
-
-
 def test_entropy_against_sums_written_out() -> None:
     generator = torch.Generator().manual_seed(3)
     query, key = torch.randn(4, 6, 8, generator=generator), torch.randn(2, 6, 8, generator=generator)

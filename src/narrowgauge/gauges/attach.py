@@ -23,17 +23,17 @@ from narrowgauge import inductor
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
-from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
+from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
 from narrowgauge.gauges.sampling import SAMPLING, Recorder
 from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.widening import matmul
-from narrowgauge.optim.audit import audit, unwrapped
+from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import emit
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec import storages
 from narrowgauge.spec.computes import COMPUTES, first_of_input
 from narrowgauge.spec.recipes import Recipe
@@ -93,11 +93,11 @@ class Gauges:
         weakref.finalize(self, _close, self.recorder.number)
         self.casts = Casts(self._layers)
         self.shards = Shards.of(self.parameters)
-        self.states = StateReader(optimizer, self.parameters.values())
-        self.updates = UpdateMetrics(self.states, self.parameters)
+        if self.shards.mesh is not None and isinstance(optimizer, Optimizer):
+            optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
         matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
-        self.shadow = MomentShadow(self.states, matrices if every else {})
-        self._undos.append(optimizer.register_load_state_dict_post_hook(self._forget).remove)
+        self.shadow = MomentShadow(optimizer, matrices if every else {})
+        self._undos.append(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
         self._undos.append(follow_steps(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
 
@@ -126,15 +126,10 @@ class Gauges:
 
     def restart(self, step: int) -> None:
         """Continue after ``step`` steps from a loaded state. The reference of second moments restarts."""
-        self._forget()
+        self.shadow.forget()
         self.last = None
         self.recorder.clear()
         self.step = step
-
-    def _forget(self, *_: Any) -> None:
-        """Invalidate the values read from the optimizer's states."""
-        for part in (self.states, self.updates, self.shadow):
-            part.forget()
 
     def detach(self) -> None:
         """Remove the gauges from the model and the optimizer."""
@@ -207,7 +202,6 @@ class Gauges:
             if parameter.grad is not None:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
         self.shards.join_amax(self.recorder)
-        self.updates.before_step()
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -220,16 +214,18 @@ class Gauges:
         """Build the record of a sampled step and pass it on."""
         began = time.perf_counter()
         packed = Packed(self.shards)
-        self.states.forget()
         measure(self.recorder, self.casts.of, packed)
-        self.updates.measure(packed)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            here = [p for name, p in self.parameters.items() if self.shards.share[name]]
+            states = leading_states(self.optimizer, here, kind).values()
+            packed.add_histogram(kind, [x for x in states if x is not None], self.recorder.stats_device)
         self.shadow.measure(packed)
         if (logits := self._head_logits()) is not None:
             packed.add("logits", logits)
         fetched = packed.fetch()
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
-        readings = audit(self.optimizer) if isinstance(self.optimizer, Optimizer) else {}
-        row["updates"] = self.updates.rows(fetched, readings)
+        if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
+            row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
         if moments := self.shadow.rows(fetched):
             row["moments"] = moments
         if "logits" in fetched:
@@ -237,7 +233,6 @@ class Gauges:
             row["logits"] = dict(zip(("max", "log_z"), values, strict=True))
         row["seconds"] = rounded(time.perf_counter() - began)
         self.recorder.clear()
-        self.states.forget()
         self._warn_if_nothing_recorded(row)
         self.last = row
         if self.on_row is not None:
@@ -281,6 +276,12 @@ class Gauges:
         warnings.warn(message, GaugeNotice, stacklevel=2)
 
 
+def _update_metrics(reading: Reading) -> list[float | int | None]:
+    """Return the metrics of an audited parameter, in the order of the record. EDQ is NaN if no update was intended."""
+    rest = (getattr(reading, name) for name in list(METRICS["updates"])[1:])
+    return [rounded(reading.edq, keep_nan=True), *map(rounded, rest)]
+
+
 # The numbers of the recorders whose step is sampled.
 _OPEN: set[int] = set()
 
@@ -316,9 +317,10 @@ def attach_gauges(
     once on a sampled step, and never on other steps.
 
     On several ranks, call it on every rank with the same arguments. With sharded parameters (FSDP2, over a mesh of any
-    number of axes), a sampled step makes two reductions over the ranks. Every rank's record then holds the same metrics of
+    number of axes), a sampled step makes two reductions over the ranks, and an audited step another. Every rank's record then
+    holds the same metrics of
     weights, gradients, updates and moments. Amax, rms, counts, casts, histograms and the audit cover all shards. Metrics of
-    samples (outlier, update to weight, moments) are means over the shards, weighted by
+    samples (outlier, moments) are means over the shards, weighted by
     their sizes. Operands, attention and logits are local to each rank. Logits are omitted if the head is
     sharded. If the parameters are on several meshes, all metrics are local.
 
@@ -328,7 +330,7 @@ def attach_gauges(
 
     Args:
         model: any module or part of one, prepared or not, compiled after this call or not at all. Its linear layers,
-            low-precision experts and attention modules are watched.
+            low-precision experts and modules whose class name contains "Attention" are watched.
         optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one. Its steps are
             counted. A Narrowgauge optimizer created without parameter names takes the model's names.
         every: number of steps between samples; 0 disables sampling.

@@ -6,7 +6,7 @@ refers to a recording wrapper. The wrapper does not know its caller, so operator
 keep a stack of running modules.
 
 Attention through another kernel is not recorded: ``nn.MultiheadAttention`` with ``need_weights=True``, transformers' other
-implementations than ``sdpa``, and compiled attention with dropout on a CPU.
+implementations than ``sdpa``, and compiled attention with dropout on a CPU. Nor is attention to all keys.
 """
 
 from __future__ import annotations
@@ -98,14 +98,16 @@ def _record_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> None:
+    # A mask is not read; most often it is causal.
+    if not is_causal and attn_mask is None:
+        return
     # There compiled code splits the kernel up. A scale in a tensor would need a sync.
     if (torch.compiler.is_compiling() and query.device.type == "cpu" and dropout_p > 0) or isinstance(scale, Tensor):
         return
     scale = float(query.shape[-1]) ** -0.5 if scale is None else float(scale)
     query, key = _values(query), _values(key)
     if type(query) is type(key) is Tensor:
-        # The mask is not read; most often it is causal.
-        record_running(query, key, scale, is_causal or attn_mask is not None)
+        record_running(query, key, scale)
 
 
 def _values(x: Tensor) -> Tensor:
@@ -131,10 +133,10 @@ def run(entry: Tensor, is_start: bool) -> None:
 
 
 @torch.library.custom_op("narrowgauge::record_running_attention", mutates_args=())
-def record_running(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
+def record_running(query: Tensor, key: Tensor, scale: float) -> None:
     """Record attention logits in the entry of the innermost running module."""
     if _running:
-        record_attention(query, key, scale, _running[-1], is_causal)
+        record_attention(query, key, scale, _running[-1])
 
 
 @run.register_fake
@@ -143,7 +145,7 @@ def _(entry: Tensor, is_start: bool) -> None:
 
 
 @record_running.register_fake
-def _(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
+def _(query: Tensor, key: Tensor, scale: float) -> None:
     return None
 
 

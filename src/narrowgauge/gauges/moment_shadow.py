@@ -1,63 +1,44 @@
-"""Metrics of updates and second moments, on the first values of each parameter.
+"""Second moments beside exact ones, on the first values of some parameters.
 
 A float32 reference (*shadow*) of the second moments of a few hundred values is updated on every step. Second moments rounded
 to nearest in too few bits stop following the reference. The ratio of their sums shows this long before the loss does.
 
-The reference starts from the stored moments when it is attached, so it restarts after a resume.
-
-For sharded parameters each rank measures the first values of its own shard. The record holds the mean over the ranks. The
-sums of the optimizer's audit are added over the ranks.
+The reference starts from the stored moments when it is attached, so it restarts after a resume. For sharded parameters each
+rank measures the first values of its own shard. The record holds the mean over the ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges.tensor_metrics import Packed, Shards, rounded
+from narrowgauge.gauges.tensor_metrics import Packed, rounded
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.metrics import UPDATE_SUMS
-from narrowgauge.optim import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
 
 NUM_VALUES = 64
-"""Number of values measured per parameter: the first values, or evenly spaced ones for the size of a step."""
+"""Number of values measured per parameter."""
 
 MAX_SHADOWED = 24
 """Maximum number of parameters with a reference, evenly spaced. A reference costs time on every step."""
 
 
-class StateReader:
-    """Read the first values of each parameter's states, decoded once per sample. Reads ``torch.optim``'s states too."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-        self.optimizer, self.parameters = optimizer, list(parameters)
-        self._leading: dict[str, dict[Tensor, Tensor | None]] = {}
-
-    def leading(self, name: str) -> dict[Tensor, Tensor | None]:
-        """Return at most ``NUM_VALUES`` float32 values of a state by parameter; ``None`` before the state exists."""
-        if name not in self._leading:
-            if isinstance(self.optimizer, Optimizer):
-                values = self.optimizer.leading(self.parameters, NUM_VALUES, name)
-            else:
-                states = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
-                values = [leading_of(x) if isinstance(x, Tensor) else None for x in states]
-            floats = [None if x is None else x.float() for x in values]
-            self._leading[name] = dict(zip(self.parameters, floats, strict=True))
-        return self._leading[name]
-
-    def forget(self) -> None:
-        self._leading.clear()
-
-    def groups(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the current param group of each parameter; loading a state replaces them."""
-        return {p: group for group in self.optimizer.param_groups for p in group["params"]}
+def leading_states(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], name: str
+) -> dict[Tensor, Tensor | None]:
+    """Return at most ``NUM_VALUES`` float32 values of a state by parameter; ``None`` before the state exists."""
+    parameters = list(parameters)
+    if isinstance(optimizer, Optimizer):
+        values = optimizer.leading(parameters, NUM_VALUES, name)
+    else:
+        states = [optimizer.state.get(p, {}).get(name) for p in parameters]
+        values = [leading_of(x) if isinstance(x, Tensor) else None for x in states]
+    return {p: None if x is None else x.float() for p, x in zip(parameters, values, strict=True)}
 
 
 class MomentShadow:
@@ -67,8 +48,8 @@ class MomentShadow:
     later steps do nothing.
     """
 
-    def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
-        self.states, self.optimizer, self.candidates = states, states.optimizer, dict(parameters)
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        self.optimizer, self.candidates = optimizer, dict(parameters)
         self.forget()
 
     def forget(self) -> None:
@@ -112,8 +93,9 @@ class MomentShadow:
 
     def _begin(self) -> None:
         """Choose the parameters and start from the stored moments."""
-        self.states.forget()
-        groups, moments = self.states.groups(), self.states.leading("exp_avg_sq")
+        # Loading a state replaces the groups.
+        groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        moments = leading_states(self.optimizer, self.candidates.values(), "exp_avg_sq")
         shadowed = {
             name: p
             for name, p in self.candidates.items()
@@ -132,7 +114,6 @@ class MomentShadow:
             decays = [0.0 if g.get("decoupled_weight_decay") else float(g.get("weight_decay") or 0.0) for g in used]
             if type(self.optimizer).__name__ == "Adam" and any(decays):
                 self._decay = torch.tensor(decays, dtype=torch.float32, device=device)[:, None]
-        self.states.forget()
 
     def _control(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor the optimizer applied to the gradients, and whether it skipped the step."""
@@ -144,9 +125,9 @@ class MomentShadow:
 
     def stored(self) -> Tensor | None:
         """Return the stored second moments; ``None`` without a shadow."""
-        moments = self.states.leading("exp_avg_sq")
-        parts = [m for p in (self.parameters or {}).values() if (m := moments[p]) is not None]
-        return _joined(parts) if parts and len(parts) == len(self.parameters or {}) else None
+        moments = leading_states(self.optimizer, (self.parameters or {}).values(), "exp_avg_sq").values()
+        parts = [moment for moment in moments if moment is not None]
+        return _joined(parts) if parts and len(parts) == len(moments) else None
 
     def measure(self, packed: Packed) -> None:
         """Add bias and frozen fraction of each candidate to the metrics to fetch, NaN without a shadow."""
@@ -176,63 +157,6 @@ class MomentShadow:
         return {name: row for name, row in rows.items() if row != [None, None]}
 
 
-class UpdateMetrics:
-    """Metrics of the change of the visible weights on sampled steps."""
-
-    def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
-        self.states, self.parameters = states, dict(parameters)
-        self.spread: Tensor | None = None
-
-    def before_step(self) -> None:
-        self.spread = _joined([_spread(p) for p in self.parameters.values()])
-
-    def forget(self) -> None:
-        self.spread = None
-
-    def measure(self, packed: Packed) -> None:
-        """Add the changes and the histograms of the moments to the metrics to fetch. Call it after a step."""
-        if self.spread is None:
-            return
-        after = _joined([_spread(p) for p in self.parameters.values()])
-        packed.add_mean("update to weight", metrics.update_to_weight(self.spread, after), self.parameters)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            moments = zip(self.parameters, self.states.leading(kind).values(), strict=True)
-            here = [part for name, part in moments if packed.shards.share[name] and part is not None]
-            packed.add_histogram(kind, here, after.device)
-        if packed.shards.mesh is not None and isinstance(self.states.optimizer, Optimizer):
-            packed.add_sum("audit", self._audited(self.states.optimizer, packed.shards).to(after.device))
-        self.forget()
-
-    def _audited(self, optimizer: Optimizer, shards: Shards) -> Tensor:
-        """Return this rank's sums of each parameter's audits, and their number."""
-        optimizer.settle()
-        table = torch.zeros(len(self.parameters), len(UPDATE_SUMS) + 1, dtype=torch.float64)
-        for row, (name, parameter) in zip(table, self.parameters.items(), strict=True):
-            window = optimizer.auditor.windows.get(parameter)
-            if window and shards.share[name]:
-                row[:-1], row[-1] = torch.stack(tuple(window)).sum(0), len(window)
-        return table
-
-    def rows(self, fetched: Mapping[str, Tensor], readings: Mapping[str, Any]) -> Row:
-        """Return the table ``updates`` of a record. With sharded parameters, use all ranks' audits instead of ``readings``."""
-        if "update to weight" not in fetched:
-            return {}
-        if "audit" in fetched:
-            sums = zip(self.parameters, fetched["audit"], strict=True)
-            readings = {name: audit.read([row[:-1]]) for name, row in sums if row[-1]}
-        table = {}
-        for name, size in zip(self.parameters, fetched["update to weight"].tolist(), strict=True):
-            reading = readings.get(name)
-            audited, shares = (None,) * 4, (None,) * 2
-            if reading is not None:
-                audited = reading.edq, reading.noise, reading.lost_fraction, reading.unseen_fraction
-                shares = reading.imprecision_share, reading.lost_decay
-            table[name] = [rounded(value) for value in (*audited, size, *shares)]
-            if reading is not None:
-                table[name][0] = rounded(reading.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
-        return table
-
-
 def leading_of(x: Tensor) -> Tensor:
     """Return the first values of a tensor, or of its local shard."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
@@ -242,12 +166,6 @@ def leading_of(x: Tensor) -> Tensor:
     if x.is_contiguous():  # one call: there are hundreds of tensors on every step
         return x.as_strided((min(NUM_VALUES, x.numel()),), (1,))
     return x.reshape(-1)[:NUM_VALUES]
-
-
-def _spread(x: Tensor) -> Tensor:
-    """Return evenly spaced values of a tensor. The first rows of an embedding may never be used."""
-    flat = local_of(x).detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // NUM_VALUES)][:NUM_VALUES]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -125,20 +125,17 @@ class Recorder:
         self.stats_of[index] = largest, rms(x), bad
         self.samples[index] = sample_rows(x)
 
-    def record_attention(self, index: int, query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
-        """Record the attention logits of a batch's first sequence; query, key: ``[(batch,) heads, tokens, width]``."""
+    def record_attention(self, index: int, query: Tensor, key: Tensor, scale: float) -> None:
+        """Record the causal attention logits of a batch's first sequence; query, key: ``[(batch,) heads, tokens, width]``."""
         if not self.is_recording or not query.numel() or not key.numel():
             return
         query, key = (x[(0,) * max(0, x.ndim - 3)] for x in (query, key))
         if query.ndim != 3 or query.shape[0] % key.shape[0]:
             return
         with torch.autocast(query.device.type, enabled=False):
-            if is_causal:
-                numbers = torch.arange(1, QUERIES + 1, dtype=torch.int64, device=query.device)
-                positions = numbers * query.shape[1] // QUERIES - 1
-                largest, entropy = attention_statistics(query, key, scale, positions.clamp(min=0))
-            else:
-                largest, entropy = _of_all_keys(query, key, scale)
+            numbers = torch.arange(1, QUERIES + 1, dtype=torch.int64, device=query.device)
+            positions = numbers * query.shape[1] // QUERIES - 1
+            largest, entropy = attention_statistics(query, key, scale, positions.clamp(min=0))
         self.stats_of[index] = (largest, entropy, torch.zeros_like(largest))
 
 
@@ -155,15 +152,6 @@ def sample_rows(x: Tensor) -> Tensor:
         matrix, columns = matrix[:, :SAMPLE], SAMPLE
     count = max(1, min(rows, SAMPLE // columns))
     return matrix[:: rows // count][:count].to(torch.float32, copy=True)
-
-
-def _of_all_keys(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the largest logit and mean entropy of some queries in attention without a causal mask."""
-    last = torch.full((1,), key.shape[1] - 1, dtype=torch.int64, device=key.device)
-    positions = [max(0, k * query.shape[1] // QUERIES - 1) for k in range(1, QUERIES + 1)]
-    queries = (query[:, position, None].expand(-1, key.shape[1], -1) for position in positions)
-    statistics = torch.stack([attention_statistics(rows, key, scale, last) for rows in queries])
-    return statistics[:, 0].amax(), statistics[:, 1].mean()
 
 
 # Weak references: a recorder lives as long as its gauges. Numbers are never reused, because compiled code may hold one.
@@ -189,10 +177,10 @@ def record(x: Tensor, entry: Tensor) -> None:
 
 
 @torch.library.custom_op("narrowgauge::record_attention", mutates_args=())
-def record_attention(query: Tensor, key: Tensor, scale: float, entry: Tensor, is_causal: bool) -> None:
+def record_attention(query: Tensor, key: Tensor, scale: float, entry: Tensor) -> None:
     recorder, index = recorder_of(entry)
     if recorder is not None:
-        recorder.record_attention(index, query, key, scale, is_causal)
+        recorder.record_attention(index, query, key, scale)
 
 
 @record.register_fake
@@ -201,7 +189,7 @@ def _(x: Tensor, entry: Tensor) -> None:
 
 
 @record_attention.register_fake
-def _(query: Tensor, key: Tensor, scale: float, entry: Tensor, is_causal: bool) -> None:
+def _(query: Tensor, key: Tensor, scale: float, entry: Tensor) -> None:
     return None
 
 

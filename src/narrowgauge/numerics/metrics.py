@@ -193,12 +193,6 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
 
 
-def update_to_weight(before: Tensor, after: Tensor) -> Tensor:
-    """Return the rms of a change over the rms of the value: ``[..., n]`` to float32 ``[...]``. NaN if ``before`` is zero."""
-    change = (after.float() - before.float()).square().mean(-1)
-    return (change / before.float().square().mean(-1)).sqrt()
-
-
 def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
     """Return Σ stored / Σ exact of second moments ``[..., n]``, float64 ``[...]``. Above 1 if they froze, NaN for zeros."""
     return _ratio(stored.double().sum(-1), exact.double().sum(-1))

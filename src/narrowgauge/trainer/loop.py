@@ -175,7 +175,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 judgement = recovery.judgement()
                 row = train_step(session, judgement)
                 reporter.step(row, judgement, session.gauges)
-                reporter.fingerprint(session.fingerprints, must_agree=config.verify_every > 0)
+                reporter.fingerprint(session.fingerprints)
                 is_last = session.step == config.steps
                 if _is_due(session.step, config.eval_every) and not is_last:
                     _evaluate(session, reporter)

@@ -25,7 +25,6 @@ _UPDATE = {
     "unseen_fraction": 0.9,
     "imprecision_share": 0.9,
     "lost_decay": 0.0,
-    "update_to_weight": 1e-3,
 }
 _MOMENT = {"bias": 1.0, "frozen_fraction": 0.02}
 _ATTENTION = {"max_logit": 12.0, "entropy": 0.7}

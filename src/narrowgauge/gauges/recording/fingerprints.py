@@ -31,13 +31,12 @@ from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
-from narrowgauge.errors import CorruptionError
 from narrowgauge.gauges import hooks
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.fingerprint_rows import in_words, parted_in
+from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
 from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
@@ -290,20 +289,6 @@ def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:
 
 def _digest(numbers: Mapping[str, int]) -> int:
     return int(fingerprint_all(numbers), 16)
-
-
-def require_alike(row: Row) -> None:
-    """Raise if a row of ``fingerprints.jsonl`` shows ranks with different values that must be equal.
-
-    Raises:
-        CorruptionError: names the tensor, and the rank if only one differs.
-    """
-    tensor, odd, sentence = parted_in(row)
-    if tensor:
-        advice = "Go back to the last checkpoint, and look at what one rank alone does to its gradients."
-        check = "rest" if tensor.startswith("held:") else "replicas"
-        rank, where = odd[0] if odd else None, None if tensor == "clip:factor" else tensor
-        raise CorruptionError(f"{sentence}.", advice, rank, where, check)
 
 
 # ── a loop of the user's ─────────────────────────────────────────────────────────────────────────────────────────────

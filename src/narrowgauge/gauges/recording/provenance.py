@@ -18,16 +18,12 @@ import narrowgauge
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
 from narrowgauge.machine import installed_version
-from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.runs import arithmetic
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.torch_names import graph_dtypes
 
-_OF_ONE_FORMAT = {name: row for name, row in COMPUTES.items() if name in FORMATS and row.is_wide}
-"""The computes that only multiply numbers of one format. ``multiplies`` in ``run.toml`` lists the native ones."""
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
@@ -53,7 +49,6 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
             "num_threads": torch.get_num_threads(),
             **({"ranks": num_ranks} if num_ranks > 1 else {}),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-            "multiplies": [name for name, row in _OF_ONE_FORMAT.items() if not emulated_formats(row, device)],
         },
         arithmetic.TABLE: measure_arithmetic(device).to_toml(),
     }
@@ -82,24 +77,15 @@ def formats_of(output: Any) -> Row:
     Args:
         output: of a model: a tensor, or tensors in a tuple or a mapping.
     Returns:
-        ``formats``, the dtypes of all results as names with commas. float32 is followed by the format its matmuls round to.
-        ``unseen`` is true if functions outside PyTorch, or a compiled part, hide the formats of some results.
+        ``formats``, the dtypes of all results as names with commas.
 
     Example:
         >>> formats_of(nn.Linear(4, 2)(torch.ones(1, 4)))
         {'formats': 'float32'}
     """
     outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    dtypes, is_unseen = graph_dtypes(outputs)
-    if not dtypes:
-        return {}
-    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
-    if "float32" in names:
-        precision = torch.get_float32_matmul_precision()
-        is_tf32 = outputs[0].is_cuda and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
-        names |= {"bfloat16"} if precision == "medium" else {"tfloat32"} if precision == "high" or is_tf32 else set()
-    formats = ", ".join(sorted(name for name in names if name in FORMATS))
-    return {"formats": formats, **({"unseen": True} if is_unseen else {})}
+    names = {str(dtype).removeprefix("torch.") for dtype in graph_dtypes(outputs)[0]}
+    return {"formats": ", ".join(sorted(name for name in names if name in FORMATS))} if names else {}
 
 
 # ── changes since a run began ───────────────────────────────────────────────────────────────────────────────────────

@@ -193,9 +193,6 @@ class RunRecorder:
         loss: float | Tensor,
         *,
         tokens: int | None = None,
-        lr: float | None = None,
-        grad_norm: float | Tensor | None = None,
-        seconds: float | None = None,
         batch: Tensor | None = None,
         **columns: Any,
     ) -> None:
@@ -204,11 +201,9 @@ class RunRecorder:
         Args:
             loss: of the step, in nats per token. Reading a tensor waits for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            lr: learning rate of this step; ``None``: the rate of the optimizer's first group.
-            grad_norm: gradient norm before clipping; ``None``: the norm of our optimizer, if it clips.
-            seconds: of the step; ``None``: since the last call.
             batch: the step's tokens, of any shape, copied to the host. Their checksum reveals repeated batches.
-            columns: further columns of the row.
+            columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds`` replace those read here, which are
+                the rate of the optimizer's first group, our optimizer's norm, if it clips, and the time since the last call.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
         """
@@ -218,17 +213,15 @@ class RunRecorder:
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
         entries: Row = {
-            "loss": _number(loss),
+            "loss": float(_number(loss)),
             "peak_memory_bytes": peak_memory_bytes(),
-            "lr": lr,
-            "grad_norm": None if grad_norm is None else _number(grad_norm),
-            "seconds": seconds,
             "tokens": None if tokens is None else self._record.tokens + tokens,
             "batch_crc": None if batch is None else batch_checksum(batch.detach().cpu().numpy()),
             "recomputed": self._recomputed or None,
+            **columns,
         }
         self._recomputed = {}
-        row = self._record.step({name: value for name, value in entries.items() if value is not None} | columns)
+        row = self._record.step({name: _number(value) for name, value in entries.items() if value is not None})
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
         if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
@@ -244,7 +237,7 @@ class RunRecorder:
             loss: validation loss in nats per token.
             columns: further columns of the row.
         """
-        self._record.evaluate({"val_loss": _number(loss), **columns})
+        self._record.evaluate({"val_loss": float(_number(loss)), **columns})
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Record an event of the loop at the current step.
@@ -429,8 +422,8 @@ def _make_room(folder: Path, step: int) -> None:
     (folder / "summary.json").unlink(missing_ok=True)
 
 
-def _number(value: float | Tensor) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
+def _number(value: Any) -> Any:
+    return float(value.detach()) if isinstance(value, Tensor) else value
 
 
 # ── the record of a loop ────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from narrowgauge.analysis.detectors import SERIOUS
 from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges.attach import Gauges
-from narrowgauge.gauges.recording.fingerprints import Fingerprints, require_alike
+from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
@@ -117,17 +117,11 @@ class Reporter:
         for event in self.alarms.on_gauges(row):
             self.event(event, shown=True)
 
-    def fingerprint(self, prints: Fingerprints, must_agree: bool = False) -> None:
-        """Take the newest row of ``fingerprints.jsonl``, if the step has one.
-
-        Raises:
-            CorruptionError: ranks hold different values and ``must_agree``; raised on all ranks.
-        """
+    def fingerprint(self, prints: Fingerprints) -> None:
+        """Take the newest row of ``fingerprints.jsonl``, if the step has one."""
         if prints.last is not None:
             reading, prints.last = prints.last, None
             self.writer.fingerprint(reading)
-            if must_agree:
-                require_alike(reading)
 
     def event(self, event: Event | Row, shown: bool = False) -> None:
         """Write an event, and print it if ``shown``."""

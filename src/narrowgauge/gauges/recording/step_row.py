@@ -32,14 +32,8 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import STEP, Row
 from narrowgauge.torch_hooks import Follower, follow_steps
-
-_ORDER = (
-    "step", "loss", "lr", "grad_norm", "tokens",
-    "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "batch_crc", "spike", "loss_scale", "saturated",
-)  # fmt: skip
-"""The columns of a row in the order written. Columns of the audit and of a loop come after them."""
 
 
 class StepReader:
@@ -90,13 +84,14 @@ class StepReader:
     def row(self, step: int, columns: Row, tokens_before: int = 0) -> Row:
         """Return the row of ``steps.jsonl`` for the last step.
 
-        The ``columns`` replace columns read here. Its ``tokens`` and ``tokens_before`` count from the start of the run.
+        The ``columns`` replace columns read here. Known columns come first. ``tokens`` and ``tokens_before`` count from the
+        start of the run.
         """
         seconds = time.perf_counter() - self._began
         row: Row = {"step": step, "seconds": seconds, **self._read(), **columns}
         if row.get("tokens") is not None and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
-        first = {name: row[name] for name in _ORDER if name in row}
+        first = {name: row[name] for name in STEP if name in row}
         return first | row
 
     def _taken(self, optimizer: torch.optim.Optimizer) -> None:
