@@ -15,13 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.planner.clusters import Cluster, Nodes
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term
+
+if TYPE_CHECKING:
+    from narrowgauge.planner.jobs import Job
 
 LINK_LATENCY_SECONDS = 4e-6
 """Latency of one step of a ring within a node. On eight H200s, 2 × 7 steps take 54 µs more than their bytes at 16 MiB
@@ -61,31 +63,27 @@ class Path:
         return f"{self.ranks} ranks {where} at {rate / 1e9:,.3g} GB/s"
 
 
-def path_of(
-    ranks: int, stride: int, nodes: Nodes, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
-) -> Path:
+def path_of(ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, network: float = 1.0) -> Path:
     """Return the path of ranks that lie ``stride`` apart in the global numbering. Nodes hold consecutive ranks.
 
-    The ranks run on ``nodes``. The slowest network of the cluster counts. ``link`` and ``network`` are the fractions of printed
-    rates that collectives reach.
+    ``link`` and ``network`` are the fractions of printed rates that collectives reach.
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
         >>> cluster = cluster_of("H100-SXM", 64)
-        >>> path = path_of(16, 2, cluster.groups[0], cluster)
+        >>> path = path_of(16, 2, cluster)
         >>> path.nodes, path.ranks_per_node
         (4, 4.0)
     """
-    within = max(1, min(ranks, nodes.chips // stride))
-    slowest = min(group.network_bytes_per_second for group in cluster.groups)
+    within = max(1, min(ranks, cluster.chips_per_node // stride))
     return Path(
         ranks,
         math.ceil(ranks / within),
-        nodes.link_bytes_per_second(within, stride) * link,
-        slowest * network,
-        has_adding_switch=nodes.chips > 2
-        and nodes.chip.link.startswith(_ADDING_SWITCHES)
-        and "bridge" not in nodes.chip.link,
+        cluster.link_bytes_per_second(within, stride) * link,
+        cluster.network_bytes_per_second * network,
+        has_adding_switch=cluster.chips_per_node > 2
+        and cluster.chip.link.startswith(_ADDING_SWITCHES)
+        and "bridge" not in cluster.chip.link,
     )
 
 
@@ -262,15 +260,15 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     Shard and context ranks shard a replica's state. Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``);
     Megatron-LM's distributed optimizer.
     """
-    layout, a, owned = job.layout, job.architecture, parameters_of(job, layers)
+    layout, owned = job.layout, parameters_of(job, layers)
     visible = job.recipe.storage.visible
-    gradient = job.recipe.reduction.bytes_per_element(visible) * a.trained_share
+    gradient = job.recipe.reduction.bytes_per_element(visible)
     every, sharing = layout.num_replicas * layout.context, layout.num_sharing if layout.zero else 1
     if sharing > 1:
         of_experts = layout.sharing_experts(sharing)
         stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
         path, experts_path = _path(job, sharing, layout.tensor), _path(job, of_experts, stride)
-        weight = bytes_per_number(visible) if a.adapters is None else a.adapters.base_bytes
+        weight = bytes_per_number(visible)
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         sums = layout.micro_batches if layout.zero >= 2 else 1
         seconds = 0.0
@@ -298,7 +296,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
     shares = job.efficiency
-    return path_of(ranks, stride, job.nodes, job.cluster, link=shares["link"], network=shares["network"])
+    return path_of(ranks, stride, job.hardware, link=shares["link"], network=shares["network"])
 
 
 def _exposed(
@@ -308,7 +306,7 @@ def _exposed(
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
-    assumed = " (assumed)" if path.nodes > 1 and job.nodes.is_network_assumed else ""
+    assumed = " (assumed)" if path.nodes > 1 and job.hardware.is_network_assumed else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
     text, *numbers = description

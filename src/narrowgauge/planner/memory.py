@@ -55,7 +55,6 @@ more than it allocates, if the chip has the memory."""
 _STEP_GROUPS = ("activations", "logits", "buffers", "gradients")
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
-_OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "gradients", "optimizer")}
 
 
 class _LayerBytes(NamedTuple):
@@ -132,11 +131,9 @@ def memory_terms(
         >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
         [160.0, 80.0, 60.0]
     """
-    # PEFT's models do not have the trainer's chunked loss.
-    is_chunked = is_loss_chunked and architecture.adapters is None
     kernels = kernels or ("eager" if layout.is_whole else "fused")
     ranks = (
-        _Rank(architecture, recipe, layout, sequence_length, stage, kernels, is_chunked, has_overhead)
+        _Rank(architecture, recipe, layout, sequence_length, stage, kernels, is_loss_chunked, has_overhead)
         for stage in stages_of(architecture, layout)
     )
     return max((rank.worst_moment() for rank in ranks), key=lambda terms: terms.total)
@@ -154,22 +151,6 @@ def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> T
     ranks = [_Rank(architecture, recipe, layout, 0, stage) for stage in stages_of(architecture, layout)]
     states = [(rank, rank.state_terms()) for rank in ranks]
     return max((Terms((*state, *rank.sum_terms(state[1]))) for rank, state in states), key=lambda terms: terms.total)
-
-
-def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout) -> float:
-    """Return the bytes in host memory per rank of a layout with offloading.
-
-    Example:
-        >>> from narrowgauge.planner.model import of_size
-        >>> from narrowgauge.spec.notation import parse
-        >>> host_bytes(of_size(8e9), parse("bfloat16/word"), Layout(shard=8, offload="optimizer")) / 1e9
-        4.0
-    """
-    if layout.offload == "none":
-        return 0.0
-    stages = stages_of(architecture, layout)
-    states = [_Rank(architecture, recipe, layout, 0, stage).state() for stage in stages]
-    return max(state.optimizer if layout.offload == "optimizer" else state.total for state in states)
 
 
 @dataclass(frozen=True)
@@ -200,12 +181,8 @@ class _Rank:
 
     @cached_property
     def per(self) -> Bytes:
-        """Return the bytes per layer parameter. Frozen parameters carry their part of the adapters' gradients and states."""
-        per, adapters = bytes_per_parameter(self.recipe.storage), self.a.adapters
-        if adapters is None:
-            return per
-        share = self.a.trained_share
-        return Bytes(adapters.base_bytes + share * per.weights, share * per.gradients, share * per.optimizer)
+        """Return the bytes per parameter."""
+        return bytes_per_parameter(self.recipe.storage)
 
     @cached_property
     def accumulation(self) -> Accumulation | None:
@@ -243,18 +220,14 @@ class _Rank:
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
         head, of_layer, width = [], [], self.per.gradients
-        if not early.value and self.is_last and not a.adapters:
+        if not early.value and self.is_last:
             value = a.vocab_size * a.hidden_size * width / layout.tensor
             head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
-        if not late.value and layout.zero < 3 and not a.adapters:
+        if not late.value and layout.zero < 3:
             formula = "{:,.0f} parameters × {:g} B", self.largest_layer, width
             of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
-        if a.adapters is not None and a.adapters.is_widened:
-            matrix = max(m.in_features * m.out_features for m in a.matmuls[:-1]) / layout.tensor
-            formula, source = ("{:,.0f} parameters × 2 B", matrix), "QLoRA, arXiv 2305.14314, section 3"
-            always.append(Term("buffers", "a frozen matrix, widened", 2 * matrix, formula, source))
         # Before the first layer's backward, no gradient is in transit.
         gathered = [term for term in buffers if term.name != _IN_TRANSIT]
         # With full recomputation one layer's activations coexist with every layer's saved input.
@@ -281,8 +254,6 @@ class _Rank:
         def term(group: str, name: str, level: int) -> Term:
             value, width = getattr(state, group), getattr(per, group)
             over = layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1)
-            if group in _OFFLOADED[layout.offload]:
-                return Term(group, name, 0.0, ("in the host's memory ({:.3g} GB a rank)", value / 1e9), source)
             rest = ", vectors and what is not shared as they are" if self.a.has_shape else ""
             formula = "{:,} parameters × {:g} B / {} ranks{}", self.a.num_parameters, width, over, rest
             return Term(group, name, value, formula, source)
@@ -301,7 +272,7 @@ class _Rank:
         row = self.accumulation
         if row is None:
             return ()
-        count = gradients.value / bytes_per_parameter(self.recipe.storage).gradients
+        count = gradients.value / self.per.gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
         formula = "{:.4g} parameters × {:g} B, {}", count, row.bytes_per_param, where
         return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
@@ -330,7 +301,7 @@ class _Rank:
         return terms, layer
 
     def buffer_terms(self) -> list[Term]:
-        """Return unsharded layers of ZeRO-3 or offloading, gradients in transit, and gathered inputs of tensor ranks."""
+        """Return unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor ranks."""
         layout, per, largest = self.layout, self.per, self.largest_layer
         terms: list[Term] = []
 
@@ -347,7 +318,7 @@ class _Rank:
             width = max(per.gradients, self.accumulation.bytes_per_param if self.accumulation else 0.0)
             add("weights of the stage, gathered", count, per.weights, _STAGES)
             add("gradients of the stage, before they are shared", count, width, _STAGES)
-        elif is_sharded or layout.offload == "all":
+        elif is_sharded:
             add("two layers, gathered", 2 * largest, per.weights, _FSDP)
             add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
             state = state_of(self.a, self.recipe, layout.tensor)
@@ -355,8 +326,6 @@ class _Rank:
             if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"
                 add("outer weights, gathered", 1, outer, _FSDP, formula)
-        elif layout.offload == "optimizer":
-            add("states of two layers, on their way", 2 * largest, per.optimizer, _ZERO)
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             row = self.a.hidden_size * self.widths.matmul
             name = "a layer's input and its gradient, gathered"

@@ -86,8 +86,6 @@ def layout_text(layout: Layout) -> str:
     parts = [axes_text(layout), f"micro-batch {layout.micro_batch} × {layout.micro_batches}"]
     if layout.recompute != "none":
         parts.append(f"recompute {layout.recompute}")
-    if layout.offload != "none":
-        parts.append(f"offload {layout.offload}")
     if layout.accumulation_dtype != "float32":
         parts.append(f"gradients summed in {layout.accumulation_dtype}")
     return ", ".join(parts)

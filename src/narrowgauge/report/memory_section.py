@@ -83,8 +83,6 @@ def _planned(run: Run, recipe: Recipe | None) -> tuple[Terms, Terms]:
     missing = [name for name in ("model", "batch_size", "sequence_length") if config.get(name) is None]
     if recipe is None or missing:
         raise DataError(f"its settings do not say {(missing or ['recipe'])[0]}.", "Those of narrowgauge train do.")
-    if config.get("offload"):
-        raise DataError("with --offload its state moves between the host and the device.", "Nothing is counted there.")
     length, ranks = config["sequence_length"], int(run.run.get("machine", {}).get("ranks", 1))
     if type(length) is not int or length < 1:
         raise DataError(f"its sequences are of {length!r} tokens.", "A plan needs a whole number above zero.")
