@@ -97,19 +97,11 @@ def test_seventy_billion_on_a_node() -> None:
 
 
 def test_slow_links_are_named_where_stages_avoid_them() -> None:
-    """The best layout of 32 chips has stages; what grew in it is the last stage, and without stages it is the links."""
+    """The best layout of 32 chips has stages. Without stages the links limit it."""
     answer = plan(
         "llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=[8, 32], interconnect_gbit_per_second=25
     )
     many = next(job for job in answer.options if job.num_chips == 32)
     assert many.layout.pipeline > 1
-    ours = plan(
-        "llama-8b",
-        recipes=["bfloat16/word"],
-        chip="H100-SXM",
-        chips=[8, 32],
-        interconnect_gbit_per_second=25,
-        layout="fsdp2",
-    )
-    cells = {column.title: column.cell(ours.tables()[-1].rows[-1]) for column in ours.tables()[-1].columns}
-    assert cells["grew most"] == "communication" and "HSDP" in cells["what helps"]
+    ours = answer.trainable
+    assert ours is not None and ours.limited_by == "communication" and ours.step.total > many.step.total

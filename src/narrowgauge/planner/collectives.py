@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term
 
@@ -181,35 +180,18 @@ def send_seconds(num_bytes: float, path: Path) -> float:
 # ── exchanges: what ranks send in a step, how long it takes, and how much of it computing hides ───────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """Count the parameters of the largest stage on one rank before sharding: non-experts, and the rank's experts."""
+def parameters_of(job: Job, layers: int) -> tuple[float, float]:
+    """Return the parameters of a stage on one rank before sharding: non-experts, and the rank's experts.
 
-    dense: float
-    experts: float
-
-    def on_rank(self, layout: Layout, zero: int = 1) -> float:
-        """Return the parameters per rank under ZeRO, which shards them from stage ``zero`` on, also over context ranks.
-
-        Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each expert's state.
-
-        Example:
-            >>> Parameters(800.0, 100.0).on_rank(Layout(shard=8, expert=4))
-            150.0
-        """
-        ranks = layout.num_sharing if layout.zero >= zero else 1
-        return self.dense / ranks + self.experts / layout.sharing_experts(ranks)
-
-
-def parameters_of(job: Job, layers: int) -> Parameters:
-    """Return the parameters of a stage with ``layers`` layers. An embedding on the first or last stage counts."""
+    An embedding on the first or last stage counts.
+    """
     a, layout = job.architecture, job.layout
     outer, share = a.outer_parameters, layers / a.num_layers
     inner = a.num_parameters - outer - a.expert_parameters
     if layout.pipeline > 1 and not a.tie_embeddings:
         outer -= a.vocab_size * a.hidden_size  # the head is on another stage
     experts = a.expert_parameters * share / layout.expert_tensor_ranks / layout.expert
-    return Parameters((inner * share + outer) / layout.tensor, experts)
+    return (inner * share + outer) / layout.tensor, experts
 
 
 def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> Iterator[Term]:
@@ -260,7 +242,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     Shard and context ranks shard a replica's state. Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``);
     Megatron-LM's distributed optimizer.
     """
-    layout, owned = job.layout, parameters_of(job, layers)
+    layout, (dense, experts) = job.layout, parameters_of(job, layers)
     visible = job.recipe.storage.visible
     gradient = job.recipe.reduction.bytes_per_element(visible)
     every, sharing = layout.num_replicas * layout.context, layout.num_sharing if layout.zero else 1
@@ -272,22 +254,20 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         sums = layout.micro_batches if layout.zero >= 2 else 1
         seconds = 0.0
-        for number, link in ((owned.dense, path), (owned.experts, experts_path)):
+        for number, link in ((dense, path), (experts, experts_path)):
             if number:
                 # Per layer, during the next layer's compute. Or once a step, in buckets that grow with the ranks.
                 parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
                 seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
         form = "{:.3g} parameters: {} × {:g} B gathered and {} × {:g} B reduced"
-        text: tuple[Any, ...] = (form, owned.dense + owned.experts, gathers, weight, sums, gradient)
+        text: tuple[Any, ...] = (form, dense + experts, gathers, weight, sums, gradient)
         yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
     if every > sharing:
-        dense = owned.dense / sharing
-        experts = owned.on_rank(layout) - dense
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
         copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
         paths = [_path(job, ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
-        sizes = [number * gradient for number in (dense, experts)]
+        sizes = [dense / sharing * gradient, experts / layout.sharing_experts(sharing) * gradient]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         last_backward = compute * 2 / 3
         text = "an all-reduce of {:,.3g} MB", sum(sizes) / 1e6

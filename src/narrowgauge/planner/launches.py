@@ -123,97 +123,63 @@ _LEAST = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
-    """Describe a setting that differs between two launches; alone it adds ``seconds``, None if it cannot change alone."""
-
-    name: str
-    before: str
-    after: str
-    seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Regression:
-    """Hold two launches with modelled steps, and the effect of each differing setting, the largest first."""
+    """Hold two launches of one job, for the later tokens per step.
 
-    before: Launch
-    after: Launch
-    before_step: Terms
-    after_step: Terms
-    effects: tuple[Effect, ...]
+    Args:
+        steps: rows of the modelled step and, if both were measured, the measured one: seconds before and after. Measured
+            slowdown beyond the model comes from software, machine, ranks or data.
+        changes: of each modelled term, the largest first.
+        effects: rows of the differing settings, the largest effect first. Alone a setting adds ``seconds``, None if it cannot
+            change alone.
+    """
 
-    @property
-    def scale(self) -> float:
-        """Return the ratio of tokens per step, after over before. Times before are multiplied by it."""
-        return self.after.job.tokens_per_step / self.before.job.tokens_per_step
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """Return the change of each modelled term, the largest first, for the later tokens per step."""
-        return changes(self.before_step, self.after_step, self.scale)
-
-    @property
-    def explained(self) -> float:
-        """Return the seconds by which the modelled step grew."""
-        return self.after_step.total - self.scale * self.before_step.total
-
-    @property
-    def measured(self) -> float | None:
-        """Return the seconds by which the measured step grew; None unless both launches were measured."""
-        if self.before.measured is None or self.after.measured is None:
-            return None
-        return self.after.measured - self.scale * self.before.measured
+    title: str
+    steps: list[Row]
+    changes: tuple[Change, ...]
+    effects: list[Row]
 
     def tables(self) -> list[Table]:
-        """Return the slowdown of a step, the changes of its terms, and the effect of each setting alone.
-
-        Measured slowdown beyond the model comes from software, machine, ranks or data.
-        """
-        steps = [_step_row("modelled", self.scale * self.before_step.total, self.after_step.total)]
-        if self.before.measured is not None and self.after.measured is not None:
-            steps.append(_step_row("measured", self.scale * self.before.measured, self.after.measured))
-        numbers = number_columns(before="before", after="after", difference="difference", share="share")
-        title = f"A step of {self.after.job.tokens_per_step:,} tokens: {self.before.name}, {self.after.name}"
-        alone = number_columns(alone=lambda e: "not alone" if e.seconds is None else f"{e.seconds:+.3g} s")
-        columns = (*text_columns(setting="name", before="before", after="after"), *alone)
+        """Return the slowdown of a step, the changes of its terms, and the effect of each setting alone."""
+        steps = number_columns(
+            before=lambda row: duration_text(row["before"]),
+            after=lambda row: duration_text(row["after"]),
+            difference=lambda row: f"{row['after'] - row['before']:+.3g} s",
+            share=lambda row: f"{row['after'] / row['before'] - 1:+.1%}",
+        )
+        alone = number_columns(alone=lambda row: "not alone" if row["seconds"] is None else f"{row['seconds']:+.3g} s")
+        settings = text_columns(setting="setting", before="before", after="after")
         return [
-            Table((*text_columns(step="name"), *numbers), steps, title),
-            changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total),
-            Table(columns, list(self.effects), "What each setting does alone"),
+            Table((*text_columns(step="step"), *steps), self.steps, self.title),
+            changes_table(self.changes, "Terms of the modelled step", _LEAST * self.steps[0]["after"]),
+            Table((*settings, *alone), self.effects, "What each setting does alone"),
         ]
 
     def row(self) -> Row:
         """Return plain values, for JSON."""
         return {
-            "before": {"name": self.before.name, "seconds": self.scale * self.before_step.total},
-            "after": {"name": self.after.name, "seconds": self.after_step.total},
-            "tokens": self.after.job.tokens_per_step,
-            "terms": [
-                {"group": c.group, "name": c.name, "before": c.before, "after": c.after, "difference": c.difference}
-                for c in self.changes
-            ],
-            "settings": [dataclasses.asdict(effect) for effect in self.effects],
-            "explained_seconds": self.explained,
-            "measured_seconds": self.measured,
+            "steps": self.steps,
+            "terms": [dataclasses.asdict(change) for change in self.changes],
+            "settings": self.effects,
         }
-
-
-def _step_row(name: str, before: float, after: float) -> Row:
-    return {"name": name, "before": duration_text(before), "after": duration_text(after),
-            "difference": f"{after - before:+.3g} s", "share": f"{after / before - 1:+.1%}"}  # fmt: skip
 
 
 def compare_launches(before: Launch, after: Launch) -> Regression:
     """Compare two launches of one job: their steps, and the effect of each differing setting alone."""
-    if before.name == after.name:
-        before, after = replace(before, name=f"{before.name} (before)"), replace(after, name=f"{after.name} (after)")
     old, new = _steady(before.job), _steady(after.job)
-    effects = [
-        Effect(name, _text(was), _text(now), _alone(before.job, changed))
+    tokens = after.job.tokens_per_step
+    scale = tokens / before.job.tokens_per_step
+    steps = [{"step": "modelled", "before": scale * old.total, "after": new.total}]
+    if before.measured is not None and after.measured is not None:
+        steps.append({"step": "measured", "before": scale * before.measured, "after": after.measured})
+    effects: list[Row] = [
+        {"setting": name, "before": _text(was), "after": _text(now), "seconds": _alone(before.job, changed)}
         for name, was, now, changed in _differences(before.job, after.job)
     ]
-    effects.sort(key=lambda effect: -abs(effect.seconds or 0.0))
-    return Regression(before, after, old, new, tuple(effects))
+    effects.sort(key=lambda row: -abs(row["seconds"] or 0.0))
+    return Regression(
+        f"A step of {tokens:,} tokens: {before.name}, {after.name}", steps, changes(old, new, scale), effects
+    )
 
 
 def _steady(job: Job) -> Terms:
@@ -221,12 +187,12 @@ def _steady(job: Job) -> Terms:
     return job.step.without(UNSTEADY_GROUP)
 
 
-def _alone(before: Job, changes: Mapping[str, Any]) -> float | None:
+def _alone(before: Job, fields: Mapping[str, Any]) -> float | None:
     """Return the seconds that changed fields add to a step; None if they need another changed setting."""
     try:
         job = replace(before, **{
             name: replace(getattr(before, name), **value) if isinstance(value, dict) else value
-            for name, value in changes.items()
+            for name, value in fields.items()
         })  # fmt: skip
         return _steady(job).total * before.tokens_per_step / job.tokens_per_step - _steady(before).total
     except NarrowgaugeError:

@@ -1,17 +1,16 @@
-"""A plan in tables and at most eight fixed sentences: options, sizes, and all terms of the best option."""
+"""A plan in tables and at most eight fixed sentences: options, and all terms of the best option."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from narrowgauge.planner.efficiency import RESTARTS
 from narrowgauge.planner.jobs import OURS, Job
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
-from narrowgauge.planner.terms import Change, Term, Terms, changes
+from narrowgauge.planner.terms import Change, Term, Terms
 from narrowgauge.planner.units import (
     axes_text,
     bytes_text,
@@ -19,7 +18,6 @@ from narrowgauge.planner.units import (
     dollars_text,
     duration_text,
     layout_text,
-    seconds_text,
     unit_of,
 )
 from narrowgauge.spec.models import MODELS
@@ -99,17 +97,14 @@ class Plan:
         return list(_state_sentences(self) if self.is_state_only else _run_sentences(self))
 
     def tables(self) -> list[Table]:
-        """Return the options, the time of each group in the best option's step, and the gain of more chips."""
+        """Return the options, and the time of each group in the best option's step."""
         best, ours = self.best, [self.trainable] if self.trainable else []
         tables = [_options_table([*self.options, *ours], self, self.title)]
         if self.shared:
             tables.append(_options_table(self.shared, self, "One configuration for all"))
-        if self.is_state_only:
-            return tables
-        if best.fits:
+        if best.fits and not self.is_state_only:
             tables.append(_groups_table(best.step, f"A step of {best.tokens_per_step:,} tokens"))
-        sizes = _sizes_table(self.options)
-        return [*tables, sizes] if sizes.rows else tables
+        return tables
 
     def explanation(self) -> list[Table]:
         """Return every term of the best option's memory and step."""
@@ -163,7 +158,7 @@ def _options_table(jobs: Sequence[Job], plan: Plan, title: str) -> Table:
         Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
         Column("80 % interval", lambda job: " to ".join(f"{end:,.0f}" for end in job.rate_interval), right=True),
         Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
-        *number_columns(step=lambda job: seconds_text(job.step.total)),
+        *number_columns(step=lambda job: duration_text(job.step.total)),
     )
     if (tokens := plan.tokens) is not None:
         time += (
@@ -214,8 +209,8 @@ def _groups_table(step: Terms, title: str) -> Table:
     groups = sorted(step.groups.items(), key=lambda item: -item[1])
     columns = (
         *text_columns(group=lambda item: item[0]),
-        *number_columns(time=lambda item: seconds_text(item[1]), share=lambda item: f"{item[1] / step.total:.0%}"),
-        *text_columns(what_helps=lambda item: _remedy(item[0])),
+        *number_columns(time=lambda item: duration_text(item[1]), share=lambda item: f"{item[1] / step.total:.0%}"),
+        *text_columns(what_helps=lambda item: CAUSES["groups"][item[0]]["remedy"]),
     )
     return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
 
@@ -225,56 +220,12 @@ def changes_table(differences: Sequence[Change], title: str, least: float = 0.0)
     columns = (
         *text_columns(group="group", term="name"),
         *number_columns(
-            before=lambda change: seconds_text(change.before), after=lambda change: seconds_text(change.after),
+            before=lambda change: duration_text(change.before), after=lambda change: duration_text(change.after),
             difference=lambda change: f"{change.difference:+.3g} s",
         ),
         *text_columns(formula="formula"),
     )  # fmt: skip
     return _table(columns, [change for change in differences if abs(change.difference) > least], title)
-
-
-def _sizes_table(jobs: Sequence[Job]) -> Table:
-    """Return the gain of more chips of the same kind for a recipe, and the step group that limits it."""
-    by_kind: dict[str, dict[int, Job]] = {}
-    for job in (job for job in jobs if job.fits):
-        sizes = by_kind.setdefault(job.chip.name, {})
-        if job.recipe == next(iter(sizes.values()), job).recipe:
-            sizes.setdefault(job.num_chips, job)
-    pairs = [pair for sizes in by_kind.values() for pair in pairwise(sizes[number] for number in sorted(sizes))]
-
-    def speed_up(pair: tuple[Job, Job]) -> float:
-        return pair[1].tokens_per_second / pair[0].tokens_per_second
-
-    columns = (
-        *text_columns(
-            cluster=lambda pair: f"{pair[1].hardware.name} for {pair[0].num_chips}",
-            layout=lambda pair: layout_text(pair[1].layout),
-        ),
-        Column("tokens/s", lambda pair: f"{pair[1].tokens_per_second:,.0f}", right=True),
-        *number_columns(
-            times=lambda pair: f"{speed_up(pair):.3g}",
-            efficiency=lambda pair: f"{speed_up(pair) * pair[0].num_chips / pair[1].num_chips:.0%}",
-        ),
-        *text_columns(
-            grew_most=lambda pair: _grown_group(*pair) or "nothing",
-            what_helps=lambda pair: _remedy(_grown_group(*pair)),
-        ),
-    )
-    return Table(columns, pairs, "More chips")
-
-
-def _grown_group(few: Job, many: Job) -> str:
-    """Name the step group that grew most beyond its fraction at the smaller size; empty if none did."""
-    scale = few.num_chips / many.num_chips * many.tokens_per_step / few.tokens_per_step
-    sums: dict[str, float] = {}
-    for change in changes(few.step, many.step, scale):
-        sums[change.group] = sums.get(change.group, 0.0) + change.difference
-    worst = max(sums, key=lambda group: sums[group], default="")
-    return worst if worst and sums[worst] > _LEAST_SHARE * many.step.total else ""
-
-
-def _remedy(group: str) -> str:
-    return str(CAUSES["groups"][group]["remedy"]) if group in CAUSES["groups"] else ""
 
 
 # ── the sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -45,7 +45,7 @@ _GROUPS = {
 
 
 def step_terms(job: Job) -> Terms:
-    """Return the seconds of an optimizer step of the whole job, in groups of ``STEP_GROUPS``.
+    """Return the seconds of an optimizer step of the whole job, by group.
 
     Raises:
         ChipError: the chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster has chips.
@@ -64,8 +64,14 @@ def step_terms(job: Job) -> Terms:
     """
     check_job(job)
     layers, has_head = stage_layers(job.architecture.num_layers, job.layout.pipeline)
-    number = parameters_of(job, layers).on_rank(job.layout)
-    terms = [*_stage_terms(job, layers, has_head), _optimizer_term(job, number)]
+    # Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each expert's state.
+    dense, experts = parameters_of(job, layers)
+    sharing = job.layout.num_sharing if job.layout.zero else 1
+    number = dense / sharing + experts / job.layout.sharing_experts(sharing)
+    seconds = optimizer_seconds(job, number)
+    formula = "{:.3g} parameters × {:g} B read and written", number, job.recipe.bytes_per_param
+    optimizer = Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
+    terms = [*_stage_terms(job, layers, has_head), optimizer]
     return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
 
 
@@ -150,12 +156,6 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
         formula = "{} other stages, {:.3g} s a micro-batch, / {}", layout.pipeline - 1, waiting, layout.interleave
         bubble = waiting / layout.interleave / library
         yield Term("bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473")
-
-
-def _optimizer_term(job: Job, number: float) -> Term:
-    """Return the step of a rank's ``number`` parameters."""
-    formula = "{:.3g} parameters × {:g} B read and written", number, job.recipe.bytes_per_param
-    return Term("optimizer", "states read and written", optimizer_seconds(job, number), formula, "bytes of the storage")
 
 
 def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
