@@ -34,12 +34,12 @@ from _published import Run, load, measured_tokens_per_second
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
-from narrowgauge.planner.clusters import Cluster, Nodes
+from narrowgauge.planner.clusters import Cluster, cluster_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of
 from narrowgauge.planner.jobs import Attention, Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
+from narrowgauge.planner.step_time import UNSTEADY_GROUP, step_terms
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse
@@ -109,8 +109,8 @@ def cluster_of_run(run: Run, chip: Chip) -> Cluster:
     size = min(machine["chips_per_node"], machine["chips"])
     per_chip = machine.get("link_gbit_per_second_per_chip")
     network = None if per_chip is None else per_chip * size
-    nodes = Nodes(chip, size, -(-machine["chips"] // size), interconnect_gbit_per_second=network)
-    return Cluster(run.name, (nodes,))
+    chips = -(-machine["chips"] // size) * size
+    return cluster_of(chip, chips, size, interconnect_gbit_per_second=network, name=run.name)
 
 
 def recipe_of(run: Run) -> Recipe:
@@ -155,7 +155,7 @@ def predict(run: Run) -> Point:
     if run.step.get("recompute_detail") == "per operator":  # every second matmul, and what lies between
         full = step_terms(replace(job, layout=replace(layout, recompute="full")))
         terms = Terms(tuple(a._replace(value=(a.value + b.value) / 2) for a, b in zip(terms, full, strict=True)))
-    steady = terms.without(*UNSTEADY_GROUPS)
+    steady = terms.without(UNSTEADY_GROUP)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks
     measured, has_mixture = measured_tokens_per_second(run), architecture.mixture is not None
     return Point(run.name, measured, tokens / steady.total, steady, has_mixture, bool(run.software))

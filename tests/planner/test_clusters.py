@@ -7,61 +7,51 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import ChipError
-from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of, read_cluster
+from narrowgauge.planner.clusters import cluster_of, read_cluster
 from narrowgauge.spec.chips import get_chip
 
-MIXED = """
-interconnect_gbit_per_second = 1600
-chip_mtbf_hours = 50_000
-
-[[nodes]]
-chip = "A100-SXM4-80GB"
-count = 2
-
-[[nodes]]
+FILE = """
 chip = "V100"
-chips = 4
+chips = 16
+chips_per_node = 4
+interconnect_gbit_per_second = 1600
+dollars_per_hour = 2
 """
 
 
-def test_a_file_describes_groups_with_what_they_share(tmp_path: Path) -> None:
-    path = tmp_path / "mixed.toml"
-    path.write_text(MIXED)
+def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE)
     cluster = read_cluster(path)
-    assert (cluster.name, cluster.num_chips, cluster.chips_per_node) == ("mixed", 20, 4)
-    assert [group.network_bytes_per_second for group in cluster.groups] == [25e9, 50e9]
+    assert (cluster.name, cluster.chips, cluster.chips_per_node) == ("mine", 16, 4)
+    assert cluster.network_bytes_per_second == 50e9
     assert cluster.memory_bytes == 32 * 2**30
-    assert cluster.chip_mtbf_hours == 50_000
-    assert cluster.peak_flops_per_second == 16 * 312e12 + 4 * 125e12
-    assert cluster.dollars_per_hour is None
+    assert cluster.peak_flops_per_second == 16 * 125e12
+    assert cluster.dollars_per_hour == 2
 
 
 def test_chips_fill_whole_nodes() -> None:
-    assert cluster_of("H100-SXM", 4).groups[0].chips == 4
-    assert cluster_of("GB200", 144).groups[0].count == 2
+    assert cluster_of("H100-SXM", 4).chips_per_node == 4
+    assert cluster_of("GB200", 144).chips_per_node == 72
     with pytest.raises(ChipError, match=r"12 chips .* 1.50 nodes. Use 8 or 16"):
         cluster_of("H100-SXM", 12)
-    with pytest.raises(ChipError, match="0 chips"):
+    with pytest.raises(ChipError, match="chips = 0"):
         cluster_of("H100-SXM", 0)
 
 
 def test_what_is_not_given_is_the_chips_or_assumed() -> None:
-    h100, card = Nodes(get_chip("H100-SXM")), Nodes(get_chip("L40S"))
+    h100, card = cluster_of("H100-SXM", 8), cluster_of("L40S", 8)
     assert (h100.link_bytes_per_second(8), h100.network_bytes_per_second) == (450e9, 50e9)
-    assert (
-        h100.is_network_assumed and not Nodes(get_chip("H100-SXM"), interconnect_gbit_per_second=200).is_network_assumed
-    )
+    assert h100.is_network_assumed
+    assert not cluster_of("H100-SXM", 8, interconnect_gbit_per_second=200).is_network_assumed
     # Without a link of their own, chips send through the host, and share one port of the network.
     assert (card.link_bytes_per_second(8), card.network_bytes_per_second) == (31.5e9, 25e9 / 8)
-    priced = Cluster("priced", (Nodes(get_chip("H100-SXM"), dollars_per_hour=2.0),))
-    assert priced.dollars_per_hour == 16.0
 
 
 def test_partitions_of_a_rack_are_filled_alike() -> None:
     """128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of 72."""
     for chips in (128, 256):
-        [group] = cluster_of("GB200", chips).groups
-        assert (group.num_chips, group.chips) == (chips, 64)
+        assert cluster_of("GB200", chips).chips_per_node == 64
 
 
 def test_memory_is_what_drivers_report() -> None:

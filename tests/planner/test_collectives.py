@@ -55,7 +55,7 @@ def test_all_to_all_leaves_the_node_with_what_others_need() -> None:
 )
 def test_where_ranks_lie(ranks: int, stride: int, nodes: int, per_node: float) -> None:
     cluster = cluster_of("H100-SXM", 64)
-    path = path_of(ranks, stride, cluster.groups[0], cluster)
+    path = path_of(ranks, stride, cluster)
     assert (path.nodes, path.ranks_per_node) == (nodes, per_node)
 
 
@@ -69,9 +69,8 @@ it takes up to 2.6 times as long as predicted."""
 @pytest.mark.parametrize(("chip", "ranks", "table"), [("H200", 8, MEASURED_H200), ("B200", 32, MEASURED_B200)])
 def test_measured_all_reduces_are_met_within_a_third(chip: str, ranks: int, table: dict[int, float]) -> None:
     cluster = cluster_of(chip, ranks)
-    nodes = cluster.groups[0]
-    shares = efficiency_of(nodes.chip)
-    path = path_of(ranks, 1, nodes, cluster, link=shares["link"], network=shares["network"])
+    shares = efficiency_of(cluster.chip)
+    path = path_of(ranks, 1, cluster, link=shares["link"], network=shares["network"])
     for mib, rate in table.items():
         measured = mib * 2**20 / (rate * 1e9)
         assert all_reduce_seconds(mib * 2**20, path) == pytest.approx(measured, rel=1 / 3), mib
@@ -79,7 +78,7 @@ def test_measured_all_reduces_are_met_within_a_third(chip: str, ranks: int, tabl
 
 def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
     h200, a100, card = (cluster_of(name, 8) for name in ("H200", "A100-SXM4-80GB", "H100-PCIe"))
-    ways = [path_of(8, 1, cluster.groups[0], cluster).has_adding_switch for cluster in (h200, a100, card)]
+    ways = [path_of(8, 1, cluster).has_adding_switch for cluster in (h200, a100, card)]
     assert ways == [True, False, False]
     plain, adding = Path(8, 1, 100e9, 10e9), Path(8, 1, 100e9, 10e9, has_adding_switch=True)
     assert all_reduce_seconds(1e10, adding) == pytest.approx(1e10 * 9 / 8 / 100e9, rel=1e-2)
@@ -101,7 +100,7 @@ def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
 )
 def test_few_or_unbridged_peers_have_slower_links(chip: str, ranks: int, rate: float) -> None:
     cluster = cluster_of(chip, 8)
-    path = path_of(ranks, 1, cluster.groups[0], cluster)
+    path = path_of(ranks, 1, cluster)
     assert path.link_bytes_per_second == pytest.approx(rate * 1e9)
     # A gigabyte summed over two MI300X takes 16 ms: 2 × 1/2 × 1e9 / 64e9.
     if (chip, ranks) == ("MI300X", 2):

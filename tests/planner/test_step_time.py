@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
-from narrowgauge.errors import ChipError
-from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
+from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
-from narrowgauge.planner.jobs import Job, why_not
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.layouts import Layout, why_not
 from narrowgauge.planner.model import read_model
-from narrowgauge.planner.step_time import LATE_NODES, SLOWEST_KIND, step_terms
+from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -60,7 +58,7 @@ def test_what_is_hidden_is_not_counted() -> None:
     hidden = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM", **{"overlap.shard": 1.0})))
     assert hidden.groups["communication"] == 0.0
     # Over a link of 1 GB/s computing cannot hide all.
-    slow = Cluster("slow", (Nodes(get_chip("H100-SXM"), link_gb_per_second=1.0),))
+    slow = replace(H100, link_gb_per_second=1.0)
     exposed = step_terms(Job(LLAMA, WORD, SHARED, slow, 8192, exact("H100-SXM", **{"overlap.shard": 1.0})))
     assert exposed.groups["communication"] > 10
 
@@ -158,60 +156,6 @@ def test_experts_have_fewer_copies_than_other_parameters() -> None:
     dense_bytes = (shape.num_parameters - shape.expert_parameters) * 2
     term = by_name(terms)["gradients between replicas"]
     assert float(term.formula.split(": ")[1].split(" s,")[0]) < 2.1 * dense_bytes / 450e9 + 1e-3
-
-
-@pytest.mark.parametrize(
-    ("recipe", "layout", "moved"),
-    [
-        ("bfloat16/word", Layout(shard=8, offload="optimizer"), 4 / 8),
-        ("float32/float32", Layout(shard=8, offload="optimizer"), 8 / 8),
-        ("bfloat16/word", Layout(shard=8, offload="all", micro_batches=3), 3 * 6 / 8),
-        ("bfloat16/word", Layout(shard=8, zero=1, offload="all"), 6),
-    ],
-)
-def test_what_passes_between_chip_and_host(recipe: str, layout: Layout, moved: float) -> None:
-    """Gradients and weights, each once; or weights twice and gradients for each micro-batch, of what a rank holds."""
-    terms = step_terms(Job(LLAMA, parse(recipe), layout, H100, 4096, exact("H100-SXM")))
-    formula = by_name(terms)["weights and gradients from and to the host"].formula
-    assert float(formula.split(" GB")[0]) == pytest.approx(moved * LLAMA.num_parameters / 1e9, rel=5e-3)
-
-
-def test_failures_and_checkpoints_follow_young_and_daly() -> None:
-    cluster = replace(H100, chip_mtbf_hours=1000.0)
-    terms = by_name(
-        step_terms(Job(LLAMA, WORD, SHARED, cluster, 8192, exact("H100-SXM", host=1.0, restart_seconds=600.0)))
-    )
-    step = sum(t.value for t in terms.values() if t.group not in ("checkpoints", "faults"))
-    mtbf, saved = 1000 * 3600 / 8, LLAMA.num_parameters * 8 / 8 / 63e9
-    interval = math.sqrt(2 * saved * mtbf)
-    assert terms["copying states"].value == pytest.approx(step * saved / interval)
-    assert terms["work lost and restarts"].value == pytest.approx(step * (interval / 2 + 600) / mtbf)
-    assert "work lost and restarts" not in by_name(step_terms(Job(LLAMA, WORD, SHARED, H100, 8192)))
-
-
-def test_the_slowest_generation_sets_the_pace() -> None:
-    mixed = Cluster("mixed", (Nodes(get_chip("H100-SXM")), Nodes(get_chip("A100-SXM4-80GB"))))
-    layout = Layout(shard=16)
-    terms = step_terms(Job(LLAMA, WORD, layout, mixed, 8192))
-    slow = step_terms(Job(LLAMA, WORD, layout, cluster_of("A100-SXM4-80GB", 16), 8192))
-    assert terms.total == pytest.approx(slow.total)
-    assert "A100-SXM4-80GB sets the pace; alone: H100-SXM5-80GB" in by_name(terms)[SLOWEST_KIND].formula
-
-
-def test_all_chips_wait_for_late_nodes() -> None:
-    equal = Nodes(get_chip("H100-SXM"), count=8)
-    late = (replace(equal, count=6), replace(equal, count=2, speed=0.8))
-    layout = Layout(shard=64, micro_batches=16)
-    waits = [
-        step_terms(Job(read_model("llama-33b"), parse("bfloat16/word"), layout, Cluster("eight nodes", groups), 4096))
-        for groups in ((equal,), late)
-    ]
-    waiting = [term for term in waits[1] if term.name == LATE_NODES]
-    assert len(waiting) == 1 and "all chips wait for 16 of them" in waiting[0].formula
-    # Everything but what hides behind it takes a quarter longer.
-    assert waits[1].total == pytest.approx(1.25 * waits[0].total, rel=0.01)
-    with pytest.raises(ChipError, match="Use a share"):
-        replace(equal, speed=1.2)
 
 
 def test_context_ranks_share_the_state_with_shards() -> None:

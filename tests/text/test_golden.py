@@ -35,7 +35,6 @@ COMMANDS = {
     "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
     "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
     "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
-    "plan-run-toml": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e9 --toml",
     "plan-scaling": "plan scaling 128:10d,256:7d --at 512",
     # The worked questions of docs/planning.md.
     "plan-one-node": "plan run --model llama-33b --chip A100-SXM4-40GB --chips 8 --recipe bfloat16/master,bfloat16/word",
@@ -45,7 +44,6 @@ COMMANDS = {
     "--recipe bfloat16/master,bfloat16/word",
     "plan-slow-links": f"plan run --model llama-8b {WORD} --chips 8,32 --interconnect 25",
     "plan-deadline": f"plan run --model llama-8b {WORD} --tokens 300e9 --days 14 --price 2.5",
-    "plan-adapters": "plan run --model llama-70b --chip H100-SXM --recipe bfloat16/word --lora 16 --base nf4",
 }
 MISTAKES = (
     "shwo", "show recipe bfloat16/wrod", "train --recpie x", "train --steps 0",

@@ -11,7 +11,7 @@ import click
 from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
 from narrowgauge.planner.efficiency import SOFTWARE
-from narrowgauge.planner.layouts import NAMED_LAYOUTS, read_layout
+from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import preset_names
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
@@ -81,7 +81,7 @@ _chips_per_node = click.option(
 )
 _cluster = click.option(
     "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
-    help="A TOML file of nodes and links, instead of --chip; several are compared.",
+    help="A TOML file of chips and links, instead of --chip; several are compared.",
 )  # fmt: skip
 _layout = click.option(
     "--layout", metavar="FIELD=N,…", type=flags.Parsed(read_layout),
@@ -118,10 +118,6 @@ _explain = click.option(
 @click.option("--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]")
 @click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days and cost.")
 @click.option(
-    "--host-memory", "host_memory_gb", type=_amount(1), metavar="GB",
-    help="Memory of a node's host: layouts that keep states there are searched too.  [default: none]",
-)  # fmt: skip
-@click.option(
     "--software", type=click.Choice(list(SOFTWARE)),
     help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
 )  # fmt: skip
@@ -131,72 +127,23 @@ _explain = click.option(
 )  # fmt: skip
 @click.option(
     "--days", type=_amount(1e-6), metavar="X",
-    help="A deadline for --tokens: the fewest chips (up to --chips) that meet it.",
+    help="A deadline for --tokens: the fewest chips that meet it, of any number or of --chips.",
 )  # fmt: skip
-@click.option(
-    "--budget", type=_amount(1e-6), metavar="X",
-    help="Dollars for --tokens at --price: the fastest (up to --chips) that keeps it.",
-)  # fmt: skip
-@click.option(
-    "--largest", type=click.Choice(["context", "batch"]), help="The longest sequences, or the most at once, that fit."
-)
 @_optimizer
-@click.option(
-    "--lora", type=click.IntRange(min=1), metavar="RANK", help="Train adapters of that rank over a frozen model."
-)
-@click.option(
-    "--base", type=click.Choice(["bfloat16", "int8", "float8", "nf4", "nvfp4"]),
-    help="With --lora: how the frozen layers are kept (nf4: QLoRA).  [default: bfloat16]",
-)  # fmt: skip
 @_layout
-@click.option(
-    "--minimize", type=click.Choice(["days", "cost", "chips"]),
-    help="What the best option has least of.  [default: days; with --days chips]",
-)  # fmt: skip
 @_explain
-@click.option(
-    "--toml", metavar="[FILE]", is_flag=False, flag_value="-",
-    help="Write the best option for narrowgauge train --config.  [default: to standard output, alone]",
-)  # fmt: skip
 @flags.json_object
-def run_command(
-    *,
-    tokens_per_step: float | None,
-    layout: dict[str, Any] | None,
-    explain: bool,
-    toml: str | None,
-    as_json: bool,
-    **asked: Any,
-) -> None:
+def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
 
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan run --model config.json --cluster cluster.toml --tokens 300e9
     narrowgauge plan run --model llama-8b --chip H100-SXM --tokens 300e9 --days 14 --price 2.5
-    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8 --largest context
     """
     from narrowgauge.planner.plan import plan
-    from narrowgauge.planner.plan_tables import train_settings
-    from narrowgauge.runs.atomic_io import AGAIN, write_whole
 
-    if asked["base"] is not None and asked["lora"] is None:
-        raise click.UsageError("--base goes with --lora RANK.", click.get_current_context())
-    if asked["lora"] is not None and toml:
-        raise click.UsageError("--toml is for narrowgauge train, which runs no adapters.", click.get_current_context())
-    if toml:  # a settings file must be one that train can run
-        layout = {**NAMED_LAYOUTS["fsdp2"], **(layout or {})}
-    answer = plan(
-        layout=layout, tokens_per_step=None if tokens_per_step is None else int(tokens_per_step), **flags.given(asked)
-    )
-    if toml == "-":
-        return click.echo(train_settings(answer), nl=False)
-    if toml:
-        write_whole(Path(toml), train_settings(answer).encode(), AGAIN)
-    _show_plan(answer, as_json, explain)
-    if toml and not as_json:
-        click.echo(toml)
-    return None
+    _show_plan(plan(**flags.given(asked)), as_json, explain)
 
 
 @plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
@@ -234,44 +181,32 @@ def show_profile(profile: Profile, as_json: bool) -> None:
 
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
-@click.argument("measured", metavar="N:TIME,…|RUN…", nargs=-1, required=True)
+@click.argument("measured", metavar="N:TIME,…")
 @click.option("--at", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips to say the time for.")
 @flags.json_object
-def scaling_command(measured: tuple[str, ...], at: list[int] | None, as_json: bool) -> None:
-    """Say what does not scale, from measured times or from run folders.
+def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
+    """Say what does not scale, from measured times of one job on several numbers of chips.
 
-    \b
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
-    narrowgauge plan scaling runs/on8 runs/on32
     """
-    from narrowgauge.planner.launches import measured_times
     from narrowgauge.planner.scaling_laws import fit, read_points
-    from narrowgauge.runs.record import read_run
 
-    is_times = ":" in measured[0] and not Path(measured[0]).exists()
-    points = read_points(",".join(measured)) if is_times else measured_times([read_run(Path(run)) for run in measured])
-    law = fit(points)
+    law = fit(read_points(measured))
     _show(law.row(at or ()), law.tables(at or ()), law.sentences(), as_json)
 
 
 @plan_group.command("regression", short_help="Which setting made a step slower.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@click.option(
-    "--chip", metavar="NAME", shell_complete=flags.chips,
-    help="The chip (narrowgauge show chips), where runs or files do not name it.",
-)  # fmt: skip
 @flags.json_object
-def regression_command(before: Path, after: Path, chip: str | None, as_json: bool) -> None:
+def regression_command(before: Path, after: Path, as_json: bool) -> None:
     """Say which term of the step became slower between two launches, by how much, and which setting did it.
 
-    BEFORE and AFTER are .toml files of launches, or run folders.
+    BEFORE and AFTER are .toml files of launches.
 
     narrowgauge plan regression before.toml after.toml
     """
     from narrowgauge.planner.launches import compare_launches, read_launch
-    from narrowgauge.spec.chips import get_chip
 
-    machine = None if chip is None else get_chip(chip)
-    comparison = compare_launches(read_launch(before, machine), read_launch(after, machine))
+    comparison = compare_launches(read_launch(before), read_launch(after))
     _show(comparison.row(), comparison.tables(), [], as_json)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.planner.clusters import Cluster, Nodes
-from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term
+
+if TYPE_CHECKING:
+    from narrowgauge.planner.jobs import Job
 
 LINK_LATENCY_SECONDS = 4e-6
 """Latency of one step of a ring within a node. On eight H200s, 2 × 7 steps take 54 µs more than their bytes at 16 MiB
@@ -61,31 +62,27 @@ class Path:
         return f"{self.ranks} ranks {where} at {rate / 1e9:,.3g} GB/s"
 
 
-def path_of(
-    ranks: int, stride: int, nodes: Nodes, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
-) -> Path:
+def path_of(ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, network: float = 1.0) -> Path:
     """Return the path of ranks that lie ``stride`` apart in the global numbering. Nodes hold consecutive ranks.
 
-    The ranks run on ``nodes``. The slowest network of the cluster counts. ``link`` and ``network`` are the fractions of printed
-    rates that collectives reach.
+    ``link`` and ``network`` are the fractions of printed rates that collectives reach.
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
         >>> cluster = cluster_of("H100-SXM", 64)
-        >>> path = path_of(16, 2, cluster.groups[0], cluster)
+        >>> path = path_of(16, 2, cluster)
         >>> path.nodes, path.ranks_per_node
         (4, 4.0)
     """
-    within = max(1, min(ranks, nodes.chips // stride))
-    slowest = min(group.network_bytes_per_second for group in cluster.groups)
+    within = max(1, min(ranks, cluster.chips_per_node // stride))
     return Path(
         ranks,
         math.ceil(ranks / within),
-        nodes.link_bytes_per_second(within, stride) * link,
-        slowest * network,
-        has_adding_switch=nodes.chips > 2
-        and nodes.chip.link.startswith(_ADDING_SWITCHES)
-        and "bridge" not in nodes.chip.link,
+        cluster.link_bytes_per_second(within, stride) * link,
+        cluster.network_bytes_per_second * network,
+        has_adding_switch=cluster.chips_per_node > 2
+        and cluster.chip.link.startswith(_ADDING_SWITCHES)
+        and "bridge" not in cluster.chip.link,
     )
 
 
@@ -183,35 +180,18 @@ def send_seconds(num_bytes: float, path: Path) -> float:
 # ── exchanges: what ranks send in a step, how long it takes, and how much of it computing hides ───────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """Count the parameters of the largest stage on one rank before sharding: non-experts, and the rank's experts."""
+def parameters_of(job: Job, layers: int) -> tuple[float, float]:
+    """Return the parameters of a stage on one rank before sharding: non-experts, and the rank's experts.
 
-    dense: float
-    experts: float
-
-    def on_rank(self, layout: Layout, zero: int = 1) -> float:
-        """Return the parameters per rank under ZeRO, which shards them from stage ``zero`` on, also over context ranks.
-
-        Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each expert's state.
-
-        Example:
-            >>> Parameters(800.0, 100.0).on_rank(Layout(shard=8, expert=4))
-            150.0
-        """
-        ranks = layout.num_sharing if layout.zero >= zero else 1
-        return self.dense / ranks + self.experts / layout.sharing_experts(ranks)
-
-
-def parameters_of(job: Job, layers: int) -> Parameters:
-    """Return the parameters of a stage with ``layers`` layers. An embedding on the first or last stage counts."""
+    An embedding on the first or last stage counts.
+    """
     a, layout = job.architecture, job.layout
     outer, share = a.outer_parameters, layers / a.num_layers
     inner = a.num_parameters - outer - a.expert_parameters
     if layout.pipeline > 1 and not a.tie_embeddings:
         outer -= a.vocab_size * a.hidden_size  # the head is on another stage
     experts = a.expert_parameters * share / layout.expert_tensor_ranks / layout.expert
-    return Parameters((inner * share + outer) / layout.tensor, experts)
+    return (inner * share + outer) / layout.tensor, experts
 
 
 def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> Iterator[Term]:
@@ -262,34 +242,32 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     Shard and context ranks shard a replica's state. Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``);
     Megatron-LM's distributed optimizer.
     """
-    layout, a, owned = job.layout, job.architecture, parameters_of(job, layers)
+    layout, (dense, experts) = job.layout, parameters_of(job, layers)
     visible = job.recipe.storage.visible
-    gradient = job.recipe.reduction.bytes_per_element(visible) * a.trained_share
+    gradient = job.recipe.reduction.bytes_per_element(visible)
     every, sharing = layout.num_replicas * layout.context, layout.num_sharing if layout.zero else 1
     if sharing > 1:
         of_experts = layout.sharing_experts(sharing)
         stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
         path, experts_path = _path(job, sharing, layout.tensor), _path(job, of_experts, stride)
-        weight = bytes_per_number(visible) if a.adapters is None else a.adapters.base_bytes
+        weight = bytes_per_number(visible)
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         sums = layout.micro_batches if layout.zero >= 2 else 1
         seconds = 0.0
-        for number, link in ((owned.dense, path), (owned.experts, experts_path)):
+        for number, link in ((dense, path), (experts, experts_path)):
             if number:
                 # Per layer, during the next layer's compute. Or once a step, in buckets that grow with the ranks.
                 parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
                 seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
         form = "{:.3g} parameters: {} × {:g} B gathered and {} × {:g} B reduced"
-        text: tuple[Any, ...] = (form, owned.dense + owned.experts, gathers, weight, sums, gradient)
+        text: tuple[Any, ...] = (form, dense + experts, gathers, weight, sums, gradient)
         yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
     if every > sharing:
-        dense = owned.dense / sharing
-        experts = owned.on_rank(layout) - dense
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
         copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
         paths = [_path(job, ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
-        sizes = [number * gradient for number in (dense, experts)]
+        sizes = [dense / sharing * gradient, experts / layout.sharing_experts(sharing) * gradient]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         last_backward = compute * 2 / 3
         text = "an all-reduce of {:,.3g} MB", sum(sizes) / 1e6
@@ -298,7 +276,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
     shares = job.efficiency
-    return path_of(ranks, stride, job.nodes, job.cluster, link=shares["link"], network=shares["network"])
+    return path_of(ranks, stride, job.hardware, link=shares["link"], network=shares["network"])
 
 
 def _exposed(
@@ -308,7 +286,7 @@ def _exposed(
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
-    assumed = " (assumed)" if path.nodes > 1 and job.nodes.is_network_assumed else ""
+    assumed = " (assumed)" if path.nodes > 1 and job.hardware.is_network_assumed else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
     text, *numbers = description

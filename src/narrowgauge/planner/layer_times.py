@@ -9,15 +9,17 @@ ranks that share the experts. The experts of a rank are one grouped kernel.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
-from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.roofline import Setting, Shape, bytes_per_number, bytes_seconds, operation_seconds, setting_of
+from narrowgauge.planner.roofline import Setting, Shape, bytes_per_number, operation_seconds, setting_of
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.planner.jobs import Job
 
 ATTENTION_PASSES = 3.5
 """Operations of a fused attention over its forward: forward 1, backward 2.5, since it recomputes the scores."""
@@ -55,7 +57,7 @@ def linear_seconds(job: Job, *, is_head: bool) -> tuple[Seconds, Seconds]:
     layout = job.layout
     ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
     settings = _settings(job.architecture, job.recipe)
-    return _linear_seconds(job.architecture, settings, ranks, job.tokens, job.nodes.chip, job.efficiency, is_head)
+    return _linear_seconds(job.architecture, settings, ranks, job.tokens, job.chip, job.efficiency, is_head)
 
 
 @lru_cache(maxsize=64)
@@ -77,7 +79,7 @@ def _linear_seconds(
     is_head: bool,
 ) -> tuple[Seconds, Seconds]:
     matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
-    mixture, adapters, start = architecture.mixture, architecture.adapters, shares["kernel_seconds"]
+    mixture, start = architecture.mixture, shares["kernel_seconds"]
     for matmul, (setting, is_first) in zip(architecture.matmuls, settings, strict=True):
         if (matmul.part == "head") != is_head:
             continue
@@ -90,27 +92,17 @@ def _linear_seconds(
         kernels = mixture.num_layers if matmul.is_expert and mixture else count
         for name, seconds in operation_seconds(Shape(out, inputs), setting, tokens, chip, shares).items():
             place, _, side = name.partition(".")
-            if adapters is not None and place == "grad_weight":
-                continue  # a frozen weight has no gradient
             if side and SLOTS[name].tensor == "input" and not is_first:
                 continue  # cast for another layer already
             when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
             reached = shares["experts"] if matmul.is_expert and not side else 1.0
             (casts if side else matmuls)[when] += (seconds - start) / reached * count + start * kernels
-        if adapters is not None and adapters.parameters_of(matmul):
-            for shape in (Shape(adapters.rank, inputs), Shape(out, adapters.rank)):
-                for name, seconds in operation_seconds(shape, setting.plain, tokens, chip, shares).items():
-                    matmuls[int(name != "output")] += seconds * count
-        if adapters is not None and adapters.is_widened and not is_head:
-            # Read and written before the product in forward, and again in backward.
-            widened = bytes_seconds((adapters.base_bytes + 2) * out * inputs, chip, shares) * count
-            casts[0], casts[1] = casts[0] + widened, casts[1] + widened
     return Seconds(*matmuls), Seconds(*casts)
 
 
 def attention_seconds(job: Job) -> Seconds:
     """Return the seconds of scores, softmax and values in all layers. Flash kernels skip masked scores."""
-    shape, chip, shares = job.architecture, job.nodes.chip, job.efficiency
+    shape, chip, shares = job.architecture, job.chip, job.efficiency
     is_flash = job.attention == "flash"
     flops = job.tokens * shape.attention_flops(job.sequence_length, is_causal=is_flash) / 3 / job.layout.tensor
     peak = chip.peak_tflops[job.recipe.dtype] * 1e12

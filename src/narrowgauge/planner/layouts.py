@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.planner.model import Architecture
 from narrowgauge.spec.sums import ACCUMULATIONS
 
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer", "all"]
 AXES = ("data", "shard", "tensor", "pipeline", "context")
 _COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero": get_args(Zero),
     "recompute": get_args(Recompute),
-    "offload": get_args(Offload),
     "accumulation_dtype": tuple(ACCUMULATIONS),
 }
 
@@ -42,7 +41,6 @@ class Layout:
         expert: ranks that share the experts of a layer.
         micro_batch, micro_batches: sequences per micro-batch on a rank, and micro-batches per optimizer step.
         recompute: recomputed in backward: nothing, attention scores (nothing with flash attention), or layers.
-        offload: stored in host memory between uses: optimizer states, or also weights and gradients.
         sequence_parallel: tensor ranks also shard norms and residuals. Megatron-LM before 2022 replicates them.
         accumulation_dtype: dtype of the gradient sum over micro-batches.
     """
@@ -58,7 +56,6 @@ class Layout:
     micro_batch: int = 1
     micro_batches: int = 1
     recompute: Recompute = "none"
-    offload: Offload = "none"
     sequence_parallel: bool = True
     accumulation_dtype: str = "float32"
 
@@ -133,20 +130,33 @@ class Layout:
 
     @property
     def is_fsdp(self) -> bool:
-        """Tell whether it is plain FSDP2, HSDP or data parallelism."""
+        """Tell whether it is plain FSDP2, HSDP or data parallelism, which this project's trainer runs."""
         return self.is_whole and (self.zero in (0, 3) or self.shard == 1)
 
-    @property
-    def runs_here(self) -> bool:
-        """Tell whether this project's trainer runs it. The trainer offloads all or nothing."""
-        return self.is_fsdp and self.offload != "optimizer"
+
+def why_not(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
+    """Say why a layout does not suit a model; empty if it does."""
+    stages = layout.pipeline * layout.interleave
+    # Embedding and head may count as a layer each: Llama 3 405B has 126 layers for 16 stages of 8 groups.
+    if stages > architecture.num_layers + (2 if stages > 1 else 0) or layout.pipeline > architecture.num_layers:
+        return f"{stages} groups of layers and {architecture.num_layers} layers"
+    if architecture.num_heads % layout.tensor:
+        return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
+    if sequence_length % layout.context:
+        return f"{layout.context} context ranks do not divide {sequence_length} tokens"
+    num_experts = architecture.mixture.num_experts if architecture.mixture else 1
+    if num_experts % layout.expert:
+        return f"{layout.expert} expert ranks do not divide {num_experts} expert{'s' * (num_experts > 1)}"
+    ranks = layout.num_replicas * layout.context
+    if ranks * layout.tensor % (layout.expert * layout.expert_tensor_ranks):
+        return f"{layout.expert} expert ranks do not divide {ranks} data ranks and {layout.tensor} tensor ranks"
+    return ""
 
 
 # ── layouts as they are asked for: names, and fields with values ──────────────────────────────────────────────────────────
 
-DATA_PARALLEL: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
-"""Only the data and shard axes."""
-NAMED_LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {**DATA_PARALLEL, "zero": 3}, "ddp": {"shard": 1, **DATA_PARALLEL}}
+_WHOLE = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
+NAMED_LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {**_WHOLE, "zero": 3}, "ddp": {"shard": 1, **_WHOLE}}
 """Layouts of ``narrowgauge train``, and pure data parallelism."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(Layout) if field.name != "sequence_parallel")
 _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."

@@ -1,20 +1,18 @@
 """Memory of the worst rank at the worst moment of a step, term by term.
 
-Three moments can be the worst. At the end of forward, all activations and the logits exist. At the start of backward, the
-logits' gradient exists too. At the end of backward, all gradients exist. Each moment is a sum of terms. We return the terms of
-the largest moment, so their sum is a peak, not a sum of peaks.
+Three moments can be the worst. At the start of backward, all activations, the logits and their gradient exist. In the last
+layer's backward, its temporary gradients replace the logits. At the end of backward, all gradients exist. Each moment is a sum
+of terms. We return the terms of the largest moment, so their sum is a peak, not a sum of peaks.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 from narrowgauge.planner.activations import (
     Kernels,
-    Widths,
     bytes_per_token,
     cast_weight_bytes,
     layer_tensors,
@@ -25,7 +23,7 @@ from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import Bytes, bytes_per_parameter, on_stage, shared, state_of
 from narrowgauge.planner.terms import Formula, Term, Terms
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation
+from narrowgauge.spec.sums import ACCUMULATIONS
 
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
@@ -52,10 +50,8 @@ OVERHEAD: dict[str, tuple[float, float, float]] = {
 """Memory without a formula, ``(usual, least, most)`` in bytes: driver, collectives (with several ranks), libraries.
 Fragmentation is a fraction of all memory that changes during a step. In published runs the allocator reserves up to a quarter
 more than it allocates, if the chip has the memory."""
-_STEP_GROUPS = ("activations", "logits", "buffers", "gradients")
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
-_OFFLOADED = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "gradients", "optimizer")}
 
 
 class _LayerBytes(NamedTuple):
@@ -79,8 +75,7 @@ def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerByt
     return _LayerBytes(total, stream, casts)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+class Stage(NamedTuple):
     """Describe a pipeline stage; ``in_flight`` is layers times micro-batches with live activations."""
 
     number: int
@@ -117,7 +112,7 @@ def memory_terms(
     kernels: Kernels | None = None,
     has_overhead: bool = True,
 ) -> Terms:
-    """Return the memory of the worst rank at its worst moment: bytes in the groups of ``MEMORY_GROUPS``.
+    """Return the memory of the worst rank at its worst moment: bytes by group.
 
     Args:
         architecture: if only the size is known, only its state counts.
@@ -132,14 +127,16 @@ def memory_terms(
         >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
         [160.0, 80.0, 60.0]
     """
-    # PEFT's models do not have the trainer's chunked loss.
-    is_chunked = is_loss_chunked and architecture.adapters is None
     kernels = kernels or ("eager" if layout.is_whole else "fused")
-    ranks = (
-        _Rank(architecture, recipe, layout, sequence_length, stage, kernels, is_chunked, has_overhead)
-        for stage in stages_of(architecture, layout)
-    )
-    return max((rank.worst_moment() for rank in ranks), key=lambda terms: terms.total)
+    peaks = []
+    for stage in stages_of(architecture, layout):
+        rank = _Rank(architecture, recipe, layout, sequence_length, stage, kernels, is_loss_chunked)
+        if architecture.has_shape:
+            terms = rank.worst_moment()
+            peaks.append(Terms((*terms, *_overhead_terms(terms, layout, has_overhead))))
+        else:
+            peaks.append(Terms(rank.state_terms()))
+    return max(peaks, key=lambda terms: terms.total)
 
 
 def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> Terms:
@@ -156,75 +153,35 @@ def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> T
     return max((Terms((*state, *rank.sum_terms(state[1]))) for rank, state in states), key=lambda terms: terms.total)
 
 
-def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout) -> float:
-    """Return the bytes in host memory per rank of a layout with offloading.
-
-    Example:
-        >>> from narrowgauge.planner.model import of_size
-        >>> from narrowgauge.spec.notation import parse
-        >>> host_bytes(of_size(8e9), parse("bfloat16/word"), Layout(shard=8, offload="optimizer")) / 1e9
-        4.0
-    """
-    if layout.offload == "none":
-        return 0.0
-    stages = stages_of(architecture, layout)
-    states = [_Rank(architecture, recipe, layout, 0, stage).state() for stage in stages]
-    return max(state.optimizer if layout.offload == "optimizer" else state.total for state in states)
-
-
-@dataclass(frozen=True)
 class _Rank:
     """Compute for a rank of one stage, with the arguments of :func:`memory_terms`."""
 
-    a: Architecture
-    recipe: Recipe
-    layout: Layout
-    length: int
-    stage: Stage
-    kernels: Kernels = "eager"
-    is_loss_chunked: bool = True
-    has_overhead: bool = True
-
-    @cached_property
-    def is_last(self) -> bool:
-        return self.stage.number == self.layout.pipeline - 1
-
-    @cached_property
-    def tokens(self) -> float:
-        """Count the tokens of a micro-batch."""
-        return self.layout.tokens_on_rank(self.length)
-
-    @cached_property
-    def widths(self) -> Widths:
-        return widths_of(self.recipe.compute, self.recipe.storage.visible)
-
-    @cached_property
-    def per(self) -> Bytes:
-        """Return the bytes per layer parameter. Frozen parameters carry their part of the adapters' gradients and states."""
-        per, adapters = bytes_per_parameter(self.recipe.storage), self.a.adapters
-        if adapters is None:
-            return per
-        share = self.a.trained_share
-        return Bytes(adapters.base_bytes + share * per.weights, share * per.gradients, share * per.optimizer)
-
-    @cached_property
-    def accumulation(self) -> Accumulation | None:
-        """Return the accumulation of micro-batch gradients in buffers, or None."""
-        row = ACCUMULATIONS[self.layout.accumulation_dtype]
-        return row if self.layout.micro_batches > 1 and row.keeps_sums(self.recipe.storage.visible) else None
-
-    @cached_property
-    def largest_layer(self) -> float:
-        """Return the largest layer's parameters on one of the ranks that shard it."""
-        experts = self.a.expert_parameters / self.a.mixture.num_layers if self.a.mixture else 0.0
-        layout = self.layout
-        return self.a.largest_layer / layout.tensor + experts / layout.expert / layout.expert_tensor_ranks
+    def __init__(
+        self,
+        a: Architecture,
+        recipe: Recipe,
+        layout: Layout,
+        length: int,
+        stage: Stage,
+        kernels: Kernels = "eager",
+        is_loss_chunked: bool = True,
+    ) -> None:
+        self.a, self.recipe, self.layout, self.stage, self.kernels = a, recipe, layout, stage, kernels
+        self.is_loss_chunked, self.is_last = is_loss_chunked, stage.number == layout.pipeline - 1
+        self.tokens = layout.tokens_on_rank(length)  # of a micro-batch
+        self.widths = widths_of(recipe.compute, recipe.storage.visible)
+        self.per = bytes_per_parameter(recipe.storage)
+        sums = ACCUMULATIONS[layout.accumulation_dtype]
+        has_sums = layout.micro_batches > 1 and sums.keeps_sums(recipe.storage.visible)
+        self.accumulation = sums if has_sums else None
+        # Parameters of the largest layer on one of the ranks that shard it.
+        experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
+        experts = experts / layout.expert / layout.expert_tensor_ranks
+        self.largest_layer = (a.largest_layer if a.has_shape else 0) / layout.tensor + experts
 
     def worst_moment(self) -> Terms:
         a, layout = self.a, self.layout
-        state = weights, gradients, optimizer = self.state_terms()
-        if not a.has_shape:
-            return Terms(state)
+        weights, gradients, optimizer = self.state_terms()
         buffers, sums = self.buffer_terms(), self.sum_terms(gradients)
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during forward.
         late = early = gradients
@@ -232,7 +189,6 @@ class _Rank:
             late = early = gradients._replace(value=0.0, derivation="each is added to the sum as soon as it is made")
         elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
             early = gradients._replace(value=0.0, derivation=("none at this moment; {.formula} later", gradients))
-        forward, backward = self.loss_terms()
         saved, layer = self.activation_terms()
         # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner tensors.
         size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
@@ -243,48 +199,40 @@ class _Rank:
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
         head, of_layer, width = [], [], self.per.gradients
-        if not early.value and self.is_last and not a.adapters:
+        if not early.value and self.is_last:
             value = a.vocab_size * a.hidden_size * width / layout.tensor
             head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
-        if not late.value and layout.zero < 3 and not a.adapters:
+        if not late.value and layout.zero < 3:
             formula = "{:,.0f} parameters × {:g} B", self.largest_layer, width
             of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
-        if a.adapters is not None and a.adapters.is_widened:
-            matrix = max(m.in_features * m.out_features for m in a.matmuls[:-1]) / layout.tensor
-            formula, source = ("{:,.0f} parameters × 2 B", matrix), "QLoRA, arXiv 2305.14314, section 3"
-            always.append(Term("buffers", "a frozen matrix, widened", 2 * matrix, formula, source))
         # Before the first layer's backward, no gradient is in transit.
         gathered = [term for term in buffers if term.name != _IN_TRANSIT]
         # With full recomputation one layer's activations coexist with every layer's saved input.
         again = (layer,) if layout.recompute == "full" else ()
         moments = [
-            (early, *always, *saved, *forward, *gathered),
-            (early, *always, *saved, *backward, *gathered),
+            (early, *always, *saved, *self.loss_terms(), *gathered),
             (early, *always, *saved, *again, passing, *buffers, *head),
             (late, *always, layer, passing, *buffers, *of_layer),
         ]
-        worst = max(moments, key=lambda terms: sum(term.value for term in terms))
-        return Terms((*worst, *self.overhead_terms(Terms(worst).only(*_STEP_GROUPS))))
+        return Terms(max(moments, key=lambda terms: sum(term.value for term in terms)))
 
-    def state(self) -> Bytes:
-        layout, stage = self.layout, self.stage
-        experts, rest = on_stage(self.a, self.recipe, layout, stage.layers, stage.number)
-        on_rank = shared(experts, layout, layout.sharing_experts(layout.num_sharing))
-        return on_rank + shared(rest, layout, layout.num_sharing)
+    def whole_state(self) -> tuple[Bytes, Bytes]:
+        """Return the stage's state before ZeRO: experts, and the rest."""
+        return on_stage(self.a, self.recipe, self.layout, self.stage.layers, self.stage.number)
 
     def state_terms(self) -> tuple[Term, Term, Term]:
-        layout, state, per = self.layout, self.state(), self.per
+        layout, per, (experts, rest) = self.layout, self.per, self.whole_state()
+        state = shared(experts, layout, layout.sharing_experts(layout.num_sharing))
+        state += shared(rest, layout, layout.num_sharing)
         source = _ZERO if layout.zero and layout.num_sharing > 1 else "definition"
 
         def term(group: str, name: str, level: int) -> Term:
             value, width = getattr(state, group), getattr(per, group)
             over = layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1)
-            if group in _OFFLOADED[layout.offload]:
-                return Term(group, name, 0.0, ("in the host's memory ({:.3g} GB a rank)", value / 1e9), source)
-            rest = ", vectors and what is not shared as they are" if self.a.has_shape else ""
-            formula = "{:,} parameters × {:g} B / {} ranks{}", self.a.num_parameters, width, over, rest
+            note = ", vectors and what is not shared as they are" if self.a.has_shape else ""
+            formula = "{:,} parameters × {:g} B / {} ranks{}", self.a.num_parameters, width, over, note
             return Term(group, name, value, formula, source)
 
         optimizer = term("optimizer", "states beside the weights", 1)
@@ -301,7 +249,7 @@ class _Rank:
         row = self.accumulation
         if row is None:
             return ()
-        count = gradients.value / bytes_per_parameter(self.recipe.storage).gradients
+        count = gradients.value / self.per.gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
         formula = "{:.4g} parameters × {:g} B, {}", count, row.bytes_per_param, where
         return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
@@ -330,7 +278,7 @@ class _Rank:
         return terms, layer
 
     def buffer_terms(self) -> list[Term]:
-        """Return unsharded layers of ZeRO-3 or offloading, gradients in transit, and gathered inputs of tensor ranks."""
+        """Return unsharded layers of ZeRO-3, gradients in transit, and gathered inputs of tensor ranks."""
         layout, per, largest = self.layout, self.per, self.largest_layer
         terms: list[Term] = []
 
@@ -342,12 +290,12 @@ class _Rank:
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
-            experts, rest = on_stage(self.a, self.recipe, layout, self.stage.layers, self.stage.number)
+            experts, rest = self.whole_state()
             count = (experts + rest).weights / per.weights
             width = max(per.gradients, self.accumulation.bytes_per_param if self.accumulation else 0.0)
             add("weights of the stage, gathered", count, per.weights, _STAGES)
             add("gradients of the stage, before they are shared", count, width, _STAGES)
-        elif is_sharded or layout.offload == "all":
+        elif is_sharded:
             add("two layers, gathered", 2 * largest, per.weights, _FSDP)
             add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
             state = state_of(self.a, self.recipe, layout.tensor)
@@ -355,38 +303,28 @@ class _Rank:
             if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"
                 add("outer weights, gathered", 1, outer, _FSDP, formula)
-        elif layout.offload == "optimizer":
-            add("states of two layers, on their way", 2 * largest, per.optimizer, _ZERO)
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             row = self.a.hidden_size * self.widths.matmul
             name = "a layer's input and its gradient, gathered"
             add(name, 2 * self.tokens, row, _SEQUENCE, "{:g} tokens × {:,.0f} B")
         return terms
 
-    # the head and the loss
-
-    def loss_terms(self) -> tuple[list[Term], list[Term]]:
-        """Return the memory of head and loss: saved at the end of forward, and held at the start of backward."""
+    def loss_terms(self) -> list[Term]:
+        """Return the memory of head and loss at the start of backward."""
         if not self.is_last:
-            return [], []
+            return []
         layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.widths
         row = (4 + 2 * widths.stream) * self.a.hidden_size
-        formula = "{:g} tokens × {:g} B", tokens, row
+        formula: Formula = ("{:g} tokens × {:g} B", tokens, row)
         hidden = Term("logits", "input of the head", tokens * row / layout.stream_ranks, formula)
         if self.is_loss_chunked and layout.model_ranks == 1:
-            terms = [hidden, *self._chunked_loss(widths.matmul)]
-            return terms, terms
+            return [hidden, *self.chunked_loss(widths.matmul)]
+        # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
+        low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, 12.0))
+        formula = "{:g} tokens × {:,} × 12 B / {}: {}", tokens, vocab, layout.tensor, _LOSS
+        return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
 
-        def logits(size: float, description: str) -> list[Term]:
-            formula = "{:g} tokens × {:,} × {:g} B / {}: {}", tokens, vocab, size, layout.tensor, description
-            # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
-            low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, size))
-            return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
-
-        narrow = widths.matmul if widths.matmul < 4 else 0.0
-        return logits(narrow + 8.0, "logits, as float32, log-softmax"), logits(12.0, _LOSS)
-
-    def _chunked_loss(self, width: float) -> list[Term]:
+    def chunked_loss(self, width: float) -> list[Term]:
         """Return a chunk of logits, and below float32 the head in float32 with its gradient."""
         logits = self.tokens * self.a.vocab_size
         count, head = min(CHUNK_LOGITS, logits), self.a.vocab_size * self.a.hidden_size
@@ -403,21 +341,21 @@ class _Rank:
         value = max(first * head + 12.0 * count, second * head + width * count)
         return [Term("logits", "a chunk of logits, head in float32", value, formula, "trainer/language_model.py")]
 
-    # memory without a formula
 
-    def overhead_terms(self, changing: Terms) -> list[Term]:
-        """Return the terms of overhead. ``changing`` memory is allocated and freed during a step, and can fragment."""
-        total, (low, high) = changing.total, changing.interval
-        formula: Formula = ("{:.0%} of {:.3g} GB that change", _FORMULA_ERROR, total / 1e9)
-        source = "measured and counted steps differ by less"
-        ends = -_FORMULA_ERROR * low, _FORMULA_ERROR * high
-        terms = [Term("overhead", "error of the formulas", 0.0, formula, source, *ends)]
-        for name, (usual, least, most) in OVERHEAD.items() if self.has_overhead else ():
-            if name == "communication buffers" and self.layout.num_ranks == 1:
-                continue
-            factor, formula = 1.0, ("{:g} GB", usual / 1e9)
-            if name == "fragmentation":
-                factor, formula = total, ("{:.0%} of {:.3g} GB that change", usual, total / 1e9)
-            ends = least * factor, most * factor
-            terms.append(Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, *ends))
-        return terms
+def _overhead_terms(terms: Terms, layout: Layout, has_overhead: bool) -> list[Term]:
+    """Return memory without a formula. What is allocated and freed during a step can fragment."""
+    changing = terms.only("activations", "logits", "buffers", "gradients")
+    total, (low, high) = changing.total, changing.interval
+    formula: Formula = ("{:.0%} of {:.3g} GB that change", _FORMULA_ERROR, total / 1e9)
+    ends = -_FORMULA_ERROR * low, _FORMULA_ERROR * high
+    source = "measured and counted steps differ by less"
+    overhead = [Term("overhead", "error of the formulas", 0.0, formula, source, *ends)]
+    for name, (usual, least, most) in OVERHEAD.items() if has_overhead else ():
+        if name == "communication buffers" and layout.num_ranks == 1:
+            continue
+        factor, formula = 1.0, ("{:g} GB", usual / 1e9)
+        if name == "fragmentation":
+            factor, formula = total, ("{:.0%} of {:.3g} GB that change", usual, total / 1e9)
+        ends = least * factor, most * factor
+        overhead.append(Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, *ends))
+    return overhead

@@ -55,55 +55,6 @@ class LatentAttention:
     value_dim: int
 
 
-BASE_BYTES = {
-    "bfloat16": 2.0,
-    "int8": 1.0,
-    "float8": 1.0,
-    "nf4": 0.5 + 0.127 / 8,
-    "nvfp4": 0.5 + 1 / 16,
-}
-"""Bytes per parameter of a frozen base. nf4: with doubly quantized scales (QLoRA, arXiv 2305.14314, section 3: 0.127 bits).
-nvfp4: an 8-bit scale for each 16."""
-
-
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """Describe LoRA: two low-rank matrices for each linear layer of attention and MLP. The layer itself is frozen.
-
-    ``base``, a key of ``BASE_BYTES``, is the storage of the frozen layers. Storages below 16 bits are widened before each
-    product (QLoRA).
-
-    Source: Hu et al., LoRA, arXiv 2106.09685; Dettmers et al., QLoRA, arXiv 2305.14314.
-    """
-
-    rank: int
-    base: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise RecipeError(f"adapters of rank {self.rank} were requested.", "Use 1 or more, such as 16.")
-        if self.base not in BASE_BYTES:
-            raise RecipeError(
-                f"a base in {self.base!r} was requested.",
-                suggestion(self.base, BASE_BYTES) or f"It is one of {', '.join(BASE_BYTES)}.",
-            )
-
-    @property
-    def base_bytes(self) -> float:
-        return BASE_BYTES[self.base]
-
-    @property
-    def is_widened(self) -> bool:
-        """Tell whether a layer is widened to 16 bits before each of its products."""
-        return self.base_bytes < BASE_BYTES["bfloat16"]
-
-    def parameters_of(self, matmul: Matmul) -> int:
-        """Count the parameters of all adapters of a kind of matmul. Experts, routers and the head have none."""
-        if matmul.part not in ("attention", "mlp"):
-            return 0
-        return self.rank * (matmul.in_features + matmul.out_features) * matmul.count
-
-
 @dataclass(frozen=True, slots=True)
 class Matmul:
     """Describe equal multiplied weights, ``[out_features, in_features]`` each.
@@ -161,7 +112,6 @@ class Architecture:
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: queries, keys and values are one matmul.
         window, window_share: attended tokens per layer, None for all; and the fraction of layers with that window.
-        adapters: LoRA over the frozen model; None trains all parameters.
         stated_parameters: number of parameters of a model with unknown shape (:func:`of_size`).
         source: publication of the shape.
         left_out: parts of the model without planned time and activations; empty if none.
@@ -191,13 +141,12 @@ class Architecture:
     window_share: float = 1.0
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
-    adapters: Adapters | None = None
     stated_parameters: int | None = None
     source: str = ""
     left_out: str = ""
 
     def __hash__(self) -> int:
-        return hash((self.name, self.num_parameters, self.adapters))
+        return hash((self.name, self.num_parameters))
 
     @property
     def has_shape(self) -> bool:
@@ -247,17 +196,6 @@ class Architecture:
                 sizes[part] += matmul.num_parameters / layers
         return round(sizes["attention"] + max(sizes["mlp"], sizes["experts"]))
 
-    @cached_property
-    def num_trained_parameters(self) -> int:
-        """Count the parameters with gradients and states: all, or only the adapters'."""
-        if self.adapters is None:
-            return self.num_parameters
-        return sum(self.adapters.parameters_of(matmul) for matmul in self.matmuls)
-
-    @property
-    def trained_share(self) -> float:
-        return 1.0 if self.adapters is None else self.num_trained_parameters / self.num_parameters
-
     @property
     def num_active_parameters(self) -> int:
         """Count the parameters that a token meets: all without its unvisited experts. An embedding counts whole."""
@@ -300,9 +238,7 @@ class Architecture:
         """
         if self.stated_parameters is not None:
             return 6.0 * self.stated_parameters
-        # Frozen weights have no gradient. By convention the operations of adapters are left out.
-        passes = 3 if self.adapters is None else 2
-        weights = passes * sum(matmul.flops_per_token for matmul in self.matmuls)
+        weights = 3 * sum(matmul.flops_per_token for matmul in self.matmuls)
         return weights + self.attention_flops(sequence_length, is_causal=is_causal)
 
 

@@ -116,29 +116,15 @@ def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: in
     per = bytes_per_parameter(recipe.storage)
     if not a.has_shape:
         return ModelState(per * (a.num_parameters / tensor))
-    visible = Bytes(per.weights)
-    if a.adapters is None:
-        numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
-        storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
-        layers = sum((bytes_per_parameter(s) * (a.vectors / len(numbers)) for s in storages), Bytes())
-    else:
-        layers = visible * a.vectors
+    numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
+    storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
+    layers = sum((bytes_per_parameter(s) * (a.vectors / len(numbers)) for s in storages), Bytes())
     experts = Bytes()
     for matmul in a.matmuls[:-1]:
         ranks = expert_tensor if matmul.is_expert else tensor
-        if a.adapters is None:
-            parts = [_matrix_state(storage, matmul, count, ranks) for storage, count in _storages(a, recipe, matmul)]
-            part = sum(parts, Bytes())
-        else:
-            # Only the adapters have gradients and states.
-            part = Bytes(a.adapters.base_bytes if matmul.name != "router" else per.weights) * matmul.num_elements
-            part += visible * (matmul.num_parameters - matmul.num_elements) + per * a.adapters.parameters_of(matmul)
-            part = part if matmul.split == "none" else part * (1 / ranks)
+        parts = [_matrix_state(storage, matmul, count, ranks) for storage, count in _storages(a, recipe, matmul)]
+        part = sum(parts, Bytes())
         experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
-    if a.adapters is not None:
-        table = a.hidden_size * a.vocab_size
-        first = visible * (table / tensor + a.embedding_parameters - table)
-        return ModelState(layers, experts, first, visible * ((a.head_parameters + a.outer_vectors) / tensor))
     table_storage, head_storage = (
         _outer_storage(recipe, name) for name in ("model.embed_tokens.weight", "lm_head.weight")
     )

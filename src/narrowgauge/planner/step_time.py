@@ -2,20 +2,19 @@
 
 We follow one rank of the slowest stage through its micro-batches: matmuls, casts, attention, element-wise work, the loss. Then
 come exchanges that computing does not hide, and the optimizer. A pipeline adds the bubble: the stage waits while the others
-fill and drain. Many chips wait for the slowest of them. Checkpoints and failures add time.
+fill and drain. Many chips wait for the slowest of them. Checkpoints add time.
 
-Source: Narayanan et al., arXiv 2104.04473 (schedules, exchanges); Korthikanti et al., arXiv 2205.05198 (recomputation);
-Young 1974 and Daly 2006 (the interval between checkpoints).
+Source: Narayanan et al., arXiv 2104.04473 (schedules, exchanges); Korthikanti et al., arXiv 2205.05198 (recomputation).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
-from narrowgauge.planner.jobs import Job, check_job
 from narrowgauge.planner.layer_times import (
     Seconds,
     attention_seconds,
@@ -25,15 +24,16 @@ from narrowgauge.planner.layer_times import (
     mixture_seconds,
     optimizer_seconds,
 )
-from narrowgauge.planner.roofline import bytes_per_number
+from narrowgauge.planner.layouts import why_not
 from narrowgauge.planner.terms import Formula, Term, Terms
 
+if TYPE_CHECKING:
+    from narrowgauge.planner.jobs import Job
+
+UNSTEADY_GROUP = "checkpoints"
+"""Group that published throughputs of short runs omit."""
 CHECKPOINT_SECONDS = 3600.0
-"""Seconds between checkpoints if no failures are expected: an assumption."""
-UNSTEADY_GROUPS = ("checkpoints", "faults")
-"""Groups that published throughputs of short runs omit."""
-LATE_NODES, SLOWEST_KIND = "for late nodes", "for the slowest kind of chip"
-"""Terms of stragglers that all chips wait for: slower nodes, and slower kinds of chips."""
+"""Seconds between checkpoints: an assumption."""
 _GROUPS = {
     "matmuls": ("linear layers and head", "roofline, measured share of the peak"),
     "casts": ("casts to narrow formats", "roofline, measured share of the bandwidth"),
@@ -45,12 +45,15 @@ _GROUPS = {
 
 
 def step_terms(job: Job) -> Terms:
-    """Return the seconds of an optimizer step of the whole job, in groups of ``STEP_GROUPS``.
+    """Return the seconds of an optimizer step of the whole job, by group.
 
-    The slowest group of nodes sets the pace. Raise for jobs that cannot run: see :func:`check_job`.
+    Raises:
+        ChipError: the chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster has chips.
+        RecipeError: only the model's number of parameters is known, or the layout does not suit it.
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
+        >>> from narrowgauge.planner.jobs import Job
         >>> from narrowgauge.planner.layouts import Layout
         >>> from narrowgauge.planner.model import read_model
         >>> from narrowgauge.spec.notation import parse
@@ -60,17 +63,36 @@ def step_terms(job: Job) -> Terms:
         True
     """
     check_job(job)
-    groups = job.cluster.groups
-    if len(groups) == 1:
-        return Terms(tuple(_terms(job)))
-    paces = [(nodes.chip.name, Terms(tuple(_terms(replace(job, group=n))))) for n, nodes in enumerate(groups)]
-    slowest, terms = max(paces, key=lambda pace: pace[1].total)
-    alone = {name: pace.total for name, pace in paces if name != slowest}
-    if not alone:
-        return terms
-    paces_text = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items())
-    formula = f"{slowest} sets the pace; alone: {paces_text}"
-    return Terms((*terms, Term("waiting", SLOWEST_KIND, 0.0, formula, "every step ends with the slowest")))
+    layers, has_head = stage_layers(job.architecture.num_layers, job.layout.pipeline)
+    # Expert ranks are among the ranks that shard a replica's state. So fewer ranks shard each expert's state.
+    dense, experts = parameters_of(job, layers)
+    sharing = job.layout.num_sharing if job.layout.zero else 1
+    number = dense / sharing + experts / job.layout.sharing_experts(sharing)
+    seconds = optimizer_seconds(job, number)
+    formula = "{:.3g} parameters × {:g} B read and written", number, job.recipe.bytes_per_param
+    optimizer = Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
+    terms = [*_stage_terms(job, layers, has_head), optimizer]
+    return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
+
+
+def check_job(job: Job) -> None:
+    """Raise if a job cannot run."""
+    architecture, layout, chip = job.architecture, job.layout, job.chip
+    if not architecture.has_shape:
+        raise RecipeError(f"only the size of {architecture.name} is known.", "Name a model, or a config.json.")
+    if chip.rate_format(job.recipe.dtype) not in chip.peak_tflops:
+        raise ChipError(
+            f"{job.recipe.name} was requested on {chip.name}, which does not multiply {job.recipe.dtype}.",
+            f"It multiplies {', '.join(chip.peak_tflops)}.",
+        )
+    if layout.num_ranks > job.hardware.chips:
+        raise ChipError(
+            f"a layout of {layout.num_ranks} ranks was requested on {job.hardware.chips} chips.",
+            "Share less, or add chips.",
+        )
+    why = why_not(architecture, layout, job.sequence_length)
+    if why:
+        raise RecipeError(f"{architecture.name} cannot run in this layout: {why}.", "Choose a divisor.")
 
 
 def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
@@ -85,14 +107,6 @@ def stage_layers(num_layers: int, stages: int) -> tuple[int, bool]:
     if num_layers % stages == 0:
         return num_layers // stages, True
     return math.ceil((num_layers + 2) / stages) if num_layers > stages else 1, False
-
-
-def _terms(job: Job) -> Iterator[Term]:
-    """Yield the terms of a rank of the slowest stage."""
-    layers, has_head = stage_layers(job.architecture.num_layers, job.layout.pipeline)
-    terms = [*_stage_terms(job, layers, has_head), *_optimizer_terms(job, layers)]
-    yield from terms
-    yield from _waiting_terms(job, layers, sum(term.value for term in terms))
 
 
 def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
@@ -130,7 +144,7 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     for group, seconds in groups.items():
         if seconds:
             name, source = _GROUPS[group]
-            formula: Formula = ("{} × {:.3g} s, {} layers on {}", batches, seconds, layers, job.nodes.chip.name)
+            formula: Formula = ("{} × {:.3g} s, {} layers on {}", batches, seconds, layers, job.chip.name)
             yield Term(group, name, batches * seconds, formula, source)
     formula = "{} × {:.3g} s × (1 / {:.3g} - 1)", batches, busy, library
     source = f"{job.efficiency.engines}: what it reaches of its kernels' sum"
@@ -144,51 +158,16 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
         yield Term("bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473")
 
 
-def _optimizer_terms(job: Job, layers: int) -> Iterator[Term]:
-    layout, recipe, shares = job.layout, job.recipe, job.efficiency
-    owned = parameters_of(job, layers)
-    number = owned.on_rank(layout) * job.architecture.trained_share
-    if layout.offload == "none":
-        formula: Formula = ("{:.3g} parameters × {:g} B read and written", number, recipe.bytes_per_param)
-        seconds = optimizer_seconds(job, number)
-        yield Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
-        return
-    host = job.nodes.host_bytes_per_second * shares["host"]
-    there = number * recipe.bytes_per_param * shares["host_memory_seconds_per_byte"]
-    formula = "{:.3g} parameters on the host", number
-    yield Term("optimizer", "states in the host's memory", there, formula, "CPU Adam")
-    width = bytes_per_number(recipe.storage.visible)
-    # Gradients go there and weights come back. FSDP2 offloads all: shards of weights twice for each micro-batch.
-    moved = 2 * width * number
-    if layout.offload == "all":
-        moved = layout.micro_batches * width * (2 * owned.on_rank(layout, 3) + owned.on_rank(layout, 2))
-    formula = "{:.3g} GB at {:.3g} GB/s", moved / 1e9, host / 1e9
-    yield Term("communication", "weights and gradients from and to the host", moved / host, formula, "PCIe")
-
-
-def _waiting_terms(job: Job, layers: int, seconds: float) -> Iterator[Term]:
-    """Yield waiting times, in proportion to the seconds of a step."""
+def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
+    """Yield waiting times, in proportion to the ``seconds`` of a step; a rank has the states of ``number`` parameters."""
     chips, shares = job.layout.num_ranks, job.efficiency
-    if (speed := job.nodes.speed) < 1:
-        lost = seconds * (1 / speed - 1)
-        text = "{:.3g} s × (1 / {:g} − 1): all chips wait for {} of them"
-        formula: Formula = (text, seconds, speed, job.nodes.num_chips)
-        yield Term("waiting", LATE_NODES, lost, formula, "every step ends with the slowest")
-        seconds += lost
     if chips > 1:
         # The expected excess of the slowest chip over the mean.
         late = shares["spread"] * math.sqrt(2 * math.log(chips))
-        formula = "{:.3g} s × {:.3g} × √(2 ln {})", seconds, shares["spread"], chips
+        formula: Formula = ("{:.3g} s × {:.3g} × √(2 ln {})", seconds, shares["spread"], chips)
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    owned = parameters_of(job, layers).on_rank(job.layout) * job.architecture.trained_share
-    saved = owned * job.recipe.bytes_per_param / (job.nodes.host_bytes_per_second * shares["host"])
-    mtbf = None if job.cluster.chip_mtbf_hours is None else job.cluster.chip_mtbf_hours * 3600 / chips
-    interval = CHECKPOINT_SECONDS if mtbf is None else math.sqrt(2 * saved * mtbf)
-    formula, source = ("{:.3g} s to the host's memory every {:,.0f} s", saved, interval), "Young 1974, Daly 2006"
-    yield Term("checkpoints", "copying states", seconds * saved / interval, formula, source)
-    if mtbf is not None:
-        lost = interval / 2 + shares["restart_seconds"]
-        formula = "a failure every {:,.3g} h costs {:,.0f} s", mtbf / 3600, lost
-        yield Term("faults", "work lost and restarts", seconds * lost / mtbf, formula, source)
+    saved = number * job.recipe.bytes_per_param / (job.hardware.host_bytes_per_second * shares["host"])
+    formula = "{:.3g} s to the host's memory every {:,.0f} s", saved, CHECKPOINT_SECONDS
+    yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")

@@ -23,17 +23,6 @@ def bytes_text(num_bytes: float) -> str:
     return f"{digits} {unit}"
 
 
-def seconds_text(seconds: float) -> str:
-    """Write the seconds of a step or a part of it.
-
-    Example:
-        >>> seconds_text(5.117), seconds_text(0.0123), seconds_text(4110)
-        ('5.12 s', '12.3 ms', '4,110 s')
-    """
-    scale, unit = unit_of(seconds, "s")
-    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds / scale:.3g} {unit}"
-
-
 def duration_text(seconds: float) -> str:
     """Write a time in the largest unit with a value of at least two, to three digits.
 
@@ -86,8 +75,6 @@ def layout_text(layout: Layout) -> str:
     parts = [axes_text(layout), f"micro-batch {layout.micro_batch} × {layout.micro_batches}"]
     if layout.recompute != "none":
         parts.append(f"recompute {layout.recompute}")
-    if layout.offload != "none":
-        parts.append(f"offload {layout.offload}")
     if layout.accumulation_dtype != "float32":
         parts.append(f"gradients summed in {layout.accumulation_dtype}")
     return ", ".join(parts)
