@@ -31,9 +31,6 @@ Strike = Callable[[Session, int], None]
 """Called before every step from the fault's own on, with the number of steps since."""
 Events = Sequence[Mapping[str, Any]]
 
-STEPS_ONLY = {"gauges_every": 0, "audit_every": 0}
-"""For faults that show in the rows of steps: their runs are long, and faster without gauges."""
-
 LAYER = "model.layers.1"
 WEIGHT = f"{LAYER}.mlp.down_proj.weight"
 
@@ -174,13 +171,13 @@ def dead_layer(session: Session) -> None:
     wrap_forward(session.model.get_submodule(f"{LAYER}.mlp"), lambda output: output * 0.0)
 
 
-def scale_gradients(session: Session, factor: float, growth: float = 1.0) -> None:
-    """Gradients times a factor that grows by another one a step; the loss keeps its value."""
-    true_loss, began = session.loss, session.step
+def scale_gradients(session: Session, factor: float) -> None:
+    """Gradients times a factor; the loss keeps its value."""
+    true_loss = session.loss
 
     def loss(tokens: Tensor) -> Tensor:
-        value, now = true_loss(tokens), factor * growth ** (session.step - began)
-        return value.detach() + now * (value - value.detach()) if torch.is_grad_enabled() else value
+        value = true_loss(tokens)
+        return value.detach() + factor * (value - value.detach()) if torch.is_grad_enabled() else value
 
     session.loss = loss
 
@@ -238,22 +235,6 @@ def growing_weight(session: Session, since: int) -> None:
     session.model.get_parameter(WEIGHT).mul_(1.05)
 
 
-def growing_noise(session: Session) -> None:
-    """Data of which one token in a thousand more means nothing with every step: nothing to see in any one batch."""
-    began, true_batch, size = session.step, session.batch, session.data.vocab_size
-
-    def batch() -> list[Tensor]:
-        generator = torch.Generator().manual_seed(session.step)
-        parts = []
-        for part in true_batch():
-            spoiled = torch.rand(part.shape, generator=generator) < 0.001 * (session.step - began)
-            nonsense = torch.randint(size, part.shape, generator=generator)
-            parts.append(torch.where(spoiled.to(part.device), nonsense.to(part.device), part))
-        return parts
-
-    session.batch = batch  # type: ignore[method-assign]
-
-
 # ── the table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _ROWS = (
@@ -307,13 +288,6 @@ _ROWS = (
     ),
     Fault(
         "attention logits that grow", growing_attention, ("attention",), f"{LAYER}.self_attn", samples=10,
-    ),
-    Fault(
-        "a loss that climbs slowly", once(growing_noise), ("loss_climb",), steps=250, earliest=241, settings=STEPS_ONLY,
-    ),
-    Fault(
-        "a gradient norm that climbs slowly", once(lambda session: scale_gradients(session, 1.0, 1.02)), ("growth",),
-        steps=200, earliest=241, settings=STEPS_ONLY,
     ),
     Fault(
         "a weight that grows", growing_weight, ("growth",), f"weight:{WEIGHT}", samples=20, earliest=105,

@@ -1,7 +1,6 @@
 """The public names; all others are under the packages that are imported first."""
 
 from . import analysis as analysis
-from . import checks as checks
 from . import errors as errors
 from . import gauges as gauges
 from . import matmul as matmul
@@ -15,7 +14,6 @@ from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
 from .assembly.preparation import prepare as prepare
 from .checkpoints.adam_states import load_states as load_states
-from .checks.checking import Check as Check
 from .checks.checking import check as check
 from .checks.resume import check_resume as check_resume
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with

@@ -17,7 +17,7 @@ from narrowgauge.spec.significance import MIN_EDQ
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOKENS = torch.randint(0, 32, (6, 9), generator=torch.Generator().manual_seed(0))
-Loop = Callable[[Path], ng.Check]
+Loop = Callable[[Path], ng.analysis.Readings]
 
 
 def language_model(seed: int = 0) -> nn.Module:
@@ -42,25 +42,25 @@ def torch_adamw(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[nn
 # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def missing_parameters(_: Path) -> ng.Check:
+def missing_parameters(_: Path) -> ng.analysis.Readings:
     model = language_model()
     return ng.check(model, torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()]))
 
 
-def replaced_parameters(_: Path) -> ng.Check:
+def replaced_parameters(_: Path) -> ng.analysis.Readings:
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters())
     model[4] = nn.Linear(32, 32)  # a new head of the same size
     return ng.check(model, optimizer)
 
 
-def parameters_twice(_: Path) -> ng.Check:
+def parameters_twice(_: Path) -> ng.analysis.Readings:
     model = language_model()
     tied = [p for module in (model, model[4]) for p in module.parameters()]
     return ng.check(model, torch.optim.AdamW(tied))
 
 
-def cast_weights(_: Path) -> ng.Check:
+def cast_weights(_: Path) -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     loss_of(model).backward()
     optimizer.step()
@@ -71,21 +71,21 @@ def cast_weights(_: Path) -> ng.Check:
 # ── what rounding loses ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sixteen_bits(_: Path) -> ng.Check:
+def sixteen_bits(_: Path) -> ng.analysis.Readings:
     return ng.check(*torch_adamw(lr=1e-5, weight_decay=0.1))
 
 
-def truncated_setting(_: Path) -> ng.Check:
+def truncated_setting(_: Path) -> ng.analysis.Readings:
     return ng.check(*torch_adamw(torch.float16, lr=0.1, eps=1e-8))
 
 
-def no_matrix(_: Path) -> ng.Check:
+def no_matrix(_: Path) -> ng.analysis.Readings:
     model = language_model()
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return ng.check(model, ng.Muon([flat], storage="float32"))
 
 
-def no_gradient(_: Path) -> ng.Check:
+def no_gradient(_: Path) -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32)
     loss_of(model[:4]).backward()
     return ng.check(model, optimizer)
@@ -120,7 +120,7 @@ def test_a_kind_reads_what_it_says_and_nothing_else(name: str, tmp_path: Path) -
     assert reading.severity == KINDS[name].severity and (reading.value is not None)
 
 
-def whats(check: ng.Check) -> list[str]:
+def whats(check: ng.analysis.Readings) -> list[str]:
     return [reading.what for reading in check]
 
 
@@ -137,13 +137,8 @@ def layers() -> nn.Sequential:
 )
 def test_a_prepared_model_is_clean(recipe: str) -> None:
     model, optimizer = prepared(recipe, max_grad_norm=1.0)
-    with ng.check(model, optimizer, step=2, max_grad_norm=1.0) as check:
-        assert check.require() is check and not len(check)
-        for _ in range(3):
-            loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert not len(check), check
+    check = ng.check(model, optimizer)
+    assert check.require() is check and not len(check)
 
 
 def test_other_libraries_that_keep_what_rounding_takes_are_clean() -> None:
@@ -216,7 +211,5 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
     for wrong in ((model, model), (model.parameters(), optimizer)):
         with pytest.raises(ng.errors.RecipeError, match="Cannot check a"):
             ng.check(*wrong)
-    with pytest.raises(ng.errors.RecipeError, match="step"):
-        ng.check(model, optimizer, step=-1)
     with pytest.raises(ng.errors.RecipeError, match="batch= needs loss="):
         ng.check(model, optimizer, batch=TOKENS)

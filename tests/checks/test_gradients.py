@@ -58,11 +58,11 @@ def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
         return loss(model, batch)
 
 
-def check(model: nn.Module, batch: Any, backward: Any = None, loss: Any = loss) -> ng.Check:
+def check(model: nn.Module, batch: Any, backward: Any = None, loss: Any = loss) -> ng.analysis.Readings:
     return ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=batch, loss=loss, backward=backward)
 
 
-def read(check: ng.Check) -> list[tuple[str, str, float]]:
+def read(check: ng.analysis.Readings) -> list[tuple[str, str, float]]:
     return [(r.what, r.tensor, round(r.value, 3)) for r in check if r.stage == "gradient"]
 
 
@@ -78,7 +78,7 @@ def token_weighted(model: nn.Module, parts: Iterable[Any]) -> None:
         (summed(model, part) / total).backward()
 
 
-HEALTHY: dict[str, Callable[[], ng.Check]] = {
+HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
     "float32": lambda: check(Model(), tokens_of(0)),
     "autocast": lambda: check(Model(), tokens_of(0), loss=autocast_loss),
     "bfloat16 weights": lambda: check(Model().bfloat16(), tokens_of(0)),

@@ -17,14 +17,6 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.spec.storages import STORAGES
 
 
-def torch_muon(parameters: Any, **settings: Any) -> torch.optim.Muon:
-    """Of the matrices alone, as torch's takes no others; the rest is not trained."""
-    matrices = []
-    for p in parameters:
-        (matrices.append if p.ndim == 2 else lambda p: p.requires_grad_(False))(p)
-    return torch.optim.Muon(matrices, **settings)
-
-
 def ours(kind: Any, storage: str = "float32", **options: Any) -> dict[str, Any]:
     dtype = getattr(torch, STORAGES[storage].visible)
     return {"optimizer": kind, "storage": storage, "compile": False, "dtype": dtype, **options}
@@ -34,16 +26,13 @@ def ours(kind: Any, storage: str = "float32", **options: Any) -> dict[str, Any]:
 HEALTHY: dict[str, dict[str, Any]] = {
     "adamw, bfloat16 weights": {"dtype": torch.bfloat16, "lr": 1e-2},
     "adamw, fused float16 whose eps is zero there": {"fused": True, "dtype": torch.float16},
-    "lion, word": ours(ng.Lion, "word", lr=1e-4),
     "sgd, word": ours(ng.SGD, "word", lr=0.1, momentum=0.9, dampening=0.5),
     "adam, word": ours(ng.Adam, "word"),
-    "muon": {"optimizer": torch_muon, "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
-    "muon, word": ours(ng.Muon, "word"),
     **{
         name: ours(ng.AdamW, name)
         for name in (
-            "split8", "compact", "states8", "weight8", "float32-states8", "stochastic", "kahan",
-            "collage-plus", "naive", "float16/naive", "scalify-float16/scaled16",
+            "split8", "compact", "states8", "weight8", "float32-states8", "stochastic", "naive", "float16/naive",
+            "scalify-float16/scaled16",
         )
     },
 }  # fmt: skip
@@ -57,7 +46,7 @@ def test_a_healthy_step_is_within_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.AdamW, "float8/collage-light")], ids=str
+    "options", [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.Lion), ours(ng.AdamW, "kahan")], ids=str
 )
 def test_what_cannot_be_compared_says_why(options: dict[str, Any]) -> None:
     loop = Loop(**options).run(2)
@@ -157,8 +146,7 @@ STORED = {
     "frozen": (setting(lr=0.0), "step-factor", 0.0),
 }
 SEEN = {"word": ("rate", "decay", "beta1", "frozen"), "weight8": ("rate", "frozen"), "naive": ("rate", "frozen"),
-        "stochastic": ("rate", "frozen"), "kahan": ("rate", "frozen"), "collage-plus": ("frozen",),
-        "float16/naive": ("rate", "frozen")}  # fmt: skip
+        "stochastic": ("rate", "frozen"), "float16/naive": ("rate", "frozen")}  # fmt: skip
 """What is seen through the rounding of a storage, of one step of 1e-3."""
 
 
@@ -176,10 +164,7 @@ def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: 
         assert any(math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values), loop.readings
 
 
-def test_a_parameter_that_groups_list_twice_and_one_that_is_frozen_are_read() -> None:
-    loop = Loop()
-    loop.optimizer.param_groups[0]["params"].append(loop.model.head.weight)
-    assert [(r.what, r.tensor, r.value) for r in loop.run(2).readings] == [("parameters-twice", "head.weight", 2)]
+def test_a_frozen_parameter_that_moves_is_read() -> None:
     loop = Loop()
     head = loop.model.head.weight.requires_grad_(False)
     loop.after_backward = lambda: setattr(head, "grad", torch.zeros_like(head))
@@ -267,14 +252,11 @@ def test_what_is_written_after_a_compared_step_is_read(name: str) -> None:
     assert all(words in r.advice and r.stage == "between steps" for r in between)
 
 
-def test_a_step_that_is_taken_back_and_states_of_another_checkpoint_are_read() -> None:
+def test_a_step_that_is_taken_back_is_read() -> None:
     loop = Loop(every=4).run(3)
-    weights, states = copy.deepcopy(loop.model.state_dict()), copy.deepcopy(loop.optimizer.state_dict())
+    weights = copy.deepcopy(loop.model.state_dict())
     loop.run(1).model.load_state_dict(weights)
     assert "before the step again" in loop.run(1).readings[0].advice
-    loop = Loop(every=4).run(4)
-    loop.optimizer.load_state_dict(states)
-    assert "those of step 3, and the loop goes on from step 4" in loop.run(1).readings[0].advice
 
 
 def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy() -> None:

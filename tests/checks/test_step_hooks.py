@@ -1,4 +1,4 @@
-"""Who watches an optimizer's step: one pair of hooks, ``ng.check(…, step=…)`` and ``ng.RunRecorder(audit_every=…)``."""
+"""Who watches an optimizer's step: one pair of hooks, and ``ng.RunRecorder(audit_every=…)``."""
 
 from __future__ import annotations
 
@@ -123,35 +123,6 @@ def test_sharded_parameters_are_compared_part_by_part(tmp_path: Path, limit: flo
     assert loop.rows[2]["unseen"] == ({"the clip": "gradients are sharded over ranks"} if limit else {})
 
 
-# ── ng.check(…, step=…) ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_check_compares_one_step_and_says_where_it_was_not_taken() -> None:
-    loop = Loop(every=0)
-    with ng.check(loop.model, loop.optimizer, step=2) as result:
-        assert "Not looked at: the update (step 2 was not taken)" in str(result)
-        loop.run(2)
-    assert result.ok and not result.unseen
-    with pytest.raises(ng.NarrowgaugeError, match="given 2 optimizers"):
-        ng.check(loop.model, [loop.optimizer, torch.optim.SGD(loop.model.head.parameters())], step=1)
-
-
-def test_check_reports_what_a_step_shows_and_what_is_written_after_it() -> None:
-    loop, events = Loop(every=0), list[ng.Event]()
-    stop = ng.on_event(events.append)
-    result = ng.check(loop.model, loop.optimizer, step=2)
-    loop.optimizer.__class__ = FiveTimes
-    with pytest.warns(ng.checks.CheckWarning, match=r"compared step 2\.\nstep-factor"):
-        loop.run(2)
-    with torch.no_grad():
-        loop.model.head.weight.mul_(2)
-    with pytest.warns(ng.checks.CheckWarning, match=r"weights-written \(head.weight\)"):
-        loop.run(2)
-    stop()
-    assert [r.what for r in result] == ["weights-written", "step-factor"]
-    assert [(event.kind, event.step) for event in events] == [("warning", 2)] * 2
-
-
 def test_a_watched_model_is_neither_switched_nor_called() -> None:
     class Merging(nn.Linear):
         """Merges its adapter in ``train(False)``, as loralib's layers do."""
@@ -162,13 +133,15 @@ def test_a_watched_model_is_neither_switched_nor_called() -> None:
 
     model = nn.Sequential(nn.Linear(4, 8), Merging(8, 8))
     optimizer = torch.optim.AdamW(model.parameters())
-    before, passes = model[1].weight.clone(), list[int]()
+    passes = list[int]()
     model.register_forward_hook(lambda *_: passes.append(1))
-    with ng.check(model, optimizer, step=1) as result:
+    rows = []
+    watcher = StepCheck(model, optimizer, 1, lambda *row: rows.append(row))
+    for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
-        assert torch.equal(model[1].weight, before)
         optimizer.step()
-    assert result.ok and passes == [1]
+    watcher.remove()
+    assert len(rows) == 1 and not rows[0][1] and passes == [1, 1]
     weights = [p.clone() for p in model.parameters()]
     ng.check(model, optimizer, batch=torch.ones(2, 4), loss=lambda model, batch: model(batch).sum())
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.analysis.comparison.run_stats import LossCurve
 from narrowgauge.report.event_table import event_strip
 from narrowgauge.report.figures import curves
 from narrowgauge.report.figures.curves import comparison_figures
@@ -75,30 +73,6 @@ def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
     assert set(bands_of(figure)[0]["y"]) == {0.25}
     assert "bfloat16/master" in figure.title
     assert curves.difference(group_runs(runs[:2])) is None
-
-
-# ── loss against seconds ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def timed(run: Run, step_seconds: float) -> Run:
-    for row in run.steps:
-        row["seconds"] = step_seconds
-    return run
-
-
-def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_run: MakeRun) -> None:
-    runs = [
-        timed(make_run(recipe, seed, loss=lambda step, slope=slope: 4.0 - step / slope), step)
-        for recipe, slope, step in (("bfloat16/master", 100, 0.7), ("bfloat16/word", 90, 0.5))
-        for seed in (0, 1)
-    ]
-    comparison = compare_runs(runs)
-    figure = curves.loss_against_seconds(group_runs(runs))
-    assert len(comparison.equal_time) == 2
-    for place, row in enumerate(comparison.equal_time):
-        line = mean_of(figure, place)
-        drawn = LossCurve(tuple(zip(line["x"], line["y"], strict=True)))
-        assert drawn.loss_at(row["seconds"]) == pytest.approx(row["val_loss"], rel=1e-5)
 
 
 def test_events_stand_on_their_steps_by_kind(make_run: MakeRun) -> None:

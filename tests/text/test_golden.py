@@ -74,7 +74,7 @@ def mistakes() -> str:
 
 
 def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float) -> list[Run]:
-    """Make runs with a validation half way, so that they are compared at equal time too."""
+    """Make runs with a validation half way."""
     return [
         made(recipe, seed, loss, evals=[(5, loss + 1), (10, loss)], step_seconds=step_seconds)
         for seed, loss in enumerate(losses)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics, advice_values
-from narrowgauge.analysis.spikes import DriftJudge, Spike, SpikeJudge, StepJudgement
+from narrowgauge.analysis.spikes import SpikeJudge, StepJudgement
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row, number
 from narrowgauge.spec.notation import parse
@@ -116,7 +116,6 @@ class Alarms:
         )
         self.judge = SpikeJudge()
         """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
-        self._losses, self._log_norms = DriftJudge(), DriftJudge()
         self._loss_scales: deque[float] = deque(maxlen=DETECTORS["scale-halvings"].window + 1)
         self._states: dict[tuple[str, str | None], _State] = {}
 
@@ -164,7 +163,7 @@ class Alarms:
             judgement.judge_loss(loss)
             judgement.judge_norm(norm)
         spikes = judgement.loss, judgement.gradient
-        metrics = self._step_metrics(row, *spikes)
+        metrics = self._step_metrics(row)
         trips = [
             trip
             for field, detector in _OF_STEPS
@@ -178,18 +177,13 @@ class Alarms:
         self.judge.add(loss, norm, spiked=any(spikes))
         return self._events(int(row.get("step", 0)), trips)
 
-    def _step_metrics(self, row: Row, loss_spike: Spike | None, norm_spike: Spike | None) -> Metrics:
-        """Return the metrics of one step. Spikes do not count for a climb."""
+    def _step_metrics(self, row: Row) -> Metrics:
+        """Return the metrics of one step."""
         loss, norm, scale = (number(row.get(name)) for name in ("loss", "grad_norm", "loss_scale"))
         # Gradients overflow while the run searches for a loss scale.
         is_searching = scale is not None and bool(row.get("skipped"))
         is_wrong = not _is_finite(loss) or not (is_searching or _is_finite(norm))
         metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
-        if loss_spike is None and loss is not None and math.isfinite(loss):
-            metrics["climb"] = self._losses.add(loss)
-        if norm_spike is None and norm is not None and math.isfinite(norm) and norm > 0:
-            growth = self._log_norms.add(math.log(norm))
-            metrics["growth"] = None if growth is None else math.exp(min(growth, 700.0))
         if scale is not None:
             if row.get("step", 0) > SETTLING_STEPS:
                 self._loss_scales.append(scale)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -65,11 +63,6 @@ def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]
 
 
 def _floats(rows: list[Row], name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
-    with suppress(KeyError, TypeError, ValueError, OverflowError):
-        column = np.fromiter(map(itemgetter(name), rows), float, len(rows))
-        if np.isfinite(column).all():
-            return column, np.ones(len(rows), bool)
-    # Some rows have no entry, or no finite number.
     places = [place for place, row in enumerate(rows) if row.get(name) is not None]
     column, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
     is_known[places] = True

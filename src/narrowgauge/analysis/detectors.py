@@ -65,9 +65,8 @@ class Detector:
     Args:
         kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`.
         stage: a key of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
-        metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. Some step metrics need several rows:
-            ``halvings`` (of the loss scale, over ``window`` steps), ``skipped`` (fraction of steps), ``climb`` (of the loss, in
-            nats) and ``growth`` (of the gradient norm, a factor).
+        metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric needs several rows:
+            ``halvings`` (of the loss scale, over ``window`` steps).
         threshold: limit of the metric. If ``relative``, a factor over a baseline of earlier values.
         message: text after the tensor's name.
         advice: next action. ``{module}`` is the tensor's module. ``{storage}`` is a storage that keeps updates.
@@ -204,7 +203,6 @@ SERIOUS: dict[str, str] = {
     "attention": "collapsed attention does not recover by itself",
     "loss_scale": "gradients overflow repeatedly; the loss diverges some tens of steps later (GLM-130B: 30)",
     "loss_spike": "the model may not recover, and checkpoints from before the spike will be deleted",
-    "loss_climb": "the model loses what it has learned, and checkpoints from before the climb will be deleted",
     "dead_layer": "a part of the model takes memory and time and learns nothing",
     "nonfinite": "every step from here on may be lost",
 }

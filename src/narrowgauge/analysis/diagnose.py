@@ -184,14 +184,6 @@ def _notes(run: Run) -> Iterator[str]:
     missing = len(steps) - len(column(run, "steps", "loss"))
     if missing:
         yield f"the loss of {missing} of the {counted(len(steps), 'step')}"
-    backward = np.flatnonzero(np.diff(steps) <= 0)
-    if len(backward):
-        place = int(backward[0])
-        before, after = steps[place : place + 2].tolist()
-        yield f"the order of the steps: row {place + 2} is of step {after:.0f}, after one of step {before:.0f}"
-    last = max((step_of(row) for row in run.events), default=0)
-    if len(steps) and last > steps.max() + 1:
-        yield f"the steps after {steps.max():.0f}: events go on to step {last}"
 
 
 # ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -311,7 +303,8 @@ def _of_event(event: Row) -> Reading:
     value, expected, bound = (number(event.get(name)) for name in ("value", "expected", "threshold"))
     if reading_name == "lost-updates":
         expected, bound = 1.0, 1.0 - MIN_EDQ
-    advice = sentences(str(event.get("message") or ""), str(event.get("advice") or ""))
+    # The audit's message names the storage already.
+    advice = sentences(str(event.get("message") or ""), "" if detector == "audit" else str(event.get("advice") or ""))
     tensor, step = str(event.get("tensor") or ""), step_of(event)
     return Reading(step, _stage(event, kind, detector), tensor, reading_name, value, expected, bound, advice)
 
@@ -395,20 +388,6 @@ def _resumes(run: Run) -> Iterator[Reading]:
             yield KINDS["changed-by-resume"].reading(key, *norms, step=step_of(row) + 1)
 
 
-def effective_rate(run: Run) -> tuple[float, str] | None:
-    """Return the factor on the effective learning rate, and its interval in words.
-
-    Use the audited steps, or the prediction of ``ng.check`` at the start. Return ``None`` if neither is recorded.
-    """
-    values = column(run, "steps", "edq").finite.tolist()
-    if len(values) > 1:
-        error = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-        return fmean(values), f" (± {error:.2g})"
-    predicted = [event for event in run.events if event.get("detector") == "lost-updates" and not step_of(event)]
-    value = number(predicted[0].get("value")) if predicted else None
-    return None if value is None else (value, " (predicted at the start)")
-
-
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
     """Yield readings of the audit over all parameters, beyond the bounds of the single-tensor detectors."""
     facts = Facts(storage=recipe.storage if recipe is not None else None)
@@ -426,13 +405,14 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
 
 
 def _of_audit(run: Run, detector: Detector, facts: Facts, value: float, step: int) -> Reading:
-    values = {"value": value, "limit": detector.threshold, **advice_values(None, facts.storage, "")}
+    words = {"value": value, "limit": detector.threshold, **advice_values(None, facts.storage, "")}
     expected, bound = None, detector.threshold
-    advice = sentences(f"the model {detector.message}".format(**values), detector.advice.format(**values))
+    advice = sentences(f"the model {detector.message}".format(**words), detector.advice.format(**words))
     if detector.name == "lost-updates":
-        expected, bound, rate = 1.0, 1.0 - MIN_EDQ, effective_rate(run)
-        if rate is not None:
-            advice += f" You trained at about {rate[0]:.2g} × lr{rate[1]}: start there with another storage."
+        expected, bound = 1.0, 1.0 - MIN_EDQ
+        values = column(run, "steps", "edq").finite.tolist()
+        error = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+        advice += f" You trained at about {fmean(values):.2g} × lr (± {error:.2g}): start there with another storage."
     return Reading(step, detector.stage, "", detector.name, value, expected, bound, advice)
 
 

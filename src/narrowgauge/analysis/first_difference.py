@@ -169,7 +169,7 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
     rows = _by_step(first_run.steps), _by_step(second_run.steps)
     prints = _by_step(rows_of(first_run, "fingerprints")), _by_step(rows_of(second_run, "fingerprints"))
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
-    extra = [*_stopped(first_run, second_run), *_evaluations(first_run, second_run, rows)]
+    extra = list(_evaluations(first_run, second_run, rows))
     u, first, first_bound = roundoff(first_run, second_run), None, 0.0
     levels: dict[bool, tuple[int, float]] = {}
     for step in sorted({*common, *hashed, *(difference.step for difference in extra)}):
@@ -305,31 +305,12 @@ def _with_ranks(differences: list[Difference]) -> list[Difference]:
     return joined
 
 
-def _stopped(first_run: Run, second_run: Run) -> Iterator[Difference]:
-    """Yield a difference if only one run stopped because of damage between its ranks that the rows do not show yet."""
-    differences = [
-        next((event for event in run.events if event.get("kind") == "corruption"), None)
-        for run in (first_run, second_run)
-    ]
-    event = differences[0] or differences[1]
-    if event is None or (differences[0] is None) == (differences[1] is None):
-        return
-    state, _, name = str(event.get("tensor") or "").rpartition(" of ")
-    ranks = (event["rank"],) if isinstance(event.get("rank"), int) else ()
-    kind, later = ("held", 1) if event.get("detector") == "rest" else ("weight", 0)
-    tensor = f"{kind}:{state}:{name}" if state else f"{kind}:{name}" if name else ""
-    yield Difference(step_of(event) + later, kind, "damaged", tensor, ranks=ranks, note=str(event.get("message") or ""))
-
-
 def _evaluations(first_run: Run, second_run: Run, rows: Sequence[Mapping[int, Row]]) -> Iterator[Difference]:
-    """Yield the first differing evaluation: of other weights if the next step differs too, else of another evaluation."""
+    """Yield the first differing evaluation."""
     losses = [{step_of(row): number(row.get("val_loss")) for row in run.evals} for run in (first_run, second_run)]
     for step in sorted(losses[0].keys() & losses[1].keys()):
-        mine, its = losses[0][step], losses[1][step]
-        if mine is None or its is None or same_value(mine, its):
-            continue
-        later = next((step_ for step_ in sorted(rows[0].keys() & rows[1].keys()) if step_ > step), None)
-        goes_on = later is not None and bool(_columns(later, rows, ({}, {})))
-        numel = _tokens_of(step, rows, ({}, {}))
-        yield Difference(step, "weight" if goes_on else "val_loss", "val_loss", values=(mine, its), numel=numel)
-        return
+        first, second = losses[0][step], losses[1][step]
+        if first is not None and second is not None and not same_value(first, second):
+            numel = _tokens_of(step, rows, ({}, {}))
+            yield Difference(step, "val_loss", "val_loss", values=(first, second), numel=numel)
+            return

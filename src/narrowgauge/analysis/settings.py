@@ -7,7 +7,7 @@ clip. So the stage of the first difference rules out most other differences betw
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -93,19 +93,7 @@ def _of_table(
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
             yield from _of_table(table, first, second, f"{prefix}{name}.")
         elif first != second:
-            parts = _reductions(first, second) if name == "recipe" else None
-            yield SettingDifference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
-
-
-def _reductions(first_recipe: Any, second_recipe: Any) -> SettingDifference | None:
-    """Return the difference of two recipes that differ only in gradient reduction, else ``None``."""
-    try:
-        first, second = parse(first_recipe), parse(second_recipe)
-    except NarrowgaugeError:
-        return None
-    if replace(first, reduction=second.reduction) != second:
-        return None
-    return SettingDifference("recipe.reduction", (first.reduction.name, second.reduction.name))
+            yield SettingDifference(f"{prefix}{name}", (_text(first), _text(second)), table)
 
 
 def _text(value: Any) -> str:
@@ -132,14 +120,3 @@ def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding:
     rows = [row for row in ACTS if stage in row.stages and (is_rounding or not row.only_rounds)]
     settings = {setting for row in rows for setting in row.settings}
     return tuple(d for d in differences if settings & {f"{d.table}.{d.name}", f"{d.table}.*", d.table})
-
-
-def counts_of(run: Run) -> dict[str, float]:
-    """Return numbers that may explain a factor between gradients: micro-batches, ranks and the loss scale."""
-    config, machine = (table if isinstance(table := run.run.get(name), dict) else {} for name in ("config", "machine"))
-    counts = {
-        "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),
-        "ranks": machine.get("ranks"),
-        "the loss scale": next((row["loss_scale"] for row in run.steps if row.get("loss_scale")), None),
-    }
-    return {name: float(count) for name, count in counts.items() if isinstance(count, (int, float)) and count > 1}

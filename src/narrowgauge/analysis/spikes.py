@@ -1,6 +1,6 @@
-"""Spikes and drifts: detect when a loss or gradient norm leaves its own recent level, at once or slowly.
+"""Spikes: detect when a loss or gradient norm jumps above its own recent level.
 
-*A spike.* A bad batch or a new fault shows as a jump. The size of an unusual jump depends on the run. Noise moves the loss of a
+A bad batch or a new fault shows as a jump. The size of an unusual jump depends on the run. Noise moves the loss of a
 batch of two million tokens by a hundredth, and the loss of a thousand tokens by half. So we compare a step with robust
 statistics of the steps before it. The level is the median of the last 30 steps. The noise is the median difference between
 consecutive steps, over a longer window. (Deviations from the median would count the fall of the loss as noise. Then spikes
@@ -10,26 +10,15 @@ loss, and of a nat). A norm must be ten times the median.
 
 A spike does not enter the statistics, or the next spike would be missed. After 50 spikes in a row they are the new level, and
 all of them enter.
-
-*A drift* is so slow that no step is a spike, and it does not come back. A loss of 2.3 among losses from 1.9 to 2.5 means
-nothing. A mean that rises from 2.0 to 2.3 over a hundred steps means that the run forgets. So we estimate the level of the
-metric and its uncertainty. Values are averaged in *blocks* of 20. The level is the mean of the middle half of the last blocks,
-so a spike does not move it. The uncertainty follows from the median distance of each block from the middle between its
-neighbours. A steady fall or climb does not contribute to it. Noise that lasts for some steps, as with ordered data, contributes
-almost in full.
-
-The metric has climbed if the lower bound of its level exceeds the upper bound of the lowest level so far. We test this over the
-last 100, 200 and 400 steps. A large climb shows early. A small climb in much noise shows late.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import Literal
 
 WINDOW, RECENT = 100, 30
@@ -191,79 +180,3 @@ class StepJudgement:
         """Judge the gradient norm before clipping, after the loss. Return the loss's or the gradient's spike, or ``None``."""
         self.gradient = self._judge.norm(value)
         return self.loss or self.gradient
-
-
-# ── drifts ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_BEND_TO_DEVIATION = 1.4826 / math.sqrt(6)
-"""Standard deviation of normal noise over the median magnitude of its second differences."""
-_MIDDLE_TO_MEAN = 1.09
-"""Standard error of the middle half's mean over the standard error of the full mean (normal values): the root of 1.19."""
-BLOCK, SPANS, MEMORY = 20, (5, 10, 20), 50
-"""Values in a block; blocks in a level; latest blocks for the noise estimate."""
-DRIFT_Z = 5.0
-"""Standard errors between a level and its bounds."""
-
-
-class DriftJudge:
-    """Estimate a lower bound on the climb of a noisy metric above its lowest level.
-
-    Invariant: the result depends only on the sequence of values. A level fluctuates within twice :data:`DRIFT_Z` standard
-    errors. So a constant or falling metric has a climb of at most about zero.
-
-    Cost: about 12 µs per block.
-
-    Example:
-        >>> judge = DriftJudge()
-        >>> noise = [0.1, -0.2, 0.0, 0.2, -0.1, 0.1, 0.0]
-        >>> losses = [2.0 + noise[step % 7] + 0.001 * max(0, step - 400) for step in range(800)]
-        >>> climbs = [climb for loss in losses if (climb := judge.add(loss)) is not None]
-        >>> round(climbs[0], 2), round(climbs[-1], 2)
-        (-0.06, 0.29)
-
-    Source:
-        Intervals that do not overlap, as in any comparison of two means. Blocks as in the method of batch means. z = 5 is the
-        least of 4, 4.5 and 5 without a false alarm in 12 simulated runs of 40,000 steps per kind of noise. The noise has a
-        standard deviation up to 1 nat: normal, heavy-tailed (Student's t of 3), or with an autocorrelation of a half. An
-        autocorrelation of nine tenths does cause false alarms.
-    """
-
-    def __init__(self) -> None:
-        self._values: list[float] = []
-        self._blocks: deque[float] = deque(maxlen=MEMORY)
-        self._num_blocks = 0
-        self._lowest: dict[int, float] = {}
-
-    def add(self, value: float) -> float | None:
-        """Record a finite value. At the end of a block return the climb in the value's unit; negative if there is none.
-
-        Return ``None`` between blocks, and after too few blocks.
-        """
-        self._values.append(value)
-        if len(self._values) < BLOCK:
-            return None
-        self._blocks.append(fmean(self._values))
-        self._values.clear()
-        self._num_blocks += 1
-        spans = [span for span in SPANS if self._num_blocks >= 2 * span]
-        return max(self._climbs(spans), default=None) if spans else None
-
-    def _climbs(self, spans: Sequence[int]) -> list[float]:
-        blocks = list(self._blocks)
-        bends = [
-            before - 2 * value + after for before, value, after in zip(blocks, blocks[1:], blocks[2:], strict=False)
-        ]
-        noise = _BEND_TO_DEVIATION * median(map(abs, bends))
-        climbs = []
-        for span in spans:
-            level, margin = _middle(blocks[-span:]), DRIFT_Z * _MIDDLE_TO_MEAN * noise / math.sqrt(span)
-            if span in self._lowest:
-                climbs.append(level - margin - self._lowest[span])
-            self._lowest[span] = min(self._lowest.get(span, math.inf), level + margin)
-        return climbs
-
-
-def _middle(values: Sequence[float]) -> float:
-    """Return the mean of the middle half."""
-    cut = len(values) // 4
-    return fmean(sorted(values)[cut : len(values) - cut])

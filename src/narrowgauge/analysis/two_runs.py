@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
 from typing import Any
 
-from narrowgauge.analysis.diagnose import effective_rate, loop_of, rows_of
+from narrowgauge.analysis.diagnose import loop_of
 from narrowgauge.analysis.first_difference import Difference, Parting, find_parting
-from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, reading_table
-from narrowgauge.analysis.settings import SettingDifference, acting_at, counts_of, recipe_of, settings_diff
+from narrowgauge.analysis.settings import SettingDifference, acting_at, settings_diff
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, finite_number, step_of
-from narrowgauge.spec.significance import MIN_EDQ
+from narrowgauge.runs.schema import step_of
 
-FEWEST = 8
-"""Minimum number of common rows, or half of them, to separate a drift from noise and a factor from chance."""
-MIN_DRIFT, SIGMAS = 0.03, 6.0
-"""Minimum mean relative difference of two losses, and its standard errors from zero. Rounding does not grow to this."""
-MIN_FACTOR, SPREAD = 0.005, 0.2
-"""Minimum relative distance of a factor from 1, and maximum spread of the single ratios over that distance."""
-_EQUAL = 2e-3
-"""Relative difference up to which a factor equals a number from the settings."""
 _NAMED = 6
 _DAMAGE = "other code or damaged memory. Repeat one run once: damage does not come twice."
 _VARIES = "a sum whose order varies. Repeat one run once: then it differs from itself."
@@ -38,8 +27,7 @@ class TwoRuns:
 
     Args:
         names: names of the runs.
-        readings: the first difference beyond its bound, or else the first. Then the drift between losses and a common factor
-            of all gradients, if any. Each reading expects the first run's value.
+        readings: the first difference beyond its bound, or else the first. It expects the first run's value.
         parting: the difference behind the first reading.
         settings: recorded settings, data and software that differ.
         acting: members of ``settings`` that can act at the stage of the first difference.
@@ -63,7 +51,7 @@ class TwoRuns:
     @property
     def is_rounding(self) -> bool:
         """Return whether the runs differ only within rounding."""
-        return bool(self.readings) and len(self.readings) == 1 and self.parting.beyond is None
+        return bool(self.readings) and self.parting.beyond is None
 
     @property
     def verdict(self) -> str:
@@ -109,8 +97,7 @@ class TwoRuns:
         lines = [f"{' and '.join(self.names)}: {self.verdict}"]
         if self.readings:
             lines += reading_table(self.readings).plain().splitlines()
-        lines += [*_sentences(self), *(reading.advice for reading in self.readings if reading.advice)]
-        return "\n".join(lines + [f"Note: {note}." for note in self.notes])
+        return "\n".join([*lines, *_sentences(self), *(f"Note: {note}." for note in self.notes)])
 
 
 def _sentences(pair: TwoRuns) -> Iterator[str]:
@@ -163,18 +150,9 @@ def compare_two(first_run: Run, second_run: Run) -> TwoRuns:
             None not in ends and ends[0] == ends[1],
             tuple(_notes(first_run, second_run)),
         )
-    rows = [{step_of(row): row for row in run.steps} for run in (first_run, second_run)]
-    extra = (
-        _effective(first_run, second_run, names),
-        _drift(rows, at.step),
-        _factor(at, (first_run, second_run), rows),
-    )
-    more = [reading for reading in extra if reading is not None]
-    is_rounding = parting.beyond is None and not more
-    readings = (at.reading(parting.bound), *more)
-    acting = acting_at(settings, at.stage, is_rounding)
+    acting = acting_at(settings, at.stage, parting.beyond is None)
     notes = (*_notes(first_run, second_run), *_to_record(first_run, second_run, parting))
-    return TwoRuns(names, readings, parting, settings, acting, False, notes)
+    return TwoRuns(names, (at.reading(parting.bound),), parting, settings, acting, False, notes)
 
 
 def _notes(first_run: Run, second_run: Run) -> Iterator[str]:
@@ -194,82 +172,3 @@ def _to_record(first_run: Run, second_run: Run, parting: Parting) -> Iterator[st
     loops = {loop_of(run) for run in (first_run, second_run)}
     flag = "--fingerprints-every 1" if loops == {"trainer"} else "ng.RunRecorder(…, fingerprints_every=1)"
     yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"
-
-
-def _effective(first_run: Run, second_run: Run, names: tuple[str, str]) -> Reading | None:
-    """Measure the effective learning rate under one storage, if the other run's storage keeps its updates."""
-    rates = [effective_rate(run) for run in (first_run, second_run)]
-    for low, high in ((0, 1), (1, 0)):
-        lost, kept_rate, run = rates[low], rates[high], (first_run, second_run)[low]
-        groups = run.run.get("optimizer") if isinstance(run.run.get("optimizer"), dict) else {}
-        config = run.run.get("config") if isinstance(run.run.get("config"), dict) else {}
-        rate = finite_number((config or {}).get("lr")) or finite_number((groups or {}).get("lr"))
-        if lost is None or rate is None or lost[0] >= MIN_EDQ or (kept_rate is not None and kept_rate[0] < MIN_EDQ):
-            continue
-        if kept_rate is None and _storage(first_run) == _storage(second_run):
-            continue
-        return KINDS["effective-rate"].reading(
-            "", lost[0], 1.0, name=names[low], other=names[high], interval=lost[1], rate=rate * lost[0]
-        )
-    return None
-
-
-def _storage(run: Run) -> str:
-    recipe = recipe_of(run)
-    return "" if recipe is None else recipe.storage.name
-
-
-# ── over all rows ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _drift(rows: Sequence[Mapping[int, Row]], since: int) -> Reading | None:
-    """Measure the drift of losses over the later half of the rows since a step. Rounding has either sign, a bug has one.
-
-    Return ``None`` for too few rows, for noise, and if a run no longer learns.
-    """
-    common = [step for step in sorted(rows[0].keys() & rows[1].keys()) if step >= since]
-    pairs = [(finite_number(rows[0][step].get("loss")), finite_number(rows[1][step].get("loss"))) for step in common]
-    losses = [(first, second) for first, second in pairs if first is not None and second is not None]
-    if len(losses) < 2 * FEWEST or len(losses) < len(pairs):
-        return None
-    half = len(losses) // 2
-    early, late = losses[:half], losses[half:]
-    for run in (0, 1):
-        if median(row[run] for row in late) > median(row[run] for row in early) + stdev(row[run] for row in late):
-            return None
-    drifts = [(second - first) / max(abs(first), abs(second), 1e-12) for first, second in late]
-    mean, bound = fmean(drifts), max(MIN_DRIFT, SIGMAS * stdev(drifts) / math.sqrt(len(drifts)))
-    if abs(mean) <= bound:
-        return None
-    way = "lower" if mean < 0 else "higher"
-    return KINDS["loss-drift"].reading("", mean, 0.0, bound, common[half], size=abs(mean), way=way, count=len(late))
-
-
-def _factor(at: Difference, runs: tuple[Run, Run], rows: Sequence[Mapping[int, Row]]) -> Reading | None:
-    """Measure a common factor of all gradients of the step, else of the gradient norms of all rows."""
-    prints = [next((row for row in rows_of(run, "fingerprints") if step_of(row) == at.step), None) for run in runs]
-    if at.stage == "gradient" and prints[0] is not None and prints[1] is not None:
-        first, second = (row["tensors"] for row in prints if row is not None)
-        pairs = [(first[key][1], second[key][1]) for key in first if key.startswith("grad:") and key in second]
-        fewest, of = 2, "gradients"
-    else:
-        common = sorted(rows[0].keys() & rows[1].keys())
-        norms = [[finite_number(run[step].get("grad_norm")) for step in common] for run in rows]
-        pairs, fewest, of = list(zip(*norms, strict=True)), FEWEST, "gradient norms"
-    logs = [
-        math.log(second_norm / first_norm)
-        for first_norm, second_norm in pairs
-        if first_norm and second_norm and first_norm > 0 and second_norm > 0
-    ]
-    if len(logs) < fewest or len(logs) < 0.9 * len(pairs):
-        return None
-    level = median(logs)
-    spread = median(abs(log - level) for log in logs)
-    if abs(level) < MIN_FACTOR or spread > SPREAD * min(abs(level), 0.1):
-        return None
-    factor = math.exp(level)
-    counts = [pair for run in runs for pair in counts_of(run).items()]
-    equal = [name for name, count in counts if min(abs(factor / count - 1), abs(factor * count - 1)) < _EQUAL]
-    suffix = f", which is {' or '.join(dict.fromkeys(equal))}" if equal else ""
-    advice = f"All {of} of the second run are {factor:.6g} times those of the first ({len(logs)} compared){suffix}."
-    return Reading(at.step, "gradient", "", "gradient-factor", factor, 1.0, MIN_FACTOR, advice)

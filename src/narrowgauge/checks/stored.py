@@ -1,27 +1,28 @@
-"""Find the step that agrees with rounded stored values, by likelihood.
+"""The probability of stored values: compare a rule with other numbers through the rounding of a format or storage.
 
 A stored value bounds the computed value: within 0.5 ulp for rounding to nearest, within 1 ulp for stochastic rounding.
 With stochastic rounding, the distances give the probability of each neighbour. So every assumption on the computed values
-gives a probability of the stored values. Assumptions are compared by the log-likelihood, summed over elements.
-An assumption has one free number, such as the factor of the step.
+has a likelihood: the product of the probabilities over the elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.storages import Code, Storage
+from narrowgauge.spec.storages import Code
 
 _FLOOR = 1e-4
 """The probability of a stored value that an assumption excludes. A few such values decide nothing."""
 _MOST_OUTSIDE = 2e-3
 """Fraction of values that a right assumption may exclude, because the arithmetic itself rounds near a tie."""
-_DECIDES = 20.0
+_FEWER = 0.2
+"""Numbers explain values if they exclude less than this fraction of the values that the rule excludes."""
+DECIDES = 20.0
 """Least gain in log-likelihood of another assumption over the rule: a chance of e^-20."""
 
 
@@ -30,53 +31,28 @@ class Rounding:
     """How the values of one tensor were rounded when they were stored.
 
     Args:
-        code: of its storage.
-        storage: the storage.
+        code: of its storage, with one part.
         ends: for a code scaled by row, each element's exponent of the power of two at which its row's window ends.
-        unit: relative rounding error of an operation that made the values: 2^-24 in float32.
-        carried: relative error of adding to the old stored value.
-        read: relative error of reading the stored value. Kahan's order reads the visible weight.
-        least: absolute error of an operation on values near zero.
     """
 
     code: Code
-    storage: Storage
     ends: Tensor | None = None
-    unit: float = 2.0**-24
-    carried: float = 2.0**-24
-    read: float = 0.0
-    least: float = 0.0
 
-    def at(self, places: Tensor) -> Rounding:
-        """Return the rounding of some elements, by bool ``[elements]``."""
-        return self if self.ends is None else replace(self, ends=self.ends[places])
-
-    def spacing(self, values: Tensor) -> Tensor:
-        """Return the distance from stored values to the next larger magnitude, float64.
+    def spacings(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distances from stored values to the next larger and the next smaller magnitude, float64.
 
         Example:
-            >>> from narrowgauge.spec.storages import STORAGES
-            >>> naive, word = (Rounding(STORAGES[name].weight, STORAGES[name]) for name in ("naive", "word"))
-            >>> naive.spacing(torch.tensor([1.0, 1.5, 2.0], dtype=torch.float64)).tolist()
-            [0.0078125, 0.0078125, 0.015625]
-            >>> word.spacing(torch.ones(1, dtype=torch.float64)).item() == 2.0**-15
-            True
+            >>> from narrowgauge.spec.storages import CODES
+            >>> above, below = Rounding(CODES["bfloat16"]).spacings(torch.tensor([1.0, 1.5], dtype=torch.float64))
+            >>> above.tolist(), below.tolist()
+            ([0.0078125, 0.0078125], [0.00390625, 0.0078125])
         """
-        code, lowest = self.code, self._lowest(values)
-        exponents = torch.where(values == 0, lowest, torch.frexp(values.abs()).exponent.double() - 1)
-        spacing = 2.0 ** (exponents.maximum(lowest) - math.log2(code.spacings))
-        # The low part of an expansion ends at the format's own subnormals, unless it has a finer scale.
-        return spacing if code.scaled or code.parts == 1 else spacing.maximum(2.0 ** (lowest - code.mantissa_bits))
-
-    def spacing_below(self, values: Tensor) -> Tensor:
-        """Return the distance to the next smaller magnitude. It is half as large at a power of two."""
+        lowest = self._lowest(values)
         mantissas, exponents = torch.frexp(values.abs())
-        is_power = (mantissas == 0.5) & (exponents - 1 > self._lowest(values)) & (self.code.parts == 1)
-        return self.spacing(values) * torch.where(is_power, 0.5, 1.0).double()
-
-    def _lowest(self, values: Tensor) -> Tensor:
-        lowest = torch.full_like(values, float(self.code.lowest))
-        return lowest if self.ends is None else lowest + self.ends
+        exponents = torch.where(values == 0, lowest, exponents.double() - 1)
+        above = 2.0 ** (exponents.maximum(lowest) - self.code.mantissa_bits)
+        is_power = (mantissas == 0.5) & (exponents > lowest)
+        return above, above * torch.where(is_power, 0.5, 1.0).double()
 
     def is_bounded(self, values: Tensor) -> Tensor:
         """Mark values that a code does not simply round: near its smallest value, and beyond its largest."""
@@ -84,117 +60,99 @@ class Rounding:
         below = (values.abs() < 2.0 ** (lowest - code.mantissa_bits + 1)) & code.hold
         return below | ((values.abs() >= 2.0 ** (lowest + code.highest - code.lowest)) & code.is_window)
 
-
-@dataclass(frozen=True)
-class Assumption:
-    """Possible computed values: ``values + number × slope``, with a free number.
-
-    Args:
-        name: of the number.
-        expected: the number under the rule itself.
-    """
-
-    name: str
-    values: Tensor
-    slope: Tensor
-    expected: float = 1.0
+    def _lowest(self, values: Tensor) -> Tensor:
+        lowest = torch.full_like(values, float(self.code.lowest))
+        return lowest if self.ends is None else lowest + self.ends
 
 
 @dataclass(frozen=True)
-class Fit:
-    """An assumption at its likeliest number, with the number's error."""
+class Difference:
+    """How a tensor differs from its rule: the distance, its bound, and the numbers that explain it, each with its error."""
 
-    assumption: Assumption
-    likelihood: float
-    outside: float
-    number: float
-    error: float
-
-    @property
-    def evidence(self) -> float:
-        """Return the log-likelihood minus the cost of the free number, the log of its precision."""
-        return self.likelihood - max(1.0, math.log(max(1.0, abs(self.number)) / max(self.error, 1e-12)))
+    distance: float
+    bound: float
+    numbers: dict[str, float] | None
+    errors: dict[str, float]
 
 
-class StoredValues:
-    """Stored values, and their likelihood under an assumption.
+class Written:
+    """A tensor after a step: its rule computes ``fixed + Σ number × term``, and its storage rounds the sum.
 
     Args:
-        stored: float64, 1-D.
-        before: the same values before the step.
-        expected: the rule's result.
-        rounding: of their storage.
-        slack: largest error of the arithmetic for each value.
+        after: the stored values, float64, 1-D.
+        terms: by name, the term and the rule's number.
+        slack: largest error of the arithmetic for each value; infinite where it is unknown.
     """
 
-    def __init__(self, stored: Tensor, before: Tensor, expected: Tensor, rounding: Rounding, slack: Tensor) -> None:
-        self.places = ~(rounding.is_bounded(expected) | rounding.is_bounded(stored))
+    def __init__(
+        self, after: Tensor, fixed: Tensor, terms: dict[str, tuple[Tensor, float]], rounding: Rounding, slack: Tensor
+    ) -> None:
+        self.after, self.fixed, self.terms, self.slack = after, fixed, terms, slack
+        self.rule = {name: number for name, (_, number) in terms.items()}
+        self.expected = self.value(self.rule)
+        is_known = ~(rounding.is_bounded(after) | rounding.is_bounded(self.expected)) & slack.isfinite()
+        # An infinite spacing takes an element out of fits and likelihoods.
+        self.above, self.below = (spacing.where(is_known, math.inf) for spacing in rounding.spacings(after))
+        self.count = int(is_known.sum())
         self.is_stochastic = rounding.code.rounding == "stochastic"
         self.reach = 1.0 if self.is_stochastic else 0.5
-        self.stored, self.before, self.expected = stored[self.places], before[self.places], expected[self.places]
-        self.above, self.below = rounding.spacing(stored)[self.places], rounding.spacing_below(stored)[self.places]
-        self.slack = slack[self.places] + 2.0**-23 * self.expected.abs() + 4 * rounding.least
 
-    @property
-    def tolerance(self) -> float:
-        """Return the length of the largest difference that rounding alone makes."""
-        return float((self.reach * self.above + self.slack).norm())
+    def value(self, numbers: Mapping[str, float]) -> Tensor:
+        """Return what the rule computes with other numbers."""
+        return self.fixed + torch.stack([numbers[name] * term for name, (term, _) in self.terms.items()]).sum(0)
 
-    def likelihood(self, values: Tensor) -> tuple[float, float]:
+    def likelihood(self, computed: Tensor) -> tuple[float, float]:
         """Return the log-likelihood of the stored values, given computed values, and the fraction that is excluded."""
-        spacing = torch.where(values.abs() < self.stored.abs(), self.below, self.above)
-        excess = ((self.stored - values).abs() - self.slack).clamp_min(0.0) / spacing
+        spacing = torch.where(computed.abs() < self.after.abs(), self.below, self.above)
+        excess = ((self.after - computed).abs() - self.slack).clamp_min(0.0) / spacing
         chance = 1.0 - excess if self.is_stochastic else (excess <= self.reach).double()
-        return float(chance.clamp_min(_FLOOR).log().sum()), float((excess > self.reach).double().mean())
+        return float(chance.clamp_min(_FLOOR).log().sum()), int((excess > self.reach).sum()) / max(1, self.count)
 
-    def excludes(self, outside: float) -> bool:
-        return outside > _MOST_OUTSIDE and outside * len(self.stored) > 2
+    def difference(self, share: float = 0.0) -> Difference | None:
+        """Compare the stored values with the rule; ``None`` if they agree.
 
-    def fit(self, assumption: Assumption) -> Fit | None:
-        """Return an assumption at its likeliest number; ``None`` where the number changes nothing."""
-        values, slope = assumption.values[self.places], assumption.slope[self.places]
-        if not bool(slope.any()):
+        Args:
+            share: a fit that leaves at most this length explains the values too.
+        """
+        likelihood, outside = self.likelihood(self.expected)
+        # No probability exceeds 1. If the rule's likelihood is near 1, no other numbers can be much likelier.
+        if not self._excludes(outside) and -likelihood <= DECIDES:
             return None
-        start, width = (self._weighted if self.is_stochastic else self._in_most_intervals)(values, slope)
-        numbers = [start + width * k / 8 for k in range(-8, 9)]
-        best = max(numbers, key=lambda t: (self.likelihood(values + t * slope)[0], -abs(t - start)))
-        likelihood, outside = self.likelihood(values + best * slope)
-        return Fit(assumption, likelihood, outside, best, width)
+        largest = self.reach * self.above + self.slack
+        bound = float(largest[largest.isfinite()].norm())
+        distance, differs = self._distance(self.expected), self._excludes(outside)
+        for numbers, errors in (self._times_one_factor(), self._fitted()):
+            computed = self.value(numbers)
+            other, left_outside = self.likelihood(computed)
+            differs = differs or other - likelihood > DECIDES
+            is_rare = not self._excludes(left_outside) or left_outside < _FEWER * outside
+            if differs and (is_rare or self._distance(computed) <= share):
+                return Difference(distance, bound, numbers, errors)
+        return Difference(distance, bound, None, {}) if differs else None
 
-    def _weighted(self, values: Tensor, slope: Tensor) -> tuple[float, float]:
-        """Fit by least squares, weighting each element by 1 / ulp. Return the number and a width that surely holds it."""
-        target, weighed = (self.stored - values) / self.above, slope / self.above
-        square = float(weighed @ weighed)
-        return float(target @ weighed) / square, 4.0 / math.sqrt(square)
+    def _times_one_factor(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Fit all that the rule adds by one factor. Return its numbers and four of their standard errors."""
+        factors, errors = self._solved([self.expected - self.fixed])
+        numbers = {name: factors[0] * number for name, number in self.rule.items()}
+        return numbers, {name: errors[0] * abs(number) for name, number in self.rule.items()}
 
-    def _in_most_intervals(self, values: Tensor, slope: Tensor) -> tuple[float, float]:
-        """Find the interval of numbers that most elements allow. Return its middle and half its width."""
-        moves = slope != 0
-        middle = (self.stored - values)[moves] / slope[moves]
-        half = ((0.5 * self.above + self.slack)[moves] / slope[moves]).abs()
-        ends = torch.cat([middle - half, middle + half])
-        order = ends.argsort()
-        steps = torch.cat([torch.ones_like(middle), -torch.ones_like(middle)])[order]
-        place = int(steps.cumsum(0).argmax())
-        low, high = float(ends[order[place]]), float(ends[order[min(place + 1, len(order) - 1)]])
-        return (low + high) / 2, max((high - low) / 2, 1e-12)
+    def _fitted(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Fit each number. Return them and four of their standard errors. A zero term keeps its number."""
+        names = [name for name, (term, _) in self.terms.items() if bool(term.any())]
+        if not names:
+            return self.rule, dict.fromkeys(self.terms, math.inf)
+        numbers, errors = self._solved([self.terms[name][0] for name in names])
+        known = dict(zip(names, errors, strict=True))
+        return self.rule | dict(zip(names, numbers, strict=True)), dict.fromkeys(self.terms, math.inf) | known
 
+    def _solved(self, terms: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+        inverse = torch.linalg.pinv(torch.stack(list(terms), 1) / self.above[:, None], rtol=1e-14)
+        solution = inverse @ ((self.after - self.fixed) / self.above)
+        return solution.tolist(), (4 * inverse.norm(dim=1)).tolist()
 
-def agrees(stored: StoredValues, assumptions: Sequence[Assumption]) -> tuple[bool, bool, Fit | None]:
-    """Compare the rule with other assumptions on the computed values.
+    def _distance(self, computed: Tensor) -> float:
+        """Return the length of the difference, without elements that say nothing."""
+        return float((self.after - computed)[self.above.isfinite()].norm())
 
-    Returns:
-        Whether the rule agrees; whether a missing step would show; and otherwise the likeliest assumption that agrees, if any.
-    """
-    if not len(stored.stored):
-        return True, False, None
-    likelihood, outside = stored.likelihood(stored.expected)
-    # No probability exceeds 1. If the rule's likelihood is near 1, no assumption can be much likelier.
-    if not stored.excludes(outside) and -likelihood <= _DECIDES:
-        return True, likelihood - stored.likelihood(stored.before)[0] > _DECIDES, None
-    fits = [fit for assumption in assumptions if (fit := stored.fit(assumption)) is not None]
-    best = max((fit.likelihood for fit in fits), default=likelihood)
-    if not stored.excludes(outside) and best - likelihood <= _DECIDES:
-        return True, likelihood - stored.likelihood(stored.before)[0] > _DECIDES, None
-    near = [fit for fit in fits if not stored.excludes(fit.outside) and fit.likelihood > best - _DECIDES]
-    return False, True, max(near, key=lambda fit: fit.evidence, default=None)
+    def _excludes(self, outside: float) -> bool:
+        return outside > _MOST_OUTSIDE and outside * self.count > 2

@@ -16,7 +16,6 @@ from typing import Any
 from markupsafe import Markup
 
 from narrowgauge.analysis.comparison.comparison import Comparison
-from narrowgauge.analysis.comparison.intervals import shown_difference, shown_loss
 from narrowgauge.analysis.reading import Reading, reading_table
 from narrowgauge.report.event_table import event_rows, event_strip
 from narrowgauge.report.figures.curves import comparison_figures
@@ -31,7 +30,7 @@ from narrowgauge.report.run_settings import environment
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.tables import Column, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 
 
 def render(comparison: Comparison, title: str = "", live: bool = False) -> str:
@@ -101,7 +100,6 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
         "groups": groups,
         "indices": {group.label: group.index for group in groups},
         "costs": comparison.table(),
-        "equal_time": equal_time_table(comparison),
         "comparison": comparison,
         "diagnosis": diagnosis,
         "figures": figures,
@@ -135,31 +133,15 @@ def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row
     return [{"heat": heat, "histogram": histogram} for heat, histogram in zip(maps, bars, strict=True)]
 
 
-def equal_time_table(comparison: Comparison) -> Table | None:
-    """Return each recipe's loss at the time when the fastest finished; ``None`` if fewer than two recipes have one."""
-    rows = [row for row in comparison.at_equal_time if row.equal_time is not None]
-
-    def minus(row: Any) -> str:
-        loss = row.equal_time
-        return "–" if loss["difference"] is None else shown_difference(loss["difference"], loss["half"])
-
-    columns = (
-        *name_columns(recipe="label"), *number_columns(loss=lambda row: shown_loss(row.equal_time["val_loss"])),
-        Column(f"minus {comparison.baseline}", minus, right=True),
-        *number_columns(seeds=lambda row: row.equal_time["num_seeds"]),
-        *text_columns(verdict=lambda row: row.rank_at_equal_time.value),
-    )  # fmt: skip
-    return Table(columns, rows) if rows else None
-
-
-# ── readings: a row for each, one line for the runs without any, and marks in the figures ────────────────────────────────
+# ── readings: a row for each kind and recipe, one line for the runs without any, and marks in the figures ─────────────────
 
 MARKED = ("training-loss", "validation-loss", "grad-norm")
 """Figures over steps that mark each run's first reading."""
-MAX_READINGS = 10
-"""Maximum number of shown readings per run."""
 _HOW = " A dotted upright line is the first reading beyond its bound; hover over its top."
-_READING_COLUMNS = (*text_columns(run="run"), *reading_table([]).columns, *text_columns(what_to_do="advice"))
+_READING_COLUMNS = (
+    *name_columns(recipe="recipe"), *text_columns(seeds="seeds"), *number_columns(readings="readings"),
+    *reading_table([]).columns, *text_columns(what_to_do="advice"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,7 +149,7 @@ class RunReadings:
     """Hold the readings section of a page.
 
     Args:
-        table: readings beyond their bound, by run.
+        table: readings beyond their bound, a row for each recipe and kind: the first step, and the numbers of the worst.
         first: for each run with a reading: its recipe's number, its name, its number on the page, and its first reading.
         lines: sentences about the other runs.
     """
@@ -182,25 +164,38 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
 
     Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
     """
-    rows, first, lines = [], [], []
+    rows, first, lines = list[Row](), [], []
     healthy: dict[str, list[str]] = {}
-    named = [
-        (group, name, diagnosis)
-        for group in groups
-        for (_, name), diagnosis in zip(group.named, group.diagnoses, strict=True)
-    ]
-    for line, (group, name, diagnosis) in enumerate(named):
-        if isinstance(diagnosis, str):
-            lines.append(f"{name}: the diagnosis failed, which concerns nothing else on this page ({diagnosis}).")
-        elif diagnosis.ok:
-            healthy.setdefault(diagnosis.verdict, []).append(name)
-        else:
-            rows += [{"run": name, **reading.to_dict()} for reading in diagnosis.readings[:MAX_READINGS]]
-            first.append((group.index, name, line, diagnosis.readings[0]))
-            if len(diagnosis.readings) > MAX_READINGS:
-                lines.append(f"{name}: {len(diagnosis.readings) - MAX_READINGS} more readings (narrowgauge diagnose).")
+    line = 0
+    for group in groups:
+        kinds: dict[tuple[str, str], list[tuple[int, Reading]]] = {}
+        for stats, (_, name), diagnosis in zip(group.stats, group.named, group.diagnoses, strict=True):
+            if isinstance(diagnosis, str):
+                lines.append(f"{name}: the diagnosis failed, which concerns nothing else on this page ({diagnosis}).")
+            elif diagnosis.ok:
+                healthy.setdefault(diagnosis.verdict, []).append(name)
+            else:
+                first.append((group.index, name, line, diagnosis.readings[0]))
+                for reading in diagnosis.readings:
+                    kinds.setdefault((reading.what, reading.stage), []).append((stats.seed, reading))
+            line += 1
+        rows += sorted((_folded(group.label, members) for members in kinds.values()), key=lambda row: row["step"])
     lines += [f"{told(names, 6)}: {verdict}" for verdict, names in healthy.items()]
     return RunReadings(Table(_READING_COLUMNS, rows), first, lines)
+
+
+def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
+    """Return one row for the readings of one kind: of several tensors, seeds and steps."""
+    readings = [reading for _, reading in members]
+    worst = max(readings, key=lambda reading: reading.excess)
+    return {
+        **worst.to_dict(),
+        "recipe": recipe,
+        "seeds": ", ".join(map(str, sorted({seed for seed, _ in members}))),
+        "readings": len(members),
+        "step": min(reading.step for reading in readings),
+        "tensor": told((reading.tensor for reading in readings if reading.tensor), 3),
+    }
 
 
 def marked(figure: Figure, readings: RunReadings) -> Figure:

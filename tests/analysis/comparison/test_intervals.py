@@ -9,19 +9,13 @@ import pytest
 from narrowgauge.analysis.comparison.intervals import interval
 
 
-def test_the_interval_of_one_cell_is_student_by_hand() -> None:
+def test_the_interval_is_student_by_hand() -> None:
     # mean 0.02, standard deviation 0.01 exactly, n = 3: 4.303 · 0.01 / √3.
-    mean, half = interval([[0.01, 0.02, 0.03]])
+    mean, half = interval([0.01, 0.02, 0.03])
     assert mean == pytest.approx(0.02) and half == pytest.approx(4.302653 * 0.01 / 3**0.5)
 
 
-def test_cells_of_equal_spread_pool_their_degrees_of_freedom() -> None:
-    # Two cells of s² = 1, n = 3: variance 2 · (1/3) / 4, degrees (2/3)² / (2 · (1/9) / 2) = 4.
-    mean, half = interval([[0.0, 1.0, 2.0], [10.0, 11.0, 12.0]])
-    assert mean == pytest.approx(6.0) and half == pytest.approx(2.776445 * (2 / 3 / 4) ** 0.5)
-
-
 def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> None:
-    assert interval([[0.5]]) == (0.5, math.inf)
-    assert interval([[0.5, 0.5]]) == (0.5, 0.0)
-    assert interval([[0.5, math.nan]])[1] == math.inf
+    assert interval([0.5]) == (0.5, math.inf)
+    assert interval([0.5, 0.5]) == (0.5, 0.0)
+    assert interval([0.5, math.nan])[1] == math.inf

@@ -278,7 +278,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "not a number": (
         write("steps.jsonl", rows(*({"step": k, "loss": "nan"} for k in range(1, 60)))), 0, "59 of 59 steps have a loss",
     ),
-    "rows out of order": (swap_lines, 0, "the order of the steps: row 81 is of step 2, after one of step 160"),
     "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 2, "line 1 of 3 has no row"),
     "broken gauges": (write("gauges.jsonl", "xx\n{}\n"), 0, "Not recorded: the gauges: "),
     "short gauges": (

@@ -107,11 +107,6 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "scale-floor": (FLOAT16, [], stepped(lambda s: {"loss_scale": 1.0 if s >= 400 else 2.0}), "loss_scale", None, 400),
     "loss-spike": (NAIVE, [], stepped(lambda s: {"loss": 5.0} if s == 400 else {}), "loss_spike", None, 400),
     "gradient-spike": (NAIVE, [], stepped(lambda s: {"grad_norm": 6.0} if s == 400 else {}), "gradient_spike", None, 400),
-    # A thousandth of a nat a step: the last 100 steps were lower by half of that, so 0.1 is there at 550, and is raised at the
-    # end of the block of 20. The norm is five times as large after 161 steps, its level 50 later.
-    "loss-climb": (NAIVE, [], stepped(lambda s: {"loss": 3.0 + max(0, s - 400) / 1000}), "loss_climb", None, 560),
-    "gradient-growth": (NAIVE, [], stepped(lambda s: {"grad_norm": 0.5 * math.exp(max(0, s - 400) / 100)}, 660),
-                        "growth", None, 620),
     # Fifty readings are known at step 1000.
     "weight-growth": (NAIVE, sampled(1100, 1300, weight={"rms": 2.1}), [], "growth", f"weight:{WEIGHT}", 1140),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Classify each recipe of a comparison. The verdict, the tables and the page read the result.
 
-A *rank* compares a recipe's losses with the baseline's, at the end and at equal time. A *fault* is a reason not to use a
+A *rank* compares a recipe's final losses with the baseline's. A *fault* is a reason not to use a
 recipe, at any rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. The thresholds stand here,
 except the audit's threshold of lost updates (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
 """
@@ -67,17 +67,6 @@ def rank(difference: PairedDifference | None, negligible: float, acceptable: flo
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Give a reason not to use a recipe: a short name, and a text with numbers.
-
-    Both continue a sentence that begins with the recipe's label.
-    """
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Classification:
     """Hold the results of a comparison for one recipe.
 
@@ -85,7 +74,6 @@ class Classification:
         row: the recipe's row of ``compare.json``.
         rank: rank of its final loss.
         difference: its final loss minus the baseline's; ``None`` without a common seed.
-        equal_time, rank_at_equal_time: row and rank of its loss at equal time, if any.
         late: the audit's last values of ``edq``, ``noise`` and ``lost_fraction``.
     """
 
@@ -94,9 +82,7 @@ class Classification:
     row: Row
     rank: Rank
     difference: PairedDifference | None = None
-    equal_time: Row | None = None
-    rank_at_equal_time: Rank = Rank.NO_LOSS
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[str, ...] = ()
     late: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
@@ -119,7 +105,6 @@ def classify(
     groups: Mapping[str, Sequence[RunStats]],
     rows: Mapping[str, Row],
     baseline: str | None,
-    equal_time: Mapping[str, Row],
     resolve: float | None = None,
 ) -> dict[str, Classification]:
     """Classify every recipe of a comparison, by its label.
@@ -127,12 +112,10 @@ def classify(
     Args:
         rows: rows of ``compare.json``, by recipe.
         baseline: ``None`` if no run counts.
-        equal_time: losses at equal time, a row per recipe.
         resolve: a difference of losses. If set, a recipe is as good as the baseline only if it is certainly no worse than by
             this. It is equal if it is certainly closer.
     """
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
-    loss_at_time = float(equal_time[baseline]["val_loss"]) if baseline is not None and baseline in equal_time else 0.0
     other_steps = "" if len(set(requested_steps(groups).values())) == 1 else "after another number of steps"
     classes = {}
     for label, group in groups.items():
@@ -141,19 +124,9 @@ def classify(
         if difference is not None and ranked is Rank.WORSE and difference.mean > ACCEPTABLE * abs(loss):
             share = f"{difference.mean / abs(loss):+.1%}" if loss else ""
             more = ", ".join(filter(None, (share, other_steps)))
-            name = f"ends worse than {baseline}"
-            faults.append(Fault(name, f"{name} by {difference.text}{f' ({more})' if more else ''}"))
-        row, rank_at_time = equal_time.get(label), Rank.NO_LOSS
-        if row is not None:
-            has_interval = row["half"] is not None
-            difference_at_time = (
-                PairedDifference(label, row["difference"], row["half"], row["num_seeds"]) if has_interval else None
-            )
-            rank_at_time = _rank_of(label, baseline, difference_at_time, loss_at_time, None)
+            faults.append(f"ends worse than {baseline} by {difference.text}{f' ({more})' if more else ''}")
         late = {metric: late_median(group, metric) for metric in LATE}
-        classes[label] = Classification(
-            label, tuple(group), rows[label], ranked, difference, row, rank_at_time, tuple(faults), late
-        )
+        classes[label] = Classification(label, tuple(group), rows[label], ranked, difference, tuple(faults), late)
     return classes
 
 
@@ -179,30 +152,28 @@ def paired_difference(
         return None
     base = {run.seed: run.loss for run in groups[baseline] if run.counts}
     pairs = [run.loss - base[run.seed] for run in groups[label] if run.counts and run.seed in base]
-    return PairedDifference(label, *interval([pairs]), len(pairs)) if pairs else None
+    return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
 
 
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_faults(group: Sequence[RunStats]) -> list[Fault]:
-    """Return the reasons not to use a recipe, from its own runs alone."""
+def run_faults(group: Sequence[RunStats]) -> list[str]:
+    """Return the reasons not to use a recipe, from its own runs alone. Each continues a sentence after the recipe's label."""
     faults = []
     if diverged := [run for run in group if run.divergence]:
-        name = f"diverged in {len(diverged)} of {counted(len(group), 'run')}"
         words = diverged[0].divergence.strip().rstrip(".")
-        faults.append(Fault(name, f"{name} (seed {diverged[0].seed}, {words})"))
+        of_runs = f"{len(diverged)} of {counted(len(group), 'run')}"
+        faults.append(f"diverged in {of_runs} (seed {diverged[0].seed}, {words})")
     edq, lost = late_median(group, "edq"), late_median(group, "lost_fraction")
     if edq is not None and edq < MIN_EDQ:
         more = "" if lost is None else f"; {lost:.0%} of the changes were lost"
-        name = "loses its updates"
-        faults.append(Fault(name, f"{name} (a late EDQ of {edq:.2f}, where 1 loses nothing{more})"))
+        faults.append(f"loses its updates (a late EDQ of {edq:.2f}, where 1 loses nothing{more})")
     ended = [(run.run.summary, len(run.run.steps)) for run in group if run.counts and run.run.summary is not None]
     taken = sum(int(summary.get("steps") or length) for summary, length in ended)
     skipped = sum(int(summary.get("num_skipped") or 0) for summary, _ in ended)
     if taken and skipped > MAX_SKIPPED * taken:
-        name = f"skipped {skipped:,} of its {taken:,} steps"
-        faults.append(Fault(name, name))
+        faults.append(f"skipped {skipped:,} of its {taken:,} steps")
     return faults
 
 

@@ -21,7 +21,7 @@ from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.classification import LATE, Classification, Rank, acceptable, classify, run_faults
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
-from narrowgauge.analysis.comparison.run_stats import RunStats, losses_at_equal_time
+from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.comparison.verdict import sentences
 from narrowgauge.errors import RecipeError, RecordError, suggestion
 from narrowgauge.runs.record import Run
@@ -66,14 +66,6 @@ class Comparison:
         return tuple(sentences(self))
 
     @property
-    def equal_time(self) -> tuple[Row, ...]:
-        """Return losses at the time when the fastest recipe finished: the baseline's loss plus the paired difference.
-
-        Columns: ``recipe``, ``seconds``, ``val_loss``, ``difference``, ``half``, ``num_seeds``.
-        """
-        return tuple(recipe.equal_time for recipe in self.classes.values() if recipe.equal_time is not None)
-
-    @property
     def differences(self) -> tuple[PairedDifference, ...]:
         """Return the differences from the baseline, one per other recipe with a common seed."""
         return tuple(recipe.difference for recipe in self.classes.values() if recipe.difference is not None)
@@ -109,14 +101,6 @@ class Comparison:
         best = self.cheapest
         unsure = [recipe for recipe in self.classes.values() if recipe.usable_rank is Rank.INCONCLUSIVE]
         return [recipe for recipe in unsure if best is None or recipe.cost < best.cost]
-
-    @property
-    def at_equal_time(self) -> list[Classification]:
-        """Return the recipes with a loss at equal time, the lowest loss first."""
-        timed = [
-            (float(recipe.equal_time["val_loss"]), recipe) for recipe in self.classes.values() if recipe.equal_time
-        ]
-        return [recipe for _, recipe in sorted(timed, key=lambda pair: pair[0])]
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
@@ -222,8 +206,7 @@ def compare_runs(
         groups.setdefault(label, []).append(RunStats.of(run, label))
     rows = {label: _row(label, group) for label, group in groups.items()}
     chosen = _requested_baseline(baseline, groups) if baseline is not None else _widest(rows, groups)
-    equal_time = {row["recipe"]: row for row in losses_at_equal_time(groups, chosen)}
-    return Comparison(classify(groups, rows, chosen, equal_time, resolve), chosen, resolve)
+    return Comparison(classify(groups, rows, chosen, resolve), chosen, resolve)
 
 
 def require_resolvable(resolve: float | None) -> None:

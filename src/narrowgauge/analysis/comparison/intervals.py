@@ -17,26 +17,18 @@ from narrowgauge.spec.significance import student_t
 MINUS = "\N{MINUS SIGN}"
 
 
-def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Return the mean of the cells' means and the half width of its 95 % interval; infinite if a cell has one seed.
-
-    Each cell holds one difference per seed. Cells are fixed, only seeds are random. So the variance is the sum of the cells'
-    variances, Σ s²/n, over the squared number of cells. Satterthwaite's degrees of freedom are rounded down. One cell gives the
-    plain t interval.
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite for one seed.
 
     Example:
-        >>> mean, half = interval([[1.0, 2.0, 3.0]])
+        >>> mean, half = interval([1.0, 2.0, 3.0])
         >>> mean, round(half, 3)
         (2.0, 2.484)
     """
-    mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
-    if min(len(cell) for cell in cells) < 2 or not math.isfinite(mean):
+    mean, number = statistics.fmean(differences), len(differences)
+    if number < 2 or not math.isfinite(mean):
         return mean, math.inf
-    shares = [statistics.variance(cell) / len(cell) for cell in cells]
-    if not sum(shares):
-        return mean, 0.0
-    degrees = sum(shares) ** 2 / sum(s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True))
-    return mean, student_t(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
+    return mean, student_t(number - 1) * math.sqrt(statistics.variance(differences) / number)
 
 
 @dataclass(frozen=True)
@@ -83,30 +75,16 @@ def shown_difference(mean: float, half: float) -> str:
         >>> shown_difference(-0.00002, math.inf), shown_difference(3e30, math.inf), shown_difference(-0.0, math.inf)
         ('−2.0e-05', '+3.0e+30', '0.0000')
     """
-    sizes = [abs(size) for size in (mean, half) if math.isfinite(size)]
-    if not math.isfinite(half):
-        return _signed(mean, sizes, abs(mean))
+    has_half = math.isfinite(half)
+    largest = max([abs(size) for size in (mean, half) if math.isfinite(size)], default=0.0)
     # A much smaller interval needs no further digits of the difference.
-    fineness = max(half, abs(mean) / 20)
-    return f"{_signed(mean, sizes, fineness)}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{_unsigned(half, sizes, fineness)}"
-
-
-def _signed(number: float, sizes: Sequence[float], fineness: float) -> str:
-    text = _unsigned(abs(number), sizes, fineness)
+    fineness = max(half, abs(mean) / 20) if has_half else abs(mean)
+    decimals = 4
+    if 0 < fineness < 1:  # keep one significant digit, or two that begin with 1 or 2
+        first = -math.floor(math.log10(fineness))
+        decimals = min(7, max(4, first + (fineness * 10.0**first < 3)))
+    form = ".1e" if largest >= 1e5 or 0 < largest < 1e-4 else f".{decimals}f"
+    size = f"{abs(mean):{form}}"
     # Zero after rounding has no sign.
-    return text if math.isfinite(number) and not float(text) else f"{MINUS if number < 0 else '+'}{text}"
-
-
-def _unsigned(size: float, sizes: Sequence[float], fineness: float) -> str:
-    largest = max(sizes, default=0.0)
-    if largest >= 1e5 or 0 < largest < 1e-4:
-        return f"{size:.1e}"
-    return f"{size:.{_decimals(fineness)}f}"
-
-
-def _decimals(fineness: float) -> int:
-    """Return the number of decimals: four, or more to keep one significant digit (two that begin with 1 or 2)."""
-    if not 0 < fineness < 1:
-        return 4
-    first = -math.floor(math.log10(fineness))
-    return min(7, max(4, first + (fineness * 10.0**first < 3)))
+    sign = "" if math.isfinite(mean) and not float(size) else MINUS if mean < 0 else "+"
+    return f"{sign}{size}" + (f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:{form}}" if has_half else "")

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.analysis.columns import column, numbers
-from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.analysis.comparison.labels import seed_of
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, finite_number, number
+from narrowgauge.runs.schema import finite_number, number
 from narrowgauge.spec.recipes import Recipe
 
 MAX_LOSS_RISE = 0.2
@@ -61,11 +60,6 @@ class LossCurve:
         seconds = np.where(places < 0, 0.0, totals[places])
         return cls(tuple(sorted(zip(seconds.tolist(), losses.y.tolist(), strict=True), key=itemgetter(0))), median)
 
-    @property
-    def end(self) -> float:
-        """Return the seconds up to the last validation."""
-        return self.points[-1][0]
-
     def loss_at(self, seconds: float) -> float | None:
         """Interpolate the loss between two validations. Return ``None`` before the first and after the last."""
         place = bisect.bisect_left(self.points, seconds, key=itemgetter(0))
@@ -83,8 +77,8 @@ class LossCurve:
 def losses_at_common_times(curves: Sequence[LossCurve]) -> list[tuple[float, list[float]]]:
     """Return ascending times, each with the losses of all runs; none if the curves share no time.
 
-    Invariant: the times are all validations that lie within every curve. Each loss is exactly :meth:`LossCurve.loss_at`, as in
-    the verdict. Between two times every loss, and so their mean, is linear.
+    Invariant: the times are all validations that lie within every curve. Between two times every loss, and so their mean, is
+    linear.
     """
     times = sorted({at for curve in curves for at, _ in curve.points})
     losses = [(at, [curve.loss_at(at) for curve in curves]) for at in times]
@@ -150,11 +144,6 @@ class RunStats:
     def curve(self) -> LossCurve:
         return LossCurve.of(self.run)
 
-    @property
-    def has_curve(self) -> bool:
-        """Return whether it has losses before its end."""
-        return len(self.curve.points) > 1
-
     def late(self, metric: str) -> float | None:
         """Return the median of the last tenth of audited values (at least three), else the summary's value."""
         values = column(self.run, "steps", metric).finite
@@ -172,41 +161,3 @@ def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
 def requested_steps(groups: Mapping[str, Sequence[RunStats]]) -> dict[str, Any]:
     """Return the planned number of steps of each recipe."""
     return {label: group[-1].run.config.get("steps") for label, group in groups.items()}
-
-
-def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> tuple[Row, ...]:
-    """Return a row per recipe: losses at the time when the fastest recipe finished with the same seed.
-
-    Each loss is interpolated between two validations. It is the baseline's mean plus the mean paired difference over common
-    seeds. Means over different seeds would differ by the seeds' effect, which exceeds the recipes' effect.
-
-    Invariant: losses differ by exactly their reported difference. If all recipes have the same seeds, each loss is the plain
-    mean.
-    """
-    timed = {label: [run for run in group if run.counts and run.has_curve] for label, group in groups.items()}
-    timed = {label: group for label, group in timed.items() if group}
-    if len(timed) < 2:
-        return ()
-    fastest = min(timed, key=lambda label: statistics.median(run.curve.end for run in timed[label]))
-    ends = {run.seed: run.curve.end for run in timed[fastest]}
-    losses = {label: _losses_at(group, ends) for label, group in timed.items()}
-    chosen = baseline if baseline is not None and losses.get(baseline) else fastest
-    base = losses[chosen]
-    if not base:
-        return ()
-    seconds, level = statistics.median(ends[seed] for seed in base), statistics.fmean(base.values())
-    rows = []
-    for label, by_seed in losses.items():
-        pairs = [by_seed[seed] - base[seed] for seed in base if seed in by_seed]
-        if not pairs:
-            continue
-        mean, half = interval([pairs]) if chosen == baseline != label else (None, None)
-        metrics = {"seconds": seconds, "val_loss": level + statistics.fmean(pairs), "difference": mean, "half": half}
-        rows.append({"recipe": label, **metrics, "num_seeds": len(pairs)})
-    return tuple(rows) if len(rows) > 1 else ()
-
-
-def _losses_at(group: Sequence[RunStats], ends: Mapping[int, float]) -> dict[int, float]:
-    """Return the loss of each seed's run at that seed's time, if any. A run that ended earlier keeps its last loss."""
-    losses = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
-    return {seed: loss for seed, loss in losses.items() if loss is not None and math.isfinite(loss)}

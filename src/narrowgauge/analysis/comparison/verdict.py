@@ -22,15 +22,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from narrowgauge.analysis.comparison.comparison import Comparison
 
-MAX_NOISE = 1.0
-"""Maximum relative rounding noise of late updates. Above it, a recipe is noisy."""
-
 
 def sentences(comparison: Comparison) -> list[str]:
     """Return the whole verdict."""
-    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _seen_by_the_audit)
-    times = " ".join([*_fastest(comparison), *_at_equal_time(comparison)])
-    words = [*(part(comparison) for part in parts), times, _left_out(comparison), _differing(comparison)]
+    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _not_audited)
+    words = [
+        *(part(comparison) for part in parts),
+        *_fastest(comparison),
+        _left_out(comparison),
+        _differing(comparison),
+    ]
     return [sentence for sentence in words if sentence]
 
 
@@ -90,7 +91,7 @@ def _unresolved(comparison: Comparison) -> str:
 
 def _not_to_be_used(comparison: Comparison) -> str:
     faulty = [recipe for recipe in comparison.classes.values() if recipe.faults]
-    texts = [f"{recipe.label} {', '.join(fault.text for fault in recipe.faults)}" for recipe in faulty]
+    texts = [f"{recipe.label} {', '.join(recipe.faults)}" for recipe in faulty]
     return f"Not to be used: {'; '.join(texts)}." if faulty else ""
 
 
@@ -103,16 +104,14 @@ def _with_differences(recipes: Iterable[Classification]) -> str:
     return listed(f"{recipe.label} ({recipe.difference.text})" for recipe in recipes if recipe.difference is not None)
 
 
-def _seen_by_the_audit(comparison: Comparison) -> str:
-    """Name recipes whose late updates are mostly rounding noise, and recipes without an audit."""
-    usable = [recipe for recipe in comparison.classes.values() if not recipe.faults]
-    noises = {recipe.label: recipe.late.get("noise") or 0.0 for recipe in usable}
-    noisy = [f"{label} ({noise:.1f} ×)" for label, noise in noises.items() if noise > MAX_NOISE]
-    unseen = [recipe.label for recipe in usable if recipe.row["num_seeds"] and recipe.late.get("edq") is None]
-    words = [f"Late updates are smaller than their rounding noise: {listed(noisy)}."] if noisy else []
-    if unseen and len(comparison.classes) > 1:
-        words.append(f"Not audited, so lost updates would not be seen: {listed(unseen)}.")
-    return " ".join(words)
+def _not_audited(comparison: Comparison) -> str:
+    unseen = [
+        recipe.label
+        for recipe in comparison.classes.values()
+        if not recipe.faults and recipe.row["num_seeds"] and recipe.late.get("edq") is None
+    ]
+    is_compared = len(comparison.classes) > 1
+    return f"Not audited, so lost updates would not be seen: {listed(unseen)}." if unseen and is_compared else ""
 
 
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,23 +133,6 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
         yield f"{best.label} is the fastest here, {ratio:.2f} times as fast as {slower.label}{also}."
     else:
         yield "Timings are too noisy to name the fastest."
-
-
-def _at_equal_time(comparison: Comparison) -> Iterator[str]:
-    rows = comparison.equal_time
-    if not rows:
-        return
-    seeds = max(int(row["num_seeds"]) for row in rows)
-    places = listed(f"{recipe.label} ({recipe.rank_at_equal_time.value})" for recipe in comparison.at_equal_time)
-    yield (
-        f"At equal time, after {rows[0]['seconds']:.3g} s of training steps and over {seeds} "
-        f"seed{'s' if seeds > 1 else ''}, the lowest loss first: {places}."
-    )
-    curves = [run for run in _runs(comparison) if run.counts and run.has_curve]
-    decays = any(run.run.config.get("schedule") not in (None, "constant") for run in curves)
-    ends = [run.curve.end for run in curves]
-    if len(_steps(comparison)) <= 1 and decays and max(ends) > 1.05 * min(ends):
-        yield "The slower ones had not reached the end of their schedule by then."
 
 
 # ── what to know about the runs ─────────────────────────────────────────────────────────────────────────────────────

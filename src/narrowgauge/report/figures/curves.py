@@ -178,10 +178,10 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
 
 
 def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
-    """Draw the validation loss over seconds of training, at the common times of a recipe's seeds, as in the verdict."""
+    """Draw the validation loss over seconds of training, at the common times of a recipe's seeds."""
     curves = []
     for group in groups:
-        curved = [run for run in group.stats if run.has_curve]
+        curved = [run for run in group.stats if len(run.curve.points) > 1]
         runs = [run for run in curved if run.counts] or curved
         times = losses_at_common_times([run.curve for run in runs])
         lines = [series_of((at, losses[place]) for at, losses in times) for place in range(len(runs))]
@@ -193,7 +193,7 @@ def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
     layout = layout_of("seconds of training", f"validation {_LOSS}", log_y=any_wide(curves), can_log_x=True)
     how = (
         "At any moment the lowest line is ahead. Seconds are those of training steps on this machine, without evaluation and "
-        "compilation. A recipe's seeds are averaged at equal moments, each interpolated on its own line as in the verdict; the "
+        "compilation. A recipe's seeds are averaged at equal moments, each interpolated on its own line; the "
         "band is the range from the lowest seed to the highest. Formats that this machine emulates are faster on hardware that "
         f"supports them.{clip_diverged(curves, layout)}"
     )

@@ -1,1 +1,0 @@
-from .checking import CheckWarning as CheckWarning
