@@ -72,7 +72,7 @@ class ReportedError(NarrowgaugeError):
 class CorruptionError(NarrowgaugeError):
     """Memory or arithmetic of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
 
-    ``check`` names the check: ``replicas``, ``rest`` or ``recomputation`` of ``narrowgauge.runs.events.RAISED_BY``.
+    ``check`` names the check: ``replicas``, ``rest`` or ``recomputation``.
     """
 
     def __init__(

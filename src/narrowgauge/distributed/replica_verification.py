@@ -29,7 +29,7 @@ from narrowgauge.numerics.hashing import tensor_hash
 
 
 class Damage(NamedTuple):
-    """Result of a check of :data:`narrowgauge.runs.events.RAISED_BY`. ``rank`` is ``None`` if ranks only disagree."""
+    """Result of one check. ``rank`` is ``None`` if ranks only disagree."""
 
     check: str
     message: str
