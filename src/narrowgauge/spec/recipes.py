@@ -234,8 +234,8 @@ def _check_float64(recipe: Recipe) -> None:
     narrower += [f"reduction '{recipe.reduction.name}'"] if recipe.reduction.name != "native" else []
     if narrower:
         raise RecipeError(
-            f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with {narrower[0]}, which is of fewer bits "
-            "than float64.",
+            f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with {narrower[0]}, which has "
+            "fewer bits than float64.",
             "Leave it out.",
         )
 
