@@ -72,7 +72,7 @@ class ReportedError(NarrowgaugeError):
 class CorruptionError(NarrowgaugeError):
     """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
 
-    ``check`` names the check of ``narrowgauge.runs.events.RAISED_BY``: ``replicas`` or ``rest``.
+    ``check`` names the check: ``replicas`` or ``rest``.
     """
 
     def __init__(

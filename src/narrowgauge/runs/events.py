@@ -46,15 +46,6 @@ KINDS: dict[str, str] = {
 }
 """Every kind of event and its meaning."""
 
-RAISED_BY: dict[str, str] = {
-    "audit": "the optimizer's audit: a storage loses part of the updates, beyond the audit's own uncertainty",
-    "replicas": "the comparison of what several ranks hold or apply alike: it differs",
-    "rest": "the checksums of memory before and after the time between two updates: they differ",
-    "changed-settings": "a resume, with other settings than the run had",
-    "changed-software": "a resume, with other versions or on another machine",
-}
-"""Sources of events other than the detectors of :mod:`narrowgauge.analysis.detectors` and the checks of ``ng.check``."""
-
 _LISTENERS: list[Callable[[Event], object]] = []
 
 
@@ -71,8 +62,8 @@ class Event:
         tensor, rank: the parameter and the rank concerned.
         value, threshold: the measured value and its limit, in the unit that the message names.
         advice: what to do.
-        detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), or a key of
-            :data:`RAISED_BY`. Empty if nothing was judged.
+        detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), ``audit``,
+            ``replicas``, ``rest``, ``changed-settings`` or ``changed-software``. Empty if nothing was judged.
         expected, stage: of a reading: the expected value, and the stage of the step.
 
     Raises:

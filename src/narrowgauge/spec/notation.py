@@ -9,9 +9,9 @@ alone is not accepted as a recipe, since libraries mean different weights and mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec import computes, storages
@@ -22,8 +22,7 @@ from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.toml import load_data, load_toml
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
+class Alias(NamedTuple):
     """A name of another library, in lower case with formats in full spelling.
 
     ``recipe`` is the full name of a recipe, or a compute that any storage may follow; ``source`` the libraries that use the name.

@@ -227,19 +227,16 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
 
 def _check_float64(recipe: Recipe) -> None:
     """Refuse parts that would compute or add a float64 model in fewer bits."""
-    requested = f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with"
-    if recipe.keep:
-        raise RecipeError(f"{requested} keep = {list(recipe.keep)}, which would be float32.", "Leave keep out.")
-    for storage in recipe.storages:
-        if storage.visible != "float64":
-            raise RecipeError(
-                f"{requested} an override that stores '{storage.name}', and the whole model is in float64.",
-                "Leave the override out.",
-            )
-    if recipe.reduction.name != "native":
+    narrower = [f"keep = {list(recipe.keep)}"] if recipe.keep else []
+    narrower += [
+        f"storage '{storage.name}' in an override" for storage in recipe.storages if storage.visible != "float64"
+    ]
+    narrower += [f"reduction '{recipe.reduction.name}'"] if recipe.reduction.name != "native" else []
+    if narrower:
         raise RecipeError(
-            f"{requested} reduction '{recipe.reduction.name}', which sums gradients of at most 32 bits.",
-            "Take 'native', which sums float64 gradients in float64.",
+            f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with {narrower[0]}, which has "
+            "fewer bits than float64.",
+            "Leave it out.",
         )
 
 

@@ -1,22 +1,23 @@
 """The tables that ``narrowgauge show`` prints, and one recipe in full.
 
-Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints all of
-a dict; a terminal and the documentation print selected columns.
+Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints the
+same figures as a terminal and the documentation.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from narrowgauge.spec import formats, notation, storages, sums
-from narrowgauge.spec.chips import CHIPS
+from narrowgauge.spec import notation, storages
+from narrowgauge.spec.chips import CHIPS, Chip
 from narrowgauge.spec.computes import COMPUTES, VARIANTS, Compute
+from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import VISIBLE, WIDE, Code, Storage, low_parts, width_of
+from narrowgauge.spec.storages import STORAGES, VISIBLE, WIDE, Code, Storage, low_parts, width_of
+from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.tables import Column, Row, Table, cell_text, name_columns, number_columns, text_columns
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
@@ -45,24 +46,8 @@ def table(name: str) -> Table:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _fields(row: Any) -> Row:
-    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.init}
-
-
-def _with(row: Any, *names: str) -> Row:
-    """Return the fields of a row, and further properties."""
-    return {**_fields(row), **{name: getattr(row, name) for name in names}}
-
-
-def _format_row(row: formats.Format) -> Row:
-    derived = (
-        "storage_bits", "max", "min", "smallest_normal", "smallest_subnormal", "epsilon", "max_exponent", "min_exponent",
-        "infinities", "nans", "negative_zero",
-    )  # fmt: skip
-    return {
-        **_with(row, *derived),
-        "aliases": [alias for alias, name in formats.FORMAT_ALIASES.items() if name == row.name],
-    }
+def _attributes(objects: Iterable[Any], *names: str) -> list[Row]:
+    return [{name: getattr(item, name) for name in names} for item in objects]
 
 
 def _recipe_row(recipe: Recipe) -> Row:
@@ -72,51 +57,41 @@ def _recipe_row(recipe: Recipe) -> Row:
     return {
         "name": recipe.name,
         "aliases": [*(row.name for row in ALIASES.values() if row.recipe in (recipe.name, *short)), *short],
-        "compute": compute.name,
-        "storage": storage.name,
-        "reduction": recipe.reduction.name,
         "bytes_per_param": recipe.bytes_per_param,
-        "purpose": compute.purpose,
         "loses": storage.loses,
+        "purpose": compute.purpose,
     }
 
 
 def _compute_row(compute: Compute) -> Row:
+    def operands(*places: str) -> str:
+        return " × ".join(dict.fromkeys(str(compute.casts[place]) for place in places))
+
     return {
         "name": compute.name,
         "storage": compute.default_storage,
-        "dtype": compute.dtype,
-        "casts": {
-            place: {"text": str(cast), **_fields(cast), "bits": cast.bits} for place, cast in compute.casts.items()
-        },
-        "accumulation": {place: product.accumulation for place, product in compute.products.items()},
+        "forward": operands("output.left", "output.right"),
+        "gradients": operands("grad_input.left", "grad_weight.left"),
         "kept_bytes": compute.kept_bytes,
-        "stochastic": compute.is_stochastic,
-        "delayed": compute.is_delayed,
-        "scales_loss": compute.scales_loss,
-        "transform": compute.transform,
-        "keep": list(compute.keep),
-        "native": compute.native,
+        "native": _native_text(compute),
         "purpose": compute.purpose,
         "source": compute.source,
     }
 
 
+def _native_text(compute: Compute) -> str:
+    return compute.native or "nowhere: emulated"
+
+
 def _storage_row(storage: Storage) -> Row:
     return {
         "name": storage.name,
-        "visible": storage.visible,
         "weight": f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight),
         "exp_avg": _code_text(storage.exp_avg),
         "exp_avg_sq": _code_text(storage.exp_avg_sq),
-        "state_bits": dict(storage.fields),
         "bytes_per_param": storage.bytes_per_param,
         "vectors": storages.for_vectors(storage).name,
-        "bytes_per_row": storage.bytes_per_row,
-        "arithmetic": storage.arithmetic,
-        "stochastic": storage.is_stochastic,
         "loses": storage.loses,
-        "fallback": storage.fallback,
         "source": storage.source,
     }
 
@@ -128,30 +103,46 @@ def _code_text(code: Code) -> str:
 
 
 def _rule_row(rule: UpdateRule) -> Row:
-    defaults, trained = ({o.name: getattr(o, how) for o in rule.options} for how in ("default", "in_training"))
-    laws = {option.name: str(option.law) for option in rule.options}
-    return {**_fields(rule), "options": defaults, "trained": trained, "must_be": laws}
+    return {
+        "name": rule.name,
+        "optimizer": rule.optimizer,
+        "purpose": rule.purpose,
+        "is_matrix": rule.is_matrix,
+        "settings": dict(rule.settings),
+        "trained": {option.name: option.in_training for option in rule.options},
+        "must_be": {option.name: str(option.law) for option in rule.options},
+        "rate": rule.rate,
+        "source": rule.source,
+    }
 
 
-def _reduction_row(reduction: sums.Reduction) -> Row:
-    wire = {gradient: reduction.bytes_per_element(gradient) for gradient in ("float32", "bfloat16")}
-    return {**_fields(reduction), "wire_bytes": wire}
+def _reduction_row(reduction: Reduction) -> Row:
+    return {
+        "name": reduction.name,
+        "wire": reduction.wire or "the gradient's own format",
+        "wire_bytes": {gradient: reduction.bytes_per_element(gradient) for gradient in ("float32", "bfloat16")},
+        "error": reduction.error,
+        "order_invariant": reduction.order_invariant,
+        "purpose": reduction.purpose,
+    }
+
+
+def _chip_row(chip: Chip) -> Row:
+    columns = ("memory_gb", "bandwidth_gb_per_second", "link", "link_gb_per_second", "source")
+    return {
+        "name": chip.name,
+        "peak_tflops": dict(chip.peak_tflops),
+        "figures": "vendor's" if chip.official else "unofficial",
+        **{name: getattr(chip, name) for name in columns},
+    }
 
 
 def _alias_rows() -> list[Row]:
-    aliases = [{**_fields(alias), "one_of": []} for alias in ALIASES.values()]
+    aliases = [{**alias._asdict(), "one_of": []} for alias in ALIASES.values()]
     return aliases + [{"name": n, "recipe": "", "source": "", "one_of": list(few)} for n, few in AMBIGUOUS.items()]
 
 
 # ── columns ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _native_text(row: Row) -> str:
-    return row["native"] or "nowhere: emulated"
-
-
-def _operands(*places: str) -> Callable[[Row], str]:
-    return lambda row: " × ".join(dict.fromkeys(row["casts"][place]["text"] for place in places))
 
 
 def _assigned(key: str) -> Callable[[Row], str]:
@@ -166,7 +157,10 @@ _BYTES = Column("B/param", "bytes_per_param", right=True)
 TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
     "formats": (
         "Number formats: range and precision.",
-        lambda: [_format_row(row) for row in formats.FORMATS.values()],
+        lambda: _attributes(
+            FORMATS.values(), "name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "min", "smallest_normal",
+            "smallest_subnormal", "epsilon", "infinities", "nans", "purpose", "source",
+        ),
         (
             *name_columns(format="name"),
             *number_columns(
@@ -196,10 +190,8 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
         "How operands of the three matmuls are cast.",
         lambda: [_compute_row(row) for row in (*COMPUTES.values(), *VARIANTS.values())],
         (
-            *name_columns(compute="name"), *text_columns(forward=_operands("output.left", "output.right")),
-            *text_columns(gradients=_operands("grad_input.left", "grad_weight.left")),
-            Column("B saved", "kept_bytes", right=True),
-            *text_columns(native=_native_text, purpose="purpose"),
+            *name_columns(compute="name"), *text_columns(forward="forward", gradients="gradients"),
+            Column("B saved", "kept_bytes", right=True), *text_columns(native="native", purpose="purpose"),
         ),
     ),
     "rules": (
@@ -216,7 +208,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
     ),
     "storages": (
         "How weights and moments are stored between steps.",
-        lambda: [_storage_row(row) for row in storages.STORAGES.values()],
+        lambda: [_storage_row(row) for row in STORAGES.values()],
         (
             *name_columns(storage="name"),
             *text_columns(weight="weight", first_moment="exp_avg", second_moment="exp_avg_sq"), _BYTES,
@@ -225,9 +217,9 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
     ),
     "reductions": (
         "How and in which format ranks sum gradients.",
-        lambda: [_reduction_row(row) for row in sums.REDUCTIONS.values()],
+        lambda: [_reduction_row(row) for row in REDUCTIONS.values()],
         (
-            *name_columns(reduction="name"), Column("travels as", lambda row: row["wire"] or "the gradient's own format"),
+            *name_columns(reduction="name"), Column("travels as", "wire"),
             Column("B sent: float32", lambda row: row["wire_bytes"]["float32"], right=True),
             Column("bfloat16", lambda row: row["wire_bytes"]["bfloat16"], right=True),
             *text_columns(error="error"),
@@ -237,7 +229,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
     ),
     "chips": (
         "Accelerators: memory, bandwidth, peak rates, links.",
-        lambda: [_with(chip, "memory_bytes", "bandwidth_bytes_per_second") for chip in CHIPS.values()],
+        lambda: [_chip_row(chip) for chip in CHIPS.values()],
         (
             *name_columns(chip="name"), *number_columns(memory_GB="memory_gb"),
             Column("GB/s", "bandwidth_gb_per_second", right=True),
@@ -246,12 +238,15 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
                 float8=_peak("float8_e4m3fn", "float8_e4m3fnuz"), float4=_peak("float4_e2m1fn"), int8=_peak("int8")
             ),
             *text_columns(link="link"), Column("link GB/s", "link_gb_per_second", right=True),
-            Column("figures", lambda row: "vendor's" if row["official"] else "unofficial"),
+            Column("figures", "figures"),
         ),
     ),
     "models": (
         "Preset models: shapes and parameter counts.",
-        lambda: [_with(model, "head_dim", "num_parameters") for model in MODELS.values()],
+        lambda: _attributes(
+            MODELS.values(), "name", "num_parameters", "num_layers", "hidden_size", "intermediate_size", "num_heads",
+            "num_kv_heads", "vocab_size", "max_positions", "tie_embeddings", "source",
+        ),
         (
             *name_columns(model="name"),
             *number_columns(
@@ -265,15 +260,11 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
 """By name: a line of help, what makes the rows, and the printed columns."""
 
 
-# ── one format, value or recipe in full ────────────────────────────────────────────────────────────────────────────────
+# ── one recipe in full ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Page = tuple[list[Row], list[Table]]
-"""The rows for JSON, and the tables to print."""
-
-
-def page_recipe(name: str) -> Page:
-    """Describe one recipe: its row in ``rows("recipes")``, what is stored and cast, and its exceptions.
+def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
+    """Return what one recipe stores and computes: a row for JSON, and the tables to print.
 
     Args:
         name: a full name, an alias, or a ``.toml`` file.
@@ -282,56 +273,40 @@ def page_recipe(name: str) -> Page:
         [2.0, 1.0, 1.5, 1.5, 2.0]
     """
     recipe = notation.parse(name)
-    compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
-    row = {
-        **_recipe_row(recipe),
-        "native": compute.native,
-        "source": compute.source,
-        "stored": _stored_parts(recipe.storage),
-        "vectors": {"storage": vectors.name, "bytes_per_param": vectors.bytes_per_param},
-        "casts": {place: str(cast) for place, cast in compute.casts.items()},
-        "accumulation": {place: product.accumulation for place, product in compute.products.items()},
-        "kept_bytes": compute.kept_bytes,
-        "dtype": compute.dtype,
-        "transform": compute.transform,
-        "linears_kept": list(compute.keep),
-        "keep": list(recipe.keep),
-        "overrides": [
-            {"pattern": o.pattern, "storage": o.storage and o.storage.name, "compute": o.compute and o.compute.name}
-            for o in recipe.overrides
-        ],
-    }
-    in_all = {"what": "in all", "format": "", "bytes": row["bytes_per_param"], "rounding": ""}
-    stored = (
+    facts, stored = _facts(recipe), _stored_parts(recipe.storage)
+    matmuls = [
+        {"matmul": place, "left": str(product.left), "right": str(product.right), "in": product.accumulation}
+        for place, product in recipe.compute.products.items()
+    ]
+    row = {**_recipe_row(recipe), "facts": facts, "stored": stored, "matmuls": matmuls}
+    in_all = {"what": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
+    columns = (
         *text_columns(stored_of_each_parameter="what", format="format"), *number_columns(bytes="bytes"),
         *text_columns(rounding="rounding"),
     )  # fmt: skip
-    matmuls = [
-        {"matmul": place, "left": row["casts"][f"{place}.left"], "right": row["casts"][f"{place}.right"], "in": dtype}
-        for place, dtype in row["accumulation"].items()
-    ]
     return [row], [
-        _pairs("recipe", str(row["name"]), _facts(row)),
-        Table(stored, [*row["stored"], in_all]),
+        _pairs("recipe", recipe.name, facts),
+        Table(columns, [*stored, in_all]),
         Table(text_columns(matmul="matmul", left="left", right="right", accumulated_in="in"), matmuls),
     ]
 
 
-def _facts(row: Row) -> dict[str, str]:
-    vectors, inside = row["vectors"], "float64" if row["dtype"] == "float64" else "float32"
+def _facts(recipe: Recipe) -> dict[str, str]:
+    compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
+    inside = "float64" if recipe.dtype == "float64" else "float32"
     facts = {
-        "for": row["purpose"],
-        "loses": row["loses"],
-        "native": _native_text(row),
-        "source": row["source"],
-        "transform": row["transform"],
-        "norm gains, biases": f"stored as {vectors['storage']}, {cell_text(vectors['bytes_per_param'])} bytes each",
-        "saved for backward": f"{row['kept_bytes']:g} bytes per element of a linear layer's input",
-        "outside of matmuls": f"{row['dtype']}; norms, softmax and the loss in {inside}",
-        "linears left plain": ", ".join(row["linears_kept"]),
-        "kept in float32": ", ".join(row["keep"]),
-        "stored otherwise": ", ".join(f"{o['pattern']} as {o['storage']}" for o in row["overrides"] if o["storage"]),
-        "computed otherwise": ", ".join(f"{o['pattern']} in {o['compute']}" for o in row["overrides"] if o["compute"]),
+        "for": compute.purpose,
+        "loses": recipe.storage.loses,
+        "native": _native_text(compute),
+        "source": compute.source,
+        "transform": compute.transform,
+        "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
+        "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
+        "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in {inside}",
+        "linears left plain": ", ".join(compute.keep),
+        "kept in float32": ", ".join(recipe.keep),
+        "stored otherwise": ", ".join(f"{o.pattern} as {o.storage.name}" for o in recipe.overrides if o.storage),
+        "computed otherwise": ", ".join(f"{o.pattern} in {o.compute.name}" for o in recipe.overrides if o.compute),
     }
     return {label: text for label, text in facts.items() if text}
 
