@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import expectations
-from matmul.scenarios import with_threshold
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.swapping import swap_linears

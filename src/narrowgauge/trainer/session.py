@@ -126,7 +126,6 @@ class Session:
         self.batch_crc = f"{total % 2**64:016x}"
         return [tokens.to(self.device) for tokens in batch]
 
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Attach gauges as configured. Must enclose the first step, whose compiled code calls them."""
