@@ -20,7 +20,6 @@ from narrowgauge.spec.toml import load_data
 Part = Literal["attention", "mlp", "experts", "head"]
 Split = Literal["column", "row", "none"]
 Norm = Literal["rms", "rms-float32", "layer"]
-Activation = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class Architecture:
     norm: Norm = "rms"
     norms_per_layer: int = 2
     head_norms: Literal["none", "head", "all"] = "none"
-    activation: Activation = "silu"
+    activation: str = "silu"
     has_fused_inputs: bool = False
     window: int | None = None
     window_share: float = 1.0

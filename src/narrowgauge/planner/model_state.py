@@ -33,10 +33,6 @@ class Bytes:
     def __mul__(self, factor: float) -> Bytes:
         return Bytes(self.weights * factor, self.gradients * factor, self.optimizer * factor)
 
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer
-
 
 OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
 """States of each optimizer per matrix element, with the storage's code for each state."""

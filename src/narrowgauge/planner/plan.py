@@ -92,9 +92,11 @@ def plan(
     asked = () if recipes == "all" else [with_optimizer(parse(recipe), optimizer) for recipe in recipes]
     name = str(model) if isinstance(model, str | Path) else architecture.name if model is not None else ""
     answer = Plan((), name, tokens, days, optimizer)
-    if days is not None and (tokens is None or not 0 < days < math.inf):
+    if days is not None and not 0 < days < math.inf:
+        raise NarrowgaugeError(f"days = {days:g} was requested.", "Use a number above 0.")
+    if days is not None and tokens is None:
         raise NarrowgaugeError(
-            f"days = {days:g} was requested for a run of {tokens} tokens.", "Give both, above 0 (--tokens 300e9)."
+            f"days = {days:g} was requested for a run whose tokens are not known.", "Give tokens (--tokens 300e9)."
         )
     if params is not None or not clusters:
         if days is not None:
