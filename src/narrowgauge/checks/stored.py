@@ -112,7 +112,7 @@ class Written:
         """Compare the stored values with the rule; ``None`` if they agree.
 
         Args:
-            share: a fit that leaves at most this length explains the values too.
+            share: a fit of each number that leaves at most this length explains the values too.
         """
         likelihood, outside = self.likelihood(self.expected)
         # No probability exceeds 1. If the rule's likelihood is near 1, no other numbers can be much likelier.
@@ -121,12 +121,12 @@ class Written:
         largest = self.reach * self.above + self.slack
         bound = float(largest[largest.isfinite()].norm())
         distance, differs = self._distance(self.expected), self._excludes(outside)
-        for numbers, errors in (self._times_one_factor(), self._fitted()):
+        for (numbers, errors), left in ((self._times_one_factor(), 0.0), (self._fitted(), share)):
             computed = self.value(numbers)
             other, left_outside = self.likelihood(computed)
             differs = differs or other - likelihood > DECIDES
             is_rare = not self._excludes(left_outside) or left_outside < _FEWER * outside
-            if differs and (is_rare or self._distance(computed) <= share):
+            if differs and (is_rare or self._distance(computed) <= left):
                 return Difference(distance, bound, numbers, errors)
         return Difference(distance, bound, None, {}) if differs else None
 

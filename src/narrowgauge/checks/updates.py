@@ -153,45 +153,31 @@ def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
 def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
     """Report the first group whose second moment has too few bits, so that its decay is rounded away."""
     for p in set_up.trained:
-        betas, (bits, is_block) = p.group.get("betas"), _second_moment_bits(p)
+        betas, bits = p.group.get("betas"), _second_moment_bits(p)
         if bits is None or not isinstance(betas, (tuple, list)) or len(betas) < 2:
             continue
-        least = 2.0 ** -(bits + 1 + is_block)
+        least = 2.0 ** -(bits + 1)
         if 0 < 1 - float(betas[1]) < least:
             fallback = "float32-states8" if p.storage.visible == "float32" else p.storage.fallback
-            then = "it ends up to twice too large" if is_block else "it never falls"
             advice = (
-                f"beta2 = {float(betas[1]):g} moves a second moment of {bits} mantissa bits by less than half a spacing: {then}. "
-                f'Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
+                f"beta2 = {float(betas[1]):g} moves a second moment of {bits} mantissa bits by less than half a spacing: "
+                f'it never falls. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
             )
             name = f"{p.name} and all of its group" if len(p.group["params"]) > 1 else p.name
             yield Reading(0, "storage", name, "frozen-moments", 1 - float(betas[1]), None, least, advice)
             return
 
 
-# The scale of a block moves with its largest element. Random gradients reach the next code where 1 - beta2 is 0.5 ulp.
-# torchao's 8-bit floats and 4-bit codes are unbiased at 0.95, and 1.2 to 2 times too large from 0.99 on. Other 8-bit codes of
-# torchao and bitsandbytes have ulps of 1 to 3 %. At 0.999 they are within 7 %, which is not judged.
-_BLOCK_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
-_LEVELS_OF_4_BITS = 16
-
-
-def _second_moment_bits(stepped: SteppedParameter) -> tuple[int | None, bool]:
-    """Return the mantissa bits of a second moment rounded to nearest, and whether each block has a scale."""
+def _second_moment_bits(stepped: SteppedParameter) -> int | None:
+    """Return the mantissa bits of a second moment rounded to nearest; ``None`` for a wider one or an unknown rounding."""
     code, state = stepped.storage.exp_avg_sq, stepped.state.get("exp_avg_sq")
     if isinstance(stepped.optimizer, Optimizer):
         is_near = "exp_avg_sq" in dict(stepped.storage.states) and code.parts == 1 and code.rounding == "nearest"
-        return (code.mantissa_bits if is_near else None), False
-    codes, levels = getattr(state, "codes", None), getattr(state, "qmap", None)
-    if isinstance(codes, Tensor):  # torchao's
-        is_four = (
-            isinstance(levels, Tensor) and levels.numel() == _LEVELS_OF_4_BITS
-        )  # half of them in the topmost binade
-        return (3 if is_four else _BLOCK_BITS.get(codes.dtype)), True
+        return code.mantissa_bits if is_near else None
     dtype = state.dtype if isinstance(state, Tensor) else None
     if dtype is None and type(stepped.optimizer).__module__.startswith("torch.optim"):
         dtype = stepped.parameter.dtype
-    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype) if dtype is not None else None, False
+    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype) if dtype is not None else None
 
 
 def _truncated(set_up: SetUp) -> Iterator[Reading]:

@@ -259,12 +259,6 @@ def write(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 
 
-def swap_lines(folder: Path) -> None:
-    file = folder / "steps.jsonl"
-    lines = file.read_text().splitlines(True)
-    file.write_text("".join([lines[0], *lines[81:], *lines[1:81]]))
-
-
 TOML = "schema_version = 2\n"
 DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "no settings": (lambda folder: (folder / "run.toml").unlink(), 2, "or a Hugging Face trainer_state.json"),
@@ -285,7 +279,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
         0, "loss-spike",
     ),
     "events without words": (
-        write("events.jsonl", rows({"kind": "loss_spike"}, {"step": 3}, {"kind": "resume", "step": 999})), 0, "go on to step 999",
+        write("events.jsonl", rows({"kind": "loss_spike"}, {"step": 3}, {"kind": "resume", "step": 999})), 0, "loss_spike",
     ),
 }  # fmt: skip
 """What is done to a record with a spike, how the command ends, and what it says."""
