@@ -70,10 +70,7 @@ class ReportedError(NarrowgaugeError):
 
 
 class CorruptionError(NarrowgaugeError):
-    """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known.
-
-    ``check`` names the check: ``replicas`` or ``rest``.
-    """
+    """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known."""
 
     def __init__(
         self,
@@ -81,10 +78,9 @@ class CorruptionError(NarrowgaugeError):
         advice: str = "",
         rank: int | None = None,
         tensor: str | None = None,
-        check: str = "replicas",
     ) -> None:
         super().__init__(message, advice)
-        self.rank, self.tensor, self.check = rank, tensor, check
+        self.rank, self.tensor = rank, tensor
 
 
 class Terminated(KeyboardInterrupt):

@@ -54,7 +54,7 @@ STAGE_OF_TENSOR: dict[str, str] = {
 }  # fmt: skip
 """Stage of a tensor's reading, by the tensor's kind."""
 STAGE_OF_OTHERS: dict[str, str] = {
-    **dict.fromkeys((*CHANGES, "rest"), "between steps"), "replicas": "optimizer step",
+    **dict.fromkeys(CHANGES, "between steps"), "replicas": "optimizer step",
     "divergence": "loss", "checkpoint_damaged": "storage", "corruption": "between steps",
 }  # fmt: skip
 """Stage of an event without a detector or check, by its ``detector`` or ``kind``."""

@@ -63,7 +63,7 @@ class Event:
         value, threshold: the measured value and its limit, in the unit that the message names.
         advice: what to do.
         detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), ``audit``,
-            ``replicas``, ``rest``, ``changed-settings`` or ``changed-software``. Empty if nothing was judged.
+            ``replicas``, ``changed-settings`` or ``changed-software``. Empty if nothing was judged.
         expected, stage: of a reading: the expected value, and the stage of the step.
 
     Raises:

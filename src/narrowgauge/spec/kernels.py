@@ -93,7 +93,7 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
         >>> [kernel.name for chip in ("sm90", "sm100") if (kernel := kernel_for(COMPUTES["mxfp8"].output, chip))]
         ['mxfp8']
     """
-    return next((kernel for kernel in _KERNELS if kernel.takes(product) and kernel.runs_on(architecture)), None)
+    return next((kernel for kernel in KERNELS.values() if kernel.takes(product) and kernel.runs_on(architecture)), None)
 
 
 def needs_kernel(product: Product) -> bool:

@@ -7,8 +7,6 @@ from functools import lru_cache
 
 MIN_EDQ = 0.9
 """A storage whose effective descent quality lies below this loses its updates."""
-MAX_LOST_DECAY = 0.5
-"""A storage that loses at least this share of the weight decay loses most of it."""
 FEWEST_SPACINGS = 400
 """Of how many spacings of its weights the decay of a tensor must be, all elements and steps together, before its share is read.
 

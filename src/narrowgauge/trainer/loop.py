@@ -200,7 +200,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         except CorruptionError as error:
             message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
             reporter.event(
-                Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector=error.check)
+                Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector="replicas")
             )
             raise
         except Exception as error:

@@ -17,10 +17,6 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.session import Session
 
-_NOT_REPRODUCED = (
-    "The step is finite when repeated eagerly: a compiled kernel, a nondeterministic one or a hardware fault made the value. "
-    "Resume from the last checkpoint, with --no-compile if it recurs; then test the machine."
-)
 _ADVICE = "Lower --lr or look at the data of that step; narrowgauge resume continues from the last checkpoint."
 
 

@@ -120,7 +120,6 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     "an alarm of the audit": (
         "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5), AT, "storage", "a", "lost-updates",
     ),
-    "memory that changed": ("bfloat16/word", event("corruption", detector="rest", tensor="a"), AT, "between steps", "a", "rest"),
     "replicas that differ": ("bfloat16/word", event("corruption", detector="replicas"), AT, "optimizer step", "", "replicas"),
     "settings that a resume changed": (
         "bfloat16/word", event("note", detector="changed-settings"), AT, "between steps", "", "changed-settings",

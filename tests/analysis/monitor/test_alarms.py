@@ -16,7 +16,7 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.significance import MAX_LOST_DECAY, MIN_EDQ
+from narrowgauge.spec.significance import MIN_EDQ
 
 Row = dict[str, Any]
 LAYER = "model.layers.1.mlp.down_proj"
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
 
 def test_every_detector_has_a_case() -> None:
     assert set(CASES) == set(DETECTORS)
-    assert (DETECTORS["lost-updates"].threshold, DETECTORS["lost-decay"].threshold) == (MIN_EDQ, MAX_LOST_DECAY)
+    assert (DETECTORS["lost-updates"].threshold, DETECTORS["lost-decay"].threshold) == (MIN_EDQ, 0.5)
     assert DETECTORS["loss-spike"].threshold == DETECTORS["gradient-spike"].threshold == Z
 
 

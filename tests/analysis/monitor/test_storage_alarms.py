@@ -9,7 +9,6 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row, metric_of
-from narrowgauge.spec.significance import MAX_LOST_DECAY
 
 ROWS, WIDTH, MET = 96, 32, 24
 """Rows of an embedding, their length, and how many of them the batches hold."""
@@ -60,8 +59,6 @@ def test_what_is_kept_beside_the_weight_is_no_alarm(storage: str) -> None:
 def test_decay_that_is_lost_is_told_though_updates_survive(storage: str) -> None:
     events, rows = run(storage)
     (event,) = [event for event in events if event.kind == "lost_decay"]
-    assert (
-        (event.tensor, event.threshold) == ("weight", MAX_LOST_DECAY) and event.value is not None and event.value > 0.6
-    )
+    assert (event.tensor, event.threshold) == ("weight", 0.5) and event.value is not None and event.value > 0.6
     assert "'word'" in event.advice and (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
     assert run(storage, weight_decay=0.0)[0] == []  # what nobody meant to move is not lost
