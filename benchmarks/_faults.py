@@ -202,11 +202,7 @@ def go_on_in(compute: Compute) -> Callable[[Session], None]:
         linears = session.linears
         assert linears is not None
         keep = COMPUTES["bfloat16"]
-
-        def set_compute(evaluating: bool = False) -> None:
-            linears.set_compute(lambda name: keep if name == "lm_head" else compute)
-
-        session.set_compute = set_compute  # type: ignore[method-assign]
+        linears.set_compute(lambda name: keep if name == "lm_head" else compute)
 
     return strike
 

@@ -42,13 +42,14 @@ from _others_training import FORMULAS, PEERS, cut, formula_bytes, peer_optimizer
 from peers import bytes_held, peer_version
 from timing import exit_by
 
-from narrowgauge.analysis.comparison.intervals import MINUS, interval
+from narrowgauge.analysis.comparison.intervals import MINUS
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.numerics.metrics import update_metrics
 from narrowgauge.runs.atomic_io import lock
 from narrowgauge.spec.notation import parse
+from narrowgauge.spec.significance import student_t
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
 from narrowgauge.trainer.session import build, prepare_tokens
@@ -347,12 +348,28 @@ def differences(records: Sequence[Record], row: str, cell: Cell) -> list[float]:
     return list(pairs.values())
 
 
+def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return the mean of the cells' means and the half width of its 95 % interval; infinite if a cell has one seed.
+
+    Cells are fixed, only seeds are random. So the variance is the sum of the cells' variances, Σ s²/n, over the squared number
+    of cells, with Satterthwaite's degrees of freedom, rounded down.
+    """
+    mean = statistics.fmean(statistics.fmean(cell) for cell in cells)
+    if min(len(cell) for cell in cells) < 2 or not math.isfinite(mean):
+        return mean, math.inf
+    shares = [statistics.variance(cell) / len(cell) for cell in cells]
+    if not sum(shares):
+        return mean, 0.0
+    degrees = sum(shares) ** 2 / sum(s**2 / (len(cell) - 1) for s, cell in zip(shares, cells, strict=True))
+    return mean, student_t(int(degrees + 1e-9)) * math.sqrt(sum(shares)) / len(cells)
+
+
 def shown(cells: Sequence[Sequence[float]]) -> str:
     """Return the mean difference, half its 95 % interval, and the number of seeds of a single cell where these are few."""
     seeds = min(map(len, cells), default=0)
     if not seeds or (len(cells) > 1 and seeds < FEW_SEEDS):
         return "–"
-    mean, half = interval(cells)
+    mean, half = interval_of_cells(cells)
     if not math.isfinite(mean):
         return "diverged"
     text = f"{mean:+.4f}".replace("-", MINUS) + (f" ± {half:.4f}" if math.isfinite(half) else "")
@@ -390,7 +407,7 @@ def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
     lines = []
     for row in CONTROLS:
         cost = max([[], *(differences(records, row, cell) for cell in cells)], key=len)
-        mean, half = interval([cost]) if cost else (0.0, math.inf)
+        mean, half = interval_of_cells([cost]) if cost else (0.0, math.inf)
         lost = "lost" if mean > half or mean == math.inf else "undecided" if math.isinf(half) else "**did not lose**"
         lines.append(f"- `{row}`: {f'{shown([cost])}, {lost}' if cost else 'no run yet'}.")
     return "\n".join(lines)

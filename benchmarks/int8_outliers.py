@@ -144,7 +144,7 @@ def rows_of(cells: dict[tuple[float, str], dict[str, Any]], strengths: Sequence[
             if (cell := cells.get((strength, form))) is None:
                 continue
             loss = statistics.fmean(cell["losses"])
-            mean, half = interval([[a - b for a, b in zip(cell["losses"], base, strict=True)]])
+            mean, half = interval([a - b for a, b in zip(cell["losses"], base, strict=True)])
             rows.append({
                 "outliers ×": f"{strength:g}", "form": form, "loss": f"{loss:.4f}", "difference": f"{mean:+.4f} ± {half:.4f}",
                 "perplexity": f"{math.exp(loss):.1f}", "MB": f"{cell['bytes'] / 1e6:.3f}",

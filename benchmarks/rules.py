@@ -167,7 +167,7 @@ def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -
             continue
         case, lr, rates = CASES[name], best_rate(losses), sorted(losses)
         pairs = [losses[lr][seed] - baseline[seed] for seed in losses[lr] if seed in baseline]
-        difference = shown_difference(*interval([pairs])) if pairs and name != BASELINE else "–"
+        difference = shown_difference(*interval(pairs)) if pairs and name != BASELINE else "–"
         run = runs[name_of(case, lr, min(losses[lr]))]
         row: Row = {
             "rule/storage": name,

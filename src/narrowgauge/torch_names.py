@@ -316,25 +316,19 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def graph_dtypes(roots: Iterable[Tensor]) -> tuple[set[torch.dtype], bool]:
-    """Return the floating-point dtypes of all operations that computed some tensors.
-
-    Also return whether there may be more: custom autograd functions hide their operations.
-    """
+def graph_dtypes(roots: Iterable[Tensor]) -> set[torch.dtype]:
+    """Return the floating-point dtypes of the operations that computed some tensors, but for custom autograd functions."""
     dtypes: set[torch.dtype] = set()
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = {None}
-    is_more = False
     while nodes and len(seen) < 100_000:
         if (node := nodes.pop()) in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            is_more = True
-        else:
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
             dtypes |= {entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point}
         nodes += [before for before, _ in node.next_functions]
-    return dtypes, is_more or bool(nodes)
+    return dtypes
 
 
 def is_compiled_model(model: Any) -> bool:

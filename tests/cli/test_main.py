@@ -173,3 +173,22 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+from narrowgauge.cli.main import main
+main(sys.argv[1:], prog_name="narrowgauge")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits on files")
+def test_output_that_cannot_be_written_costs_one_line_and_status_2(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        result = subprocess.run(
+            [sys.executable, "-B", "-c", LIMITED, "show", "chips"], stdout=out, stderr=subprocess.PIPE, text=True, check=False,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")

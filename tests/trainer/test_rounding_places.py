@@ -72,3 +72,10 @@ def test_a_step_in_float32_differs_by_nothing_and_another_model_from_the_record(
             rounding_places(folder, step)
     result = call("diagnose", str(folder), "--replay", "3", "--json")
     assert json.loads(result.stdout)["replay"]["mismatch"] == "", result.output
+
+
+def test_the_operation_that_made_the_first_infinity_of_a_step_is_named(place: Path, tmp_path: Path) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", recipe="float32/float32", lr=1e25, warmup_steps=0, **SHORT))
+    assert rounding_places(folder, 1).bad_value == ""
+    bad = rounding_places(folder, 2)
+    assert "model." in bad.bad_value and bad.bad_value in str(bad), str(bad)

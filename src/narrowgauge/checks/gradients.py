@@ -97,9 +97,7 @@ def _configured(
     dtypes: set[torch.dtype] = set()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        dtypes.update(
-            graph_dtypes(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None)[0]
-        )
+        dtypes.update(graph_dtypes(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None))
 
     handle = model.register_forward_hook(OwnHook(note))
     try:

@@ -44,9 +44,13 @@ class CommandGroup(click.Group):
         except click.ClickException as error:
             status = _print_error("UsageError", _with_advice(error), 2)
         except OSError as error:
-            if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
+            if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT):
+                sys.stdout = io.StringIO()
+                message = f"Cannot write to standard output: {error.strerror}. Redirect it to another place."
+            elif error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                message = f"Cannot open '{error.filename}': {error.strerror}. Name another path."
+            else:
                 raise  # a bug
-            message = f"Cannot open '{error.filename}': {error.strerror}. Name another path."
             status = _print_error("OSError", message, 2)
         sys.exit(status if isinstance(status, int) else 0)
 

@@ -392,8 +392,8 @@ class GradientReduction:
         whole_params = set(self._replicated.parameters)
         if any(p.grad is None and (p in whole_params or not micro_batch.is_last) for p in self._arrived):
             raise RecipeError(
-                "gradients were released as they arrived, before they were summed over ranks and micro-batches.",
-                "Keep the gradients, or shard the model and give each rank one micro-batch per step.",
+                "a gradient was cleared in backward, before it was summed over ranks and micro-batches.",
+                "Step after backward, or shard the model and give each rank one micro-batch per step.",
             )
         if self._sums_leaves:
             self._require_all_used()

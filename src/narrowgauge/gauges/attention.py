@@ -57,7 +57,10 @@ _replaced: dict[Any, tuple[int, Any]] = {}
 
 def _replace(owner: Any) -> Undo:
     """Replace the kernel's name by the wrapper until the last handle that needs it is removed."""
-    count, kernel = _replaced.get(owner, (0, getattr(owner, KERNEL)))
+    current = getattr(owner, KERNEL)
+    count, kernel = _replaced.get(owner, (0, current))
+    if count and current is not _recording_call(kernel):
+        kernel = current  # other code has replaced the wrapper since
     _replaced[owner] = count + 1, kernel
     setattr(owner, KERNEL, _recording_call(kernel))
     return functools.partial(_restore, owner)

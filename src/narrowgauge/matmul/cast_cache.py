@@ -88,7 +88,7 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
         if key != gathered.key:
             raise RecipeError(
                 "Cannot cast a weight of which only the codes of another cast were gathered.",
-                "Leave out narrow_gather where a layer's compute changes.",
+                "Leave out narrow_gather, or do not call linears.set_compute.",
             )
         return gathered.make()
     if not _depth or weight.is_inference():

@@ -3,7 +3,7 @@
 A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix. The
 rows from one *offset* to the next belong to one expert. A *grouped linear* is one small matmul per expert, with its own casts.
 So each expert has its own scale per tensor, delayed or not, and its own key of random bits. An expert without tokens costs
-nothing, and its gradient is zero.
+nothing, and its gradient is zero if another one has tokens.
 """
 
 from __future__ import annotations

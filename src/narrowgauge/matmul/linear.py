@@ -246,7 +246,7 @@ def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
         raise RecipeError(
             f"layer '{name}' was to compute as '{compute.name}', and a framework has replaced its forward, which would go on as "
             "before.",
-            "Prepare the model before the framework gets it; in torchtitan, use with_recipe or NarrowgaugeConverter.",
+            "Prepare the model before the framework gets it; in torchtitan, use NarrowgaugeConverter.",
         )
     transposed, weight = is_transposed(module), cast(Tensor, module.weight)
     kind: Any = type(module)

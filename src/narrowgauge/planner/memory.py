@@ -107,19 +107,12 @@ def memory_terms(
     recipe: Recipe,
     layout: Layout,
     sequence_length: int,
-    *,
-    is_loss_chunked: bool = True,
-    kernels: Kernels | None = None,
-    has_overhead: bool = True,
 ) -> Terms:
     """Return the memory of the worst rank at its worst moment: bytes by group.
 
-    Args:
-        architecture: if only the size is known, only its state counts.
-        is_loss_chunked: compute logits a chunk of tokens at a time. Tensor, pipeline or context parallelism disable it.
-        kernels: of norms and activation functions. None means ``"eager"`` (Hugging Face) if every rank computes whole layers,
-            else ``"fused"`` (Megatron-LM).
-        has_overhead: add ``OVERHEAD``, which counts of tensors lack.
+    If every rank computes whole layers, norms and activation functions are eager kernels (Hugging Face), and logits are computed
+    a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM). If only the size of a model is known, only its state
+    counts.
 
     Example:
         >>> from narrowgauge.planner.model import of_size
@@ -127,30 +120,15 @@ def memory_terms(
         >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
         [160.0, 80.0, 60.0]
     """
-    kernels = kernels or ("eager" if layout.is_whole else "fused")
     peaks = []
     for stage in stages_of(architecture, layout):
-        rank = _Rank(architecture, recipe, layout, sequence_length, stage, kernels, is_loss_chunked)
+        rank = _Rank(architecture, recipe, layout, sequence_length, stage)
         if architecture.has_shape:
             terms = rank.worst_moment()
-            peaks.append(Terms((*terms, *_overhead_terms(terms, layout, has_overhead))))
+            peaks.append(Terms((*terms, *_overhead_terms(terms, layout))))
         else:
             peaks.append(Terms(rank.state_terms()))
     return max(peaks, key=lambda terms: terms.total)
-
-
-def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> Terms:
-    """Return the worst rank's permanent memory: weights, gradients, optimizer states and accumulation buffers.
-
-    Example:
-        >>> from narrowgauge.planner.model import of_size
-        >>> from narrowgauge.spec.notation import parse
-        >>> state_terms(of_size(1e9), parse("bfloat16/word"), Layout(micro_batches=2)).groups
-        {'weights': 2000000000.0, 'gradients': 6000000000.0, 'optimizer': 4000000000.0}
-    """
-    ranks = [_Rank(architecture, recipe, layout, 0, stage) for stage in stages_of(architecture, layout)]
-    states = [(rank, rank.state_terms()) for rank in ranks]
-    return max((Terms((*state, *rank.sum_terms(state[1]))) for rank, state in states), key=lambda terms: terms.total)
 
 
 class _Rank:
@@ -163,11 +141,10 @@ class _Rank:
         layout: Layout,
         length: int,
         stage: Stage,
-        kernels: Kernels = "eager",
-        is_loss_chunked: bool = True,
     ) -> None:
-        self.a, self.recipe, self.layout, self.stage, self.kernels = a, recipe, layout, stage, kernels
-        self.is_loss_chunked, self.is_last = is_loss_chunked, stage.number == layout.pipeline - 1
+        self.a, self.recipe, self.layout, self.stage = a, recipe, layout, stage
+        self.kernels: Kernels = "eager" if layout.is_whole else "fused"
+        self.is_last = stage.number == layout.pipeline - 1
         self.tokens = layout.tokens_on_rank(length)  # of a micro-batch
         self.widths = widths_of(recipe.compute, recipe.storage.visible)
         self.per = bytes_per_parameter(recipe.storage)
@@ -317,7 +294,7 @@ class _Rank:
         row = (4 + 2 * widths.stream) * self.a.hidden_size
         formula: Formula = ("{:g} tokens × {:g} B", tokens, row)
         hidden = Term("logits", "input of the head", tokens * row / layout.stream_ranks, formula)
-        if self.is_loss_chunked and layout.model_ranks == 1:
+        if layout.model_ranks == 1:
             return [hidden, *self.chunked_loss(widths.matmul)]
         # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
         low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, 12.0))
@@ -342,7 +319,7 @@ class _Rank:
         return [Term("logits", "a chunk of logits, head in float32", value, formula, "trainer/language_model.py")]
 
 
-def _overhead_terms(terms: Terms, layout: Layout, has_overhead: bool) -> list[Term]:
+def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
     """Return memory without a formula. What is allocated and freed during a step can fragment."""
     changing = terms.only("activations", "logits", "buffers", "gradients")
     total, (low, high) = changing.total, changing.interval
@@ -350,7 +327,7 @@ def _overhead_terms(terms: Terms, layout: Layout, has_overhead: bool) -> list[Te
     ends = -_FORMULA_ERROR * low, _FORMULA_ERROR * high
     source = "measured and counted steps differ by less"
     overhead = [Term("overhead", "error of the formulas", 0.0, formula, source, *ends)]
-    for name, (usual, least, most) in OVERHEAD.items() if has_overhead else ():
+    for name, (usual, least, most) in OVERHEAD.items():
         if name == "communication buffers" and layout.num_ranks == 1:
             continue
         factor, formula = 1.0, ("{:g} GB", usual / 1e9)

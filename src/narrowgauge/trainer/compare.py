@@ -29,10 +29,7 @@ from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import (
-    TrainConfig,
-    first_free,
-)
+from narrowgauge.trainer.config import OF_RANKS, TrainConfig, first_free
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.resume_checks import FIXED, changed_settings
 
@@ -249,7 +246,8 @@ def define(
 
 def _require_same(folder: Path, config: TrainConfig) -> None:
     """Refuse an existing run with other settings. Ignore settings that rules filled in."""
-    settings = {name: value for name, value in config.filled().to_dict().items() if name in FIXED}
+    compared = {*FIXED, *OF_RANKS} - {"threads"}
+    settings = {name: value for name, value in config.filled().to_dict().items() if name in compared}
     if changed := changed_settings(read_run(folder).config, settings, settings):
         name, before, now = changed[0]
         raise RecordError(

@@ -17,6 +17,7 @@ from torch import Tensor
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, whole_folder
 from narrowgauge.trainer.data.tokens import load_tokenizer
+from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.session import Session, load
 
 Dtype = Literal["visible", "float32"]
@@ -54,11 +55,13 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
     config.dtype = declared
     settings = [config, copy.deepcopy(session.model.generation_config)] if session.model.can_generate() else [config]
     with whole_folder(out) as temporary:
-        session.model.save_pretrained(temporary, state_dict=weights)
+        with without_progress_bars():
+            session.model.save_pretrained(temporary, state_dict=weights)
         has_tokenizer = (session.folder / "tokenizer.json").is_file()
         end = _write_tokenizer(session.folder, temporary, config) if has_tokenizer else config.eos_token_id
         for table in settings:
-            table.bos_token_id = table.eos_token_id = end
+            if has_tokenizer or table is not config:
+                table.bos_token_id = table.eos_token_id = end
             table.use_cache = True
             table.save_pretrained(temporary)
     return out

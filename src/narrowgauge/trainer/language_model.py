@@ -295,6 +295,20 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Disable transformers' progress bars while it reads or writes weights."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
 def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """Return a model with weights drawn from the seed."""
     from transformers import AutoModelForCausalLM
@@ -311,7 +325,7 @@ def _loaded(
     from transformers import AutoModelForCausalLM
 
     # The seed is for weights that the folder lacks, such as a new head.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.default_generator.manual_seed(seed)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

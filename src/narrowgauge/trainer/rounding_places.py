@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import threads_of
 from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import block_values, drawn_signs
@@ -83,12 +84,14 @@ class RoundingPlaces:
         rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``share``, the
             squared difference of the gradient over that of ``all``. ``None`` if not finite. Places without rounding are left
             out.
+        bad_value: the operation that made the first NaN or infinity of the run's step; empty if the step is finite.
     """
 
     step: int
     started: int
     mismatch: str
     rows: tuple[Row, ...]
+    bad_value: str = ""
 
     def table(self) -> Table:
         """Return the variants as a table."""
@@ -103,7 +106,8 @@ class RoundingPlaces:
     def __str__(self) -> str:
         since = f"checkpoint {self.started}" if self.started else "the initial weights"
         match = self.mismatch or "it has the bits of the record"
-        return f"Step {self.step}, repeated from {since}: {match}.\n{self.table().plain()}".rstrip()
+        bad_value = f"{self.bad_value}\n" if self.bad_value else ""
+        return f"Step {self.step}, repeated from {since}: {match}.\n{bad_value}{self.table().plain()}".rstrip()
 
 
 def rounding_places(
@@ -158,12 +162,16 @@ def rounding_places(
         of_run = repeated.gradients_of_run()  # last, as it advances delayed scales
         last = {"step": step, "batch_crc": session.batch_crc, "loss": of_run[0]}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
+        bad = None
+        if not all(torch.isfinite(x).all() for x in (torch.tensor(of_run[0]), *of_run[1].values())):
+            bad = first_bad_value(session.model, partial(differentiate, session))
     rows = [_row(name, result, exact) for name, result in {"run": of_run, "all": every, **alone}.items()]
     total = rows[1]["gradient"]
     for row in rows[2:]:
         if row["gradient"] is not None and total:
             row["share"] = (row["gradient"] / total) ** 2  # roundings of different places add up in squares
-    return RoundingPlaces(step, started, mismatch, (*rows[:2], *(row for row in rows[2:] if row["gradient"] != 0.0)))
+    shown = (*rows[:2], *(row for row in rows[2:] if row["gradient"] != 0.0))
+    return RoundingPlaces(step, started, mismatch, shown, "" if bad is None else bad.message)
 
 
 def _run_with_step(folder: Path, step: int) -> Run:
@@ -270,8 +278,12 @@ class _Step:
         undo: list[Callable[[], Any]] = []
         is_rounded = "activations" in self.rounded
         keeps, outside = self.session.config.recipe.keeps, self.dtype if is_rounded else torch.float32
+        device, kept = next(self.plain.parameters()).device.type, list[str]()
         for name, module in self.plain.named_modules():
+            if any(name.startswith(f"{outer}.") for outer in kept):
+                continue  # computed in float32 like the module around it
             is_kept = bool(name) and keeps(name)
+            kept += [name] * is_kept
             if is_linear(module) and not is_kept:
                 module.forward = partial(self._linear, name, module)
                 undo.append(partial(delattr, module, "forward"))
@@ -281,7 +293,12 @@ class _Step:
                     module.register_forward_pre_hook(partial(_cast_inputs, inside), with_kwargs=True).remove,
                     module.register_forward_hook(partial(_cast_output, outside)).remove,
                 ]
-        device = next(self.plain.parameters()).device.type
+            elif is_kept:
+                module.forward = torch.autocast(device, enabled=False)(module.forward)
+                undo += [
+                    partial(delattr, module, "forward"),
+                    module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True).remove,
+                ]
         try:
             with torch.autocast(device, self.dtype) if self.is_autocast and is_rounded else nullcontext():
                 yield

@@ -37,8 +37,7 @@ def healthy_steps(seed: int = 0) -> list[Row]:
         {
             "step": step, "loss": 2.5 + 3.0 * math.exp(-step / 40) + draw.gauss(0, 0.03), "lr": 3e-3,
             "grad_norm": 0.5 * math.exp(draw.gauss(0, 0.1)), "tokens": 256 * step, "seconds": 0.1 + draw.uniform(0, 0.01),
-            "data_seconds": 0.001, "batch_crc": f"{draw.getrandbits(64):016x}", "skipped": False,
-            "unigram_loss": 5.3 + draw.gauss(0, 0.07), "embedding_grad_norm": 0.2 * math.exp(draw.gauss(0, 0.3)),
+            "batch_crc": f"{draw.getrandbits(64):016x}", "skipped": False,
         }
         for step in range(1, NUM_STEPS + 1)
     ]  # fmt: skip

@@ -84,7 +84,7 @@ def formats_of(output: Any) -> Row:
         {'formats': 'float32'}
     """
     outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    names = {str(dtype).removeprefix("torch.") for dtype in graph_dtypes(outputs)[0]}
+    names = {str(dtype).removeprefix("torch.") for dtype in graph_dtypes(outputs)}
     return {"formats": ", ".join(sorted(name for name in names if name in FORMATS))} if names else {}
 
 
