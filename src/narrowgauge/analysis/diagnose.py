@@ -347,7 +347,10 @@ def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
         bound = 0 if len(skipped) == len(run.steps) else allowed
         if len(skipped) > bound:
             bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
-            more = f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
+            spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
+            more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
+            more += f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
+            more += ". Look at the gradients that are not finite" if spikes < len(skipped) else ""
             yield kind.reading("", len(skipped), 0, bound, skipped[0], count=len(run.steps), more=more)
     failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
         skipped

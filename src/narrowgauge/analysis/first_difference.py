@@ -175,7 +175,8 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
     for step in sorted({*common, *hashed, *(difference.step for difference in extra)}):
         differences = [difference for difference in extra if difference.step == step]
         differences += _columns(step, rows, prints) if step in common else []
-        differences += _tensors(step, prints[0][step], prints[1][step]) if step in hashed else []
+        scales = _loss_scale(rows[0], step), _loss_scale(rows[1], step)
+        differences += _tensors(step, prints[0][step], prints[1][step], scales) if step in hashed else []
         differences = sorted(_with_ranks(differences), key=lambda row: (_KINDS.index(row.kind), not row.tensor))
         if not differences and first is None:
             continue
@@ -242,7 +243,14 @@ def _tokens_of(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Ma
     return sum(int(entry[2]) for key, entry in tensors.items() if key.startswith("tokens:"))
 
 
-def _tensors(step: int, first_row: Row, second_row: Row) -> list[Difference]:
+def _loss_scale(rows: Mapping[int, Row], step: int) -> float:
+    """Return the loss scale in a step's gradients. A row holds the scale after its step."""
+    scales = (number(rows.get(at, {}).get("loss_scale")) for at in (step - 1, step))
+    return next((scale for scale in scales if scale), 1.0)
+
+
+def _tensors(step: int, first_row: Row, second_row: Row, scales: tuple[float, float]) -> list[Difference]:
+    """Compare the norms of tensors whose hashes differ, those of gradients at loss scale 1."""
     first, second = first_row["tensors"], second_row["tensors"]
     differences = [*_lacking(step, first, second), *_ranks(step, first_row, second_row)]
     for key, entry in first.items():
@@ -251,7 +259,10 @@ def _tensors(step: int, first_row: Row, second_row: Row) -> list[Difference]:
             if kind == "tokens":  # integers have no norm
                 differences.append(Difference(step, kind, "bits", key))
             else:
-                differences.append(Difference(step, kind, "norm", key, (entry[1], second[key][1]), int(entry[2])))
+                is_scaled = kind in ("sent", "grad") and None not in (entry[1], second[key][1])
+                first_scale, second_scale = scales if is_scaled and scales[0] != scales[1] else (1, 1)
+                norms = entry[1] / first_scale, second[key][1] / second_scale
+                differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
     return differences
 
 

@@ -299,7 +299,7 @@ def _compared(
         words = _terms_of(g, r, [term[name] for term in terms], bound, ranks.size)
         readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
     line = f"gradients: {num_equal} of {counted(len(exact), 'tensor')} equal to float32's in one process"
-    line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})"
+    line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})" if num_equal else ""
     first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # first in backward
     rest_of_readings = [reading for reading in readings if reading.what != "nonfinite-gradient"]
     return first_bad + joined(rest_of_readings, len(exact)), [line]

@@ -223,7 +223,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def _generators() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
     numpy_state: Any = np.random.get_state()
-    states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_state[1].astype(np.int64))}
+    numpy_words = np.append(numpy_state[1].astype(np.int64), numpy_state[2])  # the position counts, too
+    states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_words)}
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
     prints = {name: str(fingerprint(state)) for name, state in states.items()}

@@ -118,7 +118,7 @@ class SetUp:
 def set_up_of(model: Any, optimizer: Any) -> SetUp:
     """Return the set-up. Refuse anything but a model and optimizers."""
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"Cannot check a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
+        raise RecipeError(f"Cannot check {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
     require_float64(model.parameters())
     optimizers = []
     for outer in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
@@ -127,7 +127,7 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
             inner = deeper  # of Accelerate and Lightning
         if not isinstance(inner, torch.optim.Optimizer):
             raise RecipeError(
-                f"Cannot check a {type(outer).__name__} as an optimizer.",
+                f"Cannot check {type(outer).__name__} as an optimizer.",
                 "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
             )
         optimizers.append(inner)

@@ -155,7 +155,7 @@ def show_environment(as_json: bool) -> None:
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
 @click.argument("paths", metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device that runs train on]"
+    "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device of narrowgauge train]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object, which can be given as a FILE.")
 def show_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:

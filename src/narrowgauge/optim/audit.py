@@ -322,7 +322,7 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     inner = unwrapped(optimizer)
     if not hasattr(inner, "auditor"):
         raise RecipeError(
-            f"Cannot audit a {type(inner).__name__}, because it does not audit its steps.",
+            f"Cannot audit {type(inner).__name__}, because it does not audit its steps.",
             "Use a Narrowgauge optimizer.",
         )
     if model is not None:

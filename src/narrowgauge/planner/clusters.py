@@ -194,7 +194,10 @@ def clusters_asked_for(
     fields: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
     if clusters and (kinds or chips or fields):
         second = "chips" if kinds or chips else next(iter(fields))
-        raise ChipError(f"a cluster and {second} were requested together.", "Write it into the cluster's file.")
+        raise ChipError(
+            f"a cluster and {second} were requested together.",
+            "Leave out one of them: a cluster has its chips.",
+        )
     if clusters:
         return tuple(c if isinstance(c, Cluster) else read_cluster(c) for c in clusters)
     return tuple(cluster_of(kind, count, chips_per_node, **fields) for kind in kinds for count in chips or [1])

@@ -54,8 +54,9 @@ class Profile:
     def text(self) -> str:
         """Return the notes, and the fastest recipe as a file. Layers that are slower when narrow are plain in it."""
         best = max(self.rows, key=lambda row: float(row["step_ratio"]))
+        narrow = [layer for layer in best["layers"] if layer["verdict"] != "kept"]
         verdict = f"Fastest: {best['recipe']}, {best['step_ratio']:.2f} × {best['baseline']}."
-        if best["step_ratio"] < 1:
+        if best["step_ratio"] < 1 or (narrow and len(best["overrides"]) == len(narrow)):
             verdict = f"None of these is faster here than {best['baseline']}; {best['recipe']} comes nearest."
         verdict += f" As a recipe file, with {len(best['overrides'])} slower kinds of layers in 16 bits:"
         return "\n".join([verdict, "", _toml(best["fastest"]), *(f"note: {note}" for note in self.notes)])
