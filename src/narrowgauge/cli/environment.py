@@ -52,11 +52,11 @@ def print_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool)
     if as_json:
         rows = [{"probe": name, "results": texts, "affects": affects[name]} for name, texts in parted.results.items()]
         return tables.write_json({"differences": rows, "settings": parted.settings})
-    for name, (one, other) in parted.results.items():
-        click.echo(f"{name}: {one} and {other}. It affects {affects[name]}.")
+    for name, (first, second) in parted.results.items():
+        click.echo(f"{name}: {first} and {second}. It affects {affects[name]}.")
     click.echo(f"{len(parted.results) or 'None'} of {parted.num_compared} measured properties differ.")
-    for name, (one, other) in parted.settings.items():
-        click.echo(f"setting {name}: {one} and {other}")
+    for name, (first, second) in parted.settings.items():
+        click.echo(f"setting {name}: {first} and {second}")
     return None
 
 

@@ -244,8 +244,8 @@ def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
     """
     if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
         raise RecipeError(
-            f"layer '{name}' was to compute as '{compute.name}', and a framework has replaced its forward, which would go on as "
-            "before.",
+            f"layer '{name}' was to compute as '{compute.name}', and a framework has replaced its forward, which would "
+            "compute as before.",
             "Prepare the model before the framework gets it; in torchtitan, use NarrowgaugeConverter.",
         )
     transposed, weight = is_transposed(module), cast(Tensor, module.weight)

@@ -99,14 +99,17 @@ def measure(
             say(f"compiling a step and the layers in {recipe.name}")
             train_step(session)
         works = {(r, kind.pattern): passes_of(session, kind) for r, session in sessions.items() for kind in kinds}
-        for forward, both in works.values():
+        for forward, forward_backward in works.values():
             forward()
-            both()
+            forward_backward()
         say(f"timing {rounds} rounds")
         return kinds, [
             Round(
                 {recipe: _timer(partial(train_step, session)).timeit(1).median for recipe, session in sessions.items()},
-                {key: (_seconds(forward), _seconds(both)) for key, (forward, both) in works.items()},
+                {
+                    key: (_seconds(forward), _seconds(forward_backward))
+                    for key, (forward, forward_backward) in works.items()
+                },
             )
             for _ in range(rounds)
         ]
@@ -146,13 +149,13 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
         with torch.no_grad(), compute_scope(recipe, device):
             return next(layers)(next(inputs)[0])
 
-    def both() -> Any:
+    def forward_backward() -> Any:
         layer, (x, gradient) = next(layers), next(inputs)
         with compute_scope(recipe, device):
             y = layer(x)
         return torch.autograd.grad(y, [x, *layer.parameters()], gradient.to(y.dtype))
 
-    return forward, both
+    return forward, forward_backward
 
 
 # ── whole steps ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -302,7 +302,7 @@ def run_comparison(
             say(f"{name}  {_result(runs[-1])}  {took}")
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
-            f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to go on."
+            f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
         ) from None
     with contextlib.suppress(DataError):  # the tokens of earlier runs may be gone
         say(f"Token frequencies alone have a loss of {open_recorded(runs[0].run['data']).unigram_loss():.4f}.")

@@ -190,7 +190,9 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                     reporter.event(
                         Event("stop", session.step, "interrupted" if number else "as requested by stop_after")
                     )
-                    console.say(f"Stopped after step {session.step}. Go on with: narrowgauge resume {session.folder}")
+                    console.say(
+                        f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
+                    )
                     if number:
                         raise Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
                     return

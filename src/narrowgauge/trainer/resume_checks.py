@@ -49,7 +49,7 @@ def run_of_trainer(folder: Path) -> Run:
         program = run.run.get("recorder", {}).get("program") or "another program"
         raise RecordError(
             f"{folder} records a loop of its own, in {program}, which has the model and its data.",
-            "Name a run of narrowgauge train. A loop with RunRecorder(resume=True) goes on when its program starts again.",
+            "Name a run of narrowgauge train. A loop with RunRecorder(resume=True) continues when its program starts again.",
         )
     return run
 

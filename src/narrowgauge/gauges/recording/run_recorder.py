@@ -209,7 +209,7 @@ class RunRecorder:
         """
         if self._must_go_back:
             raise RecordError(
-                f"{self.folder} holds steps already, and where the loop goes on from was not said.",
+                f"{self.folder} holds steps already, and the step from which the loop continues is unknown.",
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
         entries: Row = {
@@ -416,7 +416,7 @@ def _make_room(folder: Path, step: int) -> None:
     absent = [number for number in range(min(steps, default=step + 1), step + 1) if number not in steps]
     if absent:
         raise RecordError(
-            f"{folder} lacks step {absent[0]}, and the loop goes on after step {step}.",
+            f"{folder} lacks step {absent[0]}, and the loop continues after step {step}.",
             "Go back to a checkpoint from before, or record into a new folder.",
         )
     (folder / "summary.json").unlink(missing_ok=True)
@@ -428,7 +428,7 @@ def _number(value: Any) -> Any:
 
 # ── the record of a loop ────────────────────────────────────────────────────────────────────────────────────────────
 
-_GO_BACK = "Lower the learning rate or look at the data of that step, and go on from the last good checkpoint."
+_GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
 
 
 class RunNotice(UserWarning):
