@@ -290,14 +290,18 @@ def run_comparison(
 
     say(f"{len(configs)} runs in {folder}")
     runs: list[Run] = []
+    seconds: list[float] = []
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
             began, took = time.monotonic(), "earlier"
+            num_left = len(configs) - number
             if not _has_ended(place):
                 with Console(config.steps, 0, name, stream) as console:
                     _train(config, console)
-                took = duration(time.monotonic() - began)
+                seconds.append(time.monotonic() - began)
+                left = f", about {duration(sum(seconds) / len(seconds) * num_left)} left" if num_left else ""
+                took = f"{duration(seconds[-1])}{left}"
             runs.append(read_run(place))
             say(f"{name}  {_result(runs[-1])}  {took}")
     except KeyboardInterrupt as interruption:
