@@ -422,7 +422,7 @@ def section(records: Sequence[Record], setting: Setting) -> str:
     for cell in cells:
         runs = runs_of(records, MASTER, cell)
         means = [statistics.fmean(getattr(run, name) for run in runs) for name in ("val_loss", "bigram", "unigram")]
-        levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len(runs))])
+        levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len({run.seed for run in runs}))])
     masters = {run.key[1:]: run.weights for run in records if run.row == MASTER}
     proofs = [(run, masters.get(run.key[1:])) for run in records if run.row == ONCE]
     parts = [
