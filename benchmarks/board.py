@@ -42,7 +42,7 @@ from _others_training import FORMULAS, PEERS, cut, formula_bytes, peer_optimizer
 from peers import bytes_held, peer_version
 from timing import exit_by
 
-from narrowgauge.analysis.comparison.intervals import MINUS
+from narrowgauge.analysis.comparison.intervals import MINUS, interval
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
@@ -407,7 +407,7 @@ def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
     lines = []
     for row in CONTROLS:
         cost = max([[], *(differences(records, row, cell) for cell in cells)], key=len)
-        mean, half = interval_of_cells([cost]) if cost else (0.0, math.inf)
+        mean, half = interval(cost) if cost else (0.0, math.inf)
         lost = "lost" if mean > half or mean == math.inf else "undecided" if math.isinf(half) else "**did not lose**"
         lines.append(f"- `{row}`: {f'{shown([cost])}, {lost}' if cost else 'no run yet'}.")
     return "\n".join(lines)

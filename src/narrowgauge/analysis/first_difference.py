@@ -259,8 +259,7 @@ def _tensors(step: int, first_row: Row, second_row: Row, scales: tuple[float, fl
             if kind == "tokens":  # integers have no norm
                 differences.append(Difference(step, kind, "bits", key))
             else:
-                is_scaled = kind in ("sent", "grad") and None not in (entry[1], second[key][1])
-                first_scale, second_scale = scales if is_scaled and scales[0] != scales[1] else (1, 1)
+                first_scale, second_scale = scales if kind in ("sent", "grad") else (1.0, 1.0)
                 norms = entry[1] / first_scale, second[key][1] / second_scale
                 differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
     return differences

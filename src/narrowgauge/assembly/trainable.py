@@ -51,7 +51,7 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
         _check_module(owner, module, recipe)
     _check_ranks(model, recipe, mesh)
     if mesh is not None:
-        _check_mesh(inner, recipe, mesh, shard)
+        _check_mesh(inner, mesh, shard)
 
 
 def _check_tied(model: nn.Module, recipe: Recipe) -> None:
@@ -136,7 +136,7 @@ def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
         )
 
 
-def _check_mesh(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
+def _check_mesh(model: nn.Module, mesh: Any, shard: str) -> None:
     """Refuse a mesh without this rank."""
     if mesh.get_coordinate() is None:
         raise RecipeError(

@@ -221,7 +221,7 @@ def _suited(names: Iterable[str], chips: Sequence[Chip], optimizer: str) -> list
 # ── several clusters ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _sizes(single_chip: Cluster, node: int, flops_per_day: float) -> list[Cluster]:
+def _sizes(cluster: Cluster, node: int, flops_per_day: float) -> list[Cluster]:
     """Return a part of a node, then numbers of nodes a fifth or a quarter apart, up to ``MOST_CHIPS``.
 
     Leave out sizes that would be late if only matmuls in the fastest format took time.
@@ -229,10 +229,11 @@ def _sizes(single_chip: Cluster, node: int, flops_per_day: float) -> list[Cluste
     parts = [1 << power for power in range((node - 1).bit_length())]
     nodes = dict.fromkeys((quarters << power) // 4 for power in range(20) for quarters in (4, 5, 6, 7))
     counts = [count for count in [*parts, *(number * node for number in nodes)] if count <= MOST_CHIPS]
-    least = flops_per_day / 86_400 / (1e12 * max(single_chip.chip.peak_tflops.values()))
+    least = flops_per_day / 86_400 / (1e12 * max(cluster.chip.peak_tflops.values()))
+    in_time = [count for count in counts if count >= least] or counts[-1:]
     return [
-        replace(single_chip, chips=count, chips_per_node=min(node, count), name=f"{count} × {single_chip.chip.name}")
-        for count in [count for count in counts if count >= least] or counts[-1:]
+        replace(cluster, chips=count, chips_per_node=min(node, count), name=f"{count} × {cluster.chip.name}")
+        for count in in_time
     ]
 
 
