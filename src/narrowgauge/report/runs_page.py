@@ -30,7 +30,7 @@ from narrowgauge.report.run_settings import environment
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.tables import Table, name_columns, text_columns
 
 
 def render(comparison: Comparison, title: str = "", live: bool = False) -> str:
@@ -139,7 +139,7 @@ MARKED = ("training-loss", "validation-loss", "grad-norm")
 """Figures over steps that mark each run's first reading."""
 _HOW = " A dotted upright line is the first reading beyond its bound; hover over its top."
 _READING_COLUMNS = (
-    *name_columns(recipe="recipe"), *text_columns(seeds="seeds"), *number_columns(readings="readings"),
+    *name_columns(recipe="recipe"), *text_columns(seeds="seeds"),
     *reading_table([]).columns, *text_columns(what_to_do="advice"),
 )  # fmt: skip
 
@@ -192,9 +192,8 @@ def _folded(recipe: str, members: Sequence[tuple[int, Reading]]) -> Row:
         **worst.to_dict(),
         "recipe": recipe,
         "seeds": ", ".join(map(str, sorted({seed for seed, _ in members}))),
-        "readings": len(members),
         "step": min(reading.step for reading in readings),
-        "tensor": told((reading.tensor for reading in readings if reading.tensor), 3),
+        "tensor": told((reading.tensor for reading in readings if reading.tensor), 1),
     }
 
 
