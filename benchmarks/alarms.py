@@ -38,7 +38,7 @@ from narrowgauge.trainer.loop import train
 
 _USUAL = (
     "bfloat16/word", "bfloat16/compact", "bfloat16/states8", "bfloat16/master", "bfloat16/exact", "bfloat16/split",
-    "bfloat16/split8", "bfloat16/stochastic", "bfloat16/kahan", "bfloat16/collage-plus", "bfloat16/float32",
+    "bfloat16/stochastic", "bfloat16/kahan", "bfloat16/collage-plus", "bfloat16/float32",
     "float32/float32", "int8-row/word", "int8-row/states8", "float8-row/word", "float8-tensor/word",
     "float8-delayed/word", "float8-block/split", "float8-tensor-e5m2/word", "mxfp8/word", "mxfp4/word",
     "nvfp4/compact", "unit/word", "scalify/word", "float16/split",

@@ -62,13 +62,11 @@ MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 MASTER, WORD = "master", "word"
 ONCE = "exact"
 """Has the bits of ``master``: one run proves it."""
-NEAREST8 = "bfloat16/float8-row+e4m3-row+e5m3-row"
-"""``weight8`` with weights rounded to the nearest."""
-CONTROLS = ("naive", NEAREST8, "float8/collage-plus")
+CONTROLS = ("naive", "float8/collage-plus")
 """Rows that must lose: a board on which one of them does not has no power."""
 STORAGES = (
     MASTER, WORD, "naive", "compact", "states8", "split", "kahan", "collage-light", "collage-plus", "stochastic", "no-master",
-    "float32", ONCE, "weight8", NEAREST8, "float8/collage-plus",
+    "float32", ONCE, "weight8", "float8/collage-plus",
 )  # fmt: skip
 COMPUTES = tuple(
     f"{name}/{WORD}" for name in ("int8-row", "float8-row", "float8-tensor", "mxfp8", "nvfp4", "mxfp4", "scalify")

@@ -44,7 +44,7 @@ FULL, QUICK = (256, 400), (64, 100)
 """The side of the weight, and the steps."""
 SECONDS = 0.9
 """That a row takes."""
-ASKED = {"split": 0.01, "split8": 0.12, "word": 0.1, "compact": 0.15, "float32-states8": 0.15}
+ASKED = {"split": 0.01, "word": 0.1, "compact": 0.15, "float32-states8": 0.15}
 ASKED |= dict.fromkeys(("float32", "master", "exact"), 0.002)
 ASKED |= dict.fromkeys(("kahan", "collage-light", "collage-plus"), 0.08)
 """The largest error that each storage may have, in the full case."""

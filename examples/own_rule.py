@@ -9,7 +9,7 @@ Run with: python examples/own_rule.py
 import torch
 
 import narrowgauge as ng
-from narrowgauge.numerics.expansions import sqrt
+from narrowgauge.numerics.rounding import sqrt
 
 
 def scalars(group, step):

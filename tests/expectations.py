@@ -70,13 +70,10 @@ _WEIGHT8 = {"weight": (22, 20), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
 _LOW, _LOWER = ("weight_low",), ("weight_low", "weight_low2")
 
 STORAGES: dict[str, Storage] = {
-    "float64/float64": Storage(32, 0.002),
     "float32": Storage(16, 0.002, stands_for="a lane for each word, and nothing is cut"),
     "master": Storage(16, 0.002, beside=("master",), stands_for="a full copy beside what the model sees"),
-    "master64": Storage(28, 0.002, beside=("master",)),
     "exact": Storage(14, 0.002, tail_bits=16, beside=("tail",)),
     "split": Storage(12, 0.01, tail_bits=16, beside=("tail",), stands_for="a 16-bit tail, and planes of 16 and of 32 bits"),
-    "split8": Storage(10, 0.12, tail_bits=8, beside=("tail",), dealt={"weight": (0, 8), "exp_avg_sq": (8, 8)}),
     "word": Storage(8, 0.1, 0, 8, ("tail",), dealt=_WORD, stands_for="three fields in one word, stochastic, flat"),
     "compact": Storage(7, 0.15, 8, 8, ("tail",), dealt=_COMPACT, stands_for="four lanes, scales by row, stochastic"),
     "states8": Storage(6, "noisy", 8, dealt=_STATES8, stands_for="scales by row, and nothing beside the weight"),
@@ -98,19 +95,10 @@ STORAGES: dict[str, Storage] = {
     "collage-plus": Storage(12, 0.08, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions, two parts"),
     "naive": Storage(8, "lost", vectors_whole=False, stands_for="nothing beside the weight, to the nearest"),
     "float16/master": Storage(16, 0.002, beside=("master",), stands_for="float16 with a full copy"),
-    "float16/master64": Storage(28, 0.002, beside=("master",)),
     "float16/split": Storage(12, 0.01, tail_bits=13, beside=("tail",), stands_for="float16 with a tail"),
     "float16/naive": Storage(8, "lost", vectors_whole=False),
-    "float16/kahan": Storage(
-        10, 0.01, beside=_LOW, vectors_whole=False, stands_for="float16 with a second part, added in float32"
-    ),
-    "float16/collage-light": Storage(10, 0.01, beside=_LOW, vectors_whole=False),
-    "float16/collage-plus": Storage(
-        12, 0.01, beside=_LOW, vectors_whole=False, stands_for="float16 in the arithmetic of expansions"
-    ),
     "float16-throughout/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
-    "float8/collage-light": Storage(8, "lost", 12, beside=_LOWER),
     "float8/collage-plus": Storage(10, "lost", 12, beside=_LOWER, stands_for="three parts, each relative to its row"),
 }  # fmt: skip
 
@@ -139,7 +127,6 @@ class Compute:
 _ALL: tuple[Literal["input", "weight", "gradient"], ...] = ("input", "weight", "gradient")
 
 COMPUTES: dict[str, Compute] = {
-    "float64": Compute(8, default_storage="float64"),
     "float32": Compute(4, default_storage="float32"),
     "tfloat32": Compute(4, default_storage="float32"),
     "bfloat16": Compute(2),

@@ -31,7 +31,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     **{
         name: ours(ng.AdamW, name)
         for name in (
-            "split8", "compact", "states8", "weight8", "float32-states8", "stochastic", "naive", "float16/naive",
+            "split", "compact", "states8", "weight8", "float32-states8", "stochastic", "naive", "float16/naive",
             "scalify-float16/scaled16",
         )
     },

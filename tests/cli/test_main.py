@@ -156,7 +156,7 @@ def completed(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("train --recipe bfloat16/sp", {"bfloat16/split", "bfloat16/split8"}),
+        ("train --recipe bfloat16/st", {"bfloat16/states8", "bfloat16/stochastic"}),
         ("compare --recipes bfloat16/master,bfloat16/wor", {"bfloat16/master,bfloat16/word"}),
         ("plan run --chip h2", {"H20-SXM5-96GB", "H200-SXM-141GB"}),
         ("train --recipe mine", {"mine"}),  # no name of ours: the shell looks for a file

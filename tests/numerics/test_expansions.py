@@ -15,14 +15,10 @@ from torch import Tensor
 from narrowgauge.numerics.expansions import (
     NearestEven,
     Parts,
-    add,
-    div,
     expansion_of,
     grow,
     mul,
-    negative,
     renormalise,
-    square_root,
     two_prod,
     two_sum,
 )
@@ -169,7 +165,7 @@ def cancelling(x: Parts, rn: NearestEven, seed: int) -> Parts:
     count = len(x[0])
     place = torch.randint(0, len(x), (count,), generator=generator)
     parts = []
-    for i, part in enumerate(negative(x)):
+    for i, part in enumerate(-part for part in x):
         spacing = part.frexp().exponent.float().exp2() * 2.0 ** -(24 - rn.dropped)
         off = rn(part + spacing * torch.randint(-2, 3, (count,), generator=generator))
         unlike = rn(part * torch.randn(count, generator=generator))
@@ -188,13 +184,7 @@ def _pairwise(operation: Callable[[Fraction, Fraction], Fraction], x: Parts, y: 
 CASES: dict[str, tuple[Case, float, float]] = {
     "grow": (lambda x, y, z, rn: (grow(x, y[0], rn), _pairwise(Fraction.__add__, x, y[:1])), 2, 4),
     "grow, cancelling": (lambda x, y, z, rn: (grow(x, z[0], rn), _pairwise(Fraction.__add__, x, z[:1])), 2, 4),
-    "add": (lambda x, y, z, rn: (add(x, y, rn), _pairwise(Fraction.__add__, x, y)), 3, 3),
-    "mul by a part": (lambda x, y, z, rn: (mul(x, y[:1], rn), _pairwise(Fraction.__mul__, x, y[:1])), 3, 4),
     "mul": (lambda x, y, z, rn: (mul(x, y, rn), _pairwise(Fraction.__mul__, x, y)), 5, 8),
-    "mul by a pair": (lambda x, y, z, rn: (mul(x, y[:2], rn), _pairwise(Fraction.__mul__, x, y[:2])), 5, 8),
-    "div": (lambda x, y, z, rn: (div(x, y, rn), _pairwise(Fraction.__truediv__, x, y)), 15, 24),
-    "div of a part": (lambda x, y, z, rn: (div(x[:1], y, rn), _pairwise(Fraction.__truediv__, x[:1], y)), 15, 24),
-    "div by a part": (lambda x, y, z, rn: (div(x, y[:1], rn), _pairwise(Fraction.__truediv__, x, y[:1])), 15, 24),
 }
 
 
@@ -213,28 +203,13 @@ def test_error_is_within_the_stated_bound(name: str, precision: str, length: int
     case, *bounds = CASES[name]
     result, expected = case(x, y, cancelling(x, rn, 3), rn)
     assert len(result) == length
-    bound = bounds[length - 2] / (1 - 4 * 2.0**-p if name == "add" else 1)
+    bound = bounds[length - 2]
     error = oracle.worst(exact(result), expected)
     assert error <= bound * Fraction(1, 2 ** (p * length)), float(error * 2 ** (p * length))
     assert oracle.separated(lists(result), p)
     assert all(torch.equal(rn(part), part) for part in result)
     # The bound is not so wide that a result of one part less would pass, but where 24u is more than 1.
     assert p < 8 or oracle.worst(exact(result[:-1]), expected) > bound * Fraction(1, 2 ** (p * length))
-
-
-@pytest.mark.parametrize("length", [2, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_square_root_is_within_its_bound(precision: str, length: int) -> None:
-    rn = NearestEven(PRECISIONS[precision])
-    x = nonzero(samples(rn, length, 6))
-    x = tuple(torch.where(x[0] < 0, -part, part) for part in x)
-    root = square_root(x, rn)
-    # The square's relative error is twice the root's, and a little.
-    squares = [value * value for value in exact(root)]
-    bound = {2: 6, 3: 12}[length] * Fraction(1, 2 ** ((24 - rn.dropped) * length))
-    assert oracle.worst(squares, exact(x)) <= 2 * bound + bound**2
-    zero = square_root(tuple(torch.zeros(2) for _ in range(length)), rn)
-    assert all(torch.equal(part, torch.zeros(2)) for part in zero)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])

@@ -11,12 +11,10 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.optim import layout
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.spec.storages import STORAGES, Storage, find, for_vectors
+from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
 
 REPRESENTATIVES = {name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for}
 """One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""
-CUT = {name: row for name, row in STORAGES.items() if row.arithmetic != "float64"}
-"""The storages whose values are float32 and less, in words of 32 bits; those of float64 are in ``test_float64``."""
 
 
 def kind(storage: Storage) -> tuple[object, ...]:
@@ -32,10 +30,7 @@ def shifts(storage: Storage) -> dict[str, int]:
 
 
 def row_of(storage: str | Storage) -> Storage:
-    """The row of that name, composed ones included."""
-    row = storage if isinstance(storage, Storage) else find(storage)
-    assert row is not None, storage
-    return row
+    return storage if isinstance(storage, Storage) else STORAGES[storage]
 
 
 def visible_dtype(storage: str | Storage) -> torch.dtype:

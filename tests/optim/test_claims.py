@@ -12,7 +12,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.machine import compiler_missing
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import CUT, REPRESENTATIVES, kept, kind, parameters, stall
+from optim.scenarios import REPRESENTATIVES, kept, kind, parameters, stall
 from oracles.adamw import AdamW64
 from tensors import assert_same_bits, take_steps
 
@@ -23,7 +23,7 @@ STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "
 
 
 def test_every_kind_of_storage_has_a_representative() -> None:
-    assert {kind(STORAGES[name]) for name in REPRESENTATIVES} == {kind(row) for row in CUT.values()}
+    assert {kind(STORAGES[name]) for name in REPRESENTATIVES} == {kind(row) for row in STORAGES.values()}
     assert len({kind(STORAGES[name]) for name in REPRESENTATIVES}) == len(REPRESENTATIVES)
 
 

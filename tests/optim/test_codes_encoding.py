@@ -13,19 +13,13 @@ from torch import Tensor
 
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import codes, layout
-from narrowgauge.spec.storages import MOMENT_CODES, WEIGHT_CODES, Code, Storage, find
-from optim.scenarios import CUT
+from narrowgauge.spec.storages import STORAGES, Code, Storage
 from oracles import codes as oracle
 from tables import exhaustive
 from tensors import unsigned
 
-COMPOSED = tuple(row for weight in WEIGHT_CODES if (row := find(f"{weight}+bfloat16+float32")))
 # The parts of an expansion are coded one by one: here each stands for itself.
-IN_TABLES = {
-    replace(code, parts=1)
-    for row in CUT.values()
-    for code in (row.weight, row.exp_avg, row.exp_avg_sq, *MOMENT_CODES.values())
-}
+IN_TABLES = {replace(code, parts=1) for row in STORAGES.values() for code in (row.weight, row.exp_avg, row.exp_avg_sq)}
 OTHERS = {
     Code("e4m3", 4, 3, lowest=-6),
     Code("e5m2, unsigned, held", 5, 2, signed=False, lowest=-14, hold=True),
@@ -202,7 +196,7 @@ def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-WHOLE = [r for r in (*CUT.values(), *COMPOSED) if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
+WHOLE = [r for r in STORAGES.values() if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
 IN_BFLOAT16 = [row for row in WHOLE if row.visible != "float16"]
 IN_FLOAT16 = [row for row in WHOLE if row.visible == "float16"]
 

@@ -15,12 +15,12 @@ from narrowgauge.optim.codes import Lane, Written, addends, read_state, read_wei
 from narrowgauge.optim.kernel import ARITHMETICS
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage
-from optim.scenarios import CUT, row_of, shifts
+from optim.scenarios import shifts
 from oracles import codes as oracle
 from tables import exhaustive
 from tensors import gaussian
 
-ROWS = [*CUT.values(), *map(row_of, ("bfloat16-pair+bfloat16-pair+e5m3-row", "tail8+e4m3-row+bfloat16-pair"))]
+ROWS = list(STORAGES.values())
 SEED = torch.tensor(-123456789, dtype=torch.int32)
 
 

@@ -49,7 +49,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert option.fits is False and "too large by 26.7 GB" in option.why_not
     assert search(LARGE, WORD, cluster, 4096)[0].fits
     assert search(LARGE, MASTER, cluster_of("A100-SXM4-40GB", 16), 4096)[0].fits
-    for wider in ("bfloat16/split", "bfloat16/split8"):
+    for wider in ("bfloat16/split", "bfloat16/exact"):
         assert not search(LARGE, parse(wider), cluster, 4096)[0].fits
 
 

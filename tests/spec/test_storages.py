@@ -1,4 +1,4 @@
-"""Storages: the table's figures, how fields share words, and the names that compose a row."""
+"""Storages: the table's figures, and how fields share words."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ import random
 import pytest
 
 import expectations
-from narrowgauge.spec.storages import (
-    MOMENT_CODES,
-    STORAGES,
-    VISIBLE,
-    WEIGHT_CODES,
-    Storage,
-    find,
-    for_vectors,
-    packed,
-    width_of,
-)
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage, packed, width_of
 
 Fields = tuple[tuple[str, int], ...]
 every_storage = pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
@@ -82,27 +72,3 @@ def test_fields_share_words_without_overlap_and_in_the_fewest_bits() -> None:
         assert all(0 < sum(bits for _, bits in group) <= width_of(group) <= 32 for group in groups)
         assert sum(map(width_of, groups)) == fewest_bits(tuple(bits for _, bits in fields)), fields
         assert all(len(group) == 1 for group in groups if any(bits in (16, 32) for _, bits in group))
-
-
-# ── composed rows ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("weight", WEIGHT_CODES)
-def test_any_codes_compose_a_row(weight: str) -> None:
-    for first, second in itertools.product(MOMENT_CODES, MOMENT_CODES):
-        name = f"{weight}+{first}+{second}"
-        row = find(name)
-        if not MOMENT_CODES[first].signed:
-            assert row is None
-            continue
-        assert row is not None and row == find(name) and row.name == name
-        assert (row.weight, row.exp_avg, row.exp_avg_sq) == (
-            WEIGHT_CODES[weight],
-            MOMENT_CODES[first],
-            MOMENT_CODES[second],
-        )
-        assert row.visible == "bfloat16" and row.arithmetic == "float32" and for_vectors(row).name == "master"
-        bits = 32 + 16 * (row.weight.parts - 1) + row.tail_bits
-        bits += sum(code.bits * code.parts for code in (row.exp_avg, row.exp_avg_sq))
-        assert bits <= 8 * row.bytes_per_param <= bits + 20
-        assert row.loses == "nothing" if name == "tail16+float32+float32" else "bits of the" in row.loses

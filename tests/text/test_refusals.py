@@ -110,8 +110,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "'reproducibl'"),
     "a compute": (lambda: parse("float8-rwo"), RecipeError, "mean 'float8-row'"),
     "two meanings": (lambda: get_compute("float8"), RecipeError, "float8-row.*float8/collage-plus"),
-    "no such storage of a weight": (lambda: parse("float8/float32"), RecipeError, "'collage-light'"),
-    "no such code": (lambda: parse("bfloat16/tail8+e7m5+float32"), RecipeError, r"'tail8\+e7m5\+float32'"),
+    "no such storage of a weight": (lambda: parse("float8/float32"), RecipeError, "'collage-plus'"),
     "a variant": (lambda: parse("float8-row+smooth/word"), RecipeError, "take 'float8-row'"),
     # optimizers
     "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),

@@ -11,7 +11,6 @@ from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like
 from narrowgauge.numerics.rounding import at_least_float32, round_to_bfloat16, round_to_float16
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import WIDE
 
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
@@ -44,8 +43,8 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
 
 def visible(weight: Tensor, dtype: str) -> Tensor:
     """Return a float32 weight, rounded to its visible format. Return a weight in 16 bits unchanged."""
-    if dtype in WIDE:
-        return weight.to(getattr(torch, dtype))
+    if dtype == "float32":
+        return weight.float()
     return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
 
 

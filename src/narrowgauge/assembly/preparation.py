@@ -155,8 +155,6 @@ def prepare(
         sharding.make_equal(inner, mesh)
     factors = _unit_scaled(inner, policy, seed)
     values = round_parameters(inner, policy)
-    if policy.dtype == "float64":
-        _widen_buffers(inner)
     linears = narrow_linears(inner, policy, seed)
     keep_ranks_apart(inner)
     if mesh is not None and shard != "none":
@@ -235,13 +233,6 @@ def _compute_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
     is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
     return recipe.dtype if is_plain else ""
-
-
-def _widen_buffers(model: nn.Module) -> None:
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                module._buffers[name] = buffer.double()
 
 
 def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: bool) -> dict[Tensor, Tensor]:

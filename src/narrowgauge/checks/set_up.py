@@ -18,7 +18,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import STORAGES, WIDE, Storage
+from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.torch_names import plain_name
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -37,9 +37,9 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("use_kahan_summation", (True,), "kahan"),  # AnyPrecisionAdamW
     ("bf16_stochastic_round", (True,), "stochastic"),  # torchao
     ("stochastic_rounding", (True,), "stochastic"),  # HeavyBall
-    ("param_ecc", ("bf16+8", "fp16+8"), "split8"),  # HeavyBall
+    ("param_ecc", ("bf16+8", "fp16+8"), "word"),  # HeavyBall
     ("param_ecc", ("bf16+16", "fp16+16"), "exact"),
-    ("master_weight_bits", (24,), "split8"),  # FlashOptim
+    ("master_weight_bits", (24,), "word"),  # FlashOptim
     ("master_weight_bits", (32,), "exact"),
 )
 
@@ -67,7 +67,7 @@ class SteppedParameter:
     @property
     def is_short(self) -> bool:
         """Return whether a change below 0.5 ulp of a 16-bit weight is lost."""
-        return self.storage.visible not in WIDE and self.keeps_nothing
+        return self.storage.visible != "float32" and self.keeps_nothing
 
     @property
     def keeps_nothing(self) -> bool:

@@ -34,9 +34,9 @@ from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import emit
 from narrowgauge.runs.schema import METRICS, Row
-from narrowgauge.spec import storages
 from narrowgauge.spec.computes import COMPUTES, first_of_input
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
 
@@ -294,7 +294,7 @@ def _close(number: int) -> None:
 def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
     """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
-    storage = storages.find(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
+    storage = STORAGES.get(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
     if storage is None:
         return None
     try:

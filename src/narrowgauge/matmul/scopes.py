@@ -1,7 +1,7 @@
 """Scopes: compute in another dtype than that of the model's weights.
 
 With float32 weights and a 16-bit compute we use ``torch.autocast``. Autocast cannot cast *from* 16-bit weights. So if the
-compute's dtype differs from theirs (``float32/word``, ``float16/kahan``), each module's own parameters are cast during its
+compute's dtype differs from theirs (``float32/word``), each module's own parameters are cast during its
 forward. Tensors between modules have the compute's dtype, too. Modules in a recipe's ``keep`` compute in float32 between casts.
 """
 

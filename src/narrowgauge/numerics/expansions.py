@@ -22,17 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics import rounding
 from narrowgauge.numerics.rounding import bits_of, cut_to_even, float_of
 
 Parts = tuple[Tensor, ...]
-Operand: TypeAlias = "Expansion | Tensor | float"
 
 
 @dataclass(frozen=True)
@@ -132,37 +129,16 @@ def grow(x: Parts, a: Tensor, rn: NearestEven) -> Parts:
     return renormalise(_cascade(levels, rn), len(x), rn)
 
 
-def add(x: Parts, y: Parts, rn: NearestEven) -> Parts:
-    """Add expansions. The sum is as long as the longer one.
+def mul(x: Parts, y: Parts, rn: NearestEven) -> Parts:
+    """Multiply expansions of one length above 1: Collage's Mul, corrected. Error for pairs 5u^2, triples 8u^3.
 
-    Error for pairs 3u^2 / (1 - 4u), also under cancellation. Error for triples u^3 of ``abs(x) + abs(y)``.
+    Partial products are exact, but the smallest ones that count are rounded.
     """
-    x, y = (x, y) if len(x) >= len(y) else (y, x)
-    if len(y) == 1:
-        return grow(x, y[0], rn)
-    if len(x) == 2:
-        s, e = two_sum(x[0], y[0], rn)
-        t, f = two_sum(x[1], y[1], rn)
-        s, e = fast_two_sum(s, rn(e + t), rn)
-        return fast_two_sum(s, rn(e + f), rn)
-    # Add one level for the errors of the last: they matter if the larger parts cancel.
-    levels = [*([part, *y[i : i + 1]] for i, part in enumerate(x)), []]
-    return renormalise(_cascade(levels, rn), len(x), rn)
-
-
-def mul(x: Parts, y: Parts, rn: NearestEven, length: int = 0) -> Parts:
-    """Multiply expansions: Collage's Mul, corrected. If ``y`` is one part, it is Scaling. Error for pairs 5u^2, triples 8u^3.
-
-    Partial products are exact, but the smallest ones that count are rounded. The product has ``length`` parts, at most as many
-    as both operands together. 0 stands for the length of the longer.
-    """
-    n = min(length or max(len(x), len(y)), len(x) + len(y))
-    if n == 1:
-        return (rn(x[0] * y[0]),)
+    n = len(x)
     levels: list[list[Tensor]] = [[] for _ in range(n)]
     least: list[Tensor] = []
     for i in reversed(range(len(x))):
-        for j in range(min(len(y), n - i)):
+        for j in range(n - i):
             if i + j == n - 1:
                 # All but the first are added unrounded, like PyTorch's 16-bit multiply-add.
                 least.append(x[i] * y[j])
@@ -174,38 +150,6 @@ def mul(x: Parts, y: Parts, rn: NearestEven, length: int = 0) -> Parts:
         least[0] = rn(least[0])
     levels[-1] = least + levels[-1]
     return renormalise(_cascade(levels, rn), n, rn)
-
-
-def div(x: Parts, y: Parts, rn: NearestEven) -> Parts:
-    """Divide expansions by long division; the result is as long as the longer. Error for pairs 15u^2, for triples 24u^3."""
-    n, remainder = max(len(x), len(y)), x
-    quotients = [rn(x[0] / y[0])]
-    while len(quotients) < n:
-        remainder = _subtract_near(remainder, mul(y, (quotients[-1],), rn, n), rn)
-        quotients.append(rn(remainder[0] / y[0]))
-    return renormalise(quotients, n, rn)
-
-
-def square_root(x: Parts, rn: NearestEven) -> Parts:
-    """Return the square root of an expansion, part by part. Error for pairs 6u^2, for triples 12u^3."""
-    root: Parts = (rn(rounding.sqrt(x[0])),)
-    while len(root) < len(x):
-        remainder = _subtract_near(x, mul(root, root, rn, len(x)), rn)
-        part = torch.where(root[0] > 0, rn(remainder[0] / (root[0] + root[0])), 0.0)
-        root = renormalise([*root, part], len(root) + 1, rn)
-    return root
-
-
-def _subtract_near(x: Parts, product: Parts, rn: NearestEven) -> Parts:
-    """Return x minus a product whose leading part is close to x's. For pairs return only the leading part."""
-    if max(len(x), len(product)) > 2:
-        return add(x, negative(product), rn)
-    low = x[1] - product[1] if len(x) == 2 else -product[1]
-    return (rn((x[0] - product[0]) + rn(low)),)
-
-
-def negative(x: Parts) -> Parts:
-    return tuple(-part for part in x)
 
 
 def expansion_of(value: Tensor | float, length: int, rn: NearestEven) -> Parts:
@@ -223,81 +167,3 @@ def expansion_of(value: Tensor | float, length: int, rn: NearestEven) -> Parts:
         parts.append(rn(remainder.float()))
         remainder = remainder - parts[-1]
     return tuple(parts)
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """Give an expansion operators, so that arithmetic written for tensors runs on it unchanged.
-
-    A result has as many parts as the longer operand. With a single part, a float32 tensor or Python float is used unchanged.
-    The float32 result is rounded once, as in torch's 16-bit kernels. With more parts it is split first.
-
-    Example:
-        >>> x = Expansion(expansion_of(torch.tensor([1.0, 2.0]), 2, rn := NearestEven(16)), rn)
-        >>> (1.001 * x - x).value
-        tensor([0.0010, 0.0020])
-    """
-
-    parts: Parts
-    rounding: NearestEven
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    @property
-    def value(self) -> Tensor:
-        """Return the float32 sum of the parts, smallest first."""
-        total = self.parts[-1]
-        for part in reversed(self.parts[:-1]):
-            total = part + total
-        return total
-
-    def sign(self) -> Expansion:
-        """Return -1, 0 or 1, as one part."""
-        return Expansion((self.parts[0].sign(),), self.rounding)
-
-    def __neg__(self) -> Expansion:
-        return Expansion(negative(self.parts), self.rounding)
-
-    def __abs__(self) -> Expansion:
-        below = (torch.where(self.parts[0] < 0, -part, part) for part in self.parts[1:])
-        return Expansion((self.parts[0].abs(), *below), self.rounding)
-
-    def __add__(self, y: Operand) -> Expansion:
-        return Expansion(add(self.parts, self._parts_of(y), self.rounding), self.rounding)
-
-    def __sub__(self, y: Operand) -> Expansion:
-        return Expansion(add(self.parts, negative(self._parts_of(y)), self.rounding), self.rounding)
-
-    def __rsub__(self, y: Tensor | float) -> Expansion:
-        return -self + y
-
-    def __mul__(self, y: Operand) -> Expansion:
-        return Expansion(mul(self.parts, self._parts_of(y), self.rounding), self.rounding)
-
-    def __truediv__(self, y: Operand) -> Expansion:
-        return Expansion(div(self.parts, self._parts_of(y), self.rounding), self.rounding)
-
-    def __rtruediv__(self, y: Tensor | float) -> Expansion:
-        return Expansion(div(self._parts_of(y), self.parts, self.rounding), self.rounding)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def _parts_of(self, y: Operand) -> Parts:
-        if isinstance(y, Expansion):
-            return y.parts
-        if not isinstance(y, Tensor):
-            # Make it a tensor: torch divides a number by a tensor through its reciprocal, which rounds twice.
-            y = torch.full((), y, dtype=torch.float64, device=self.parts[0].device)
-        return expansion_of(y, len(self), self.rounding) if len(self) > 1 else (y.float(),)
-
-
-@overload
-def sqrt(x: Tensor) -> Tensor: ...
-@overload
-def sqrt(x: Expansion) -> Expansion: ...
-def sqrt(x: Tensor | Expansion) -> Tensor | Expansion:
-    """Return the square root: correctly rounded for a tensor, :func:`square_root` for an :class:`Expansion`."""
-    if isinstance(x, Expansion):
-        return Expansion(square_root(x.parts, x.rounding), x.rounding)
-    return rounding.sqrt(x)

@@ -28,7 +28,7 @@ class Decision(NamedTuple):
     """Say what a step does with its gradients.
 
     Args:
-        control: the scalars of ``CONTROL``, ``[2]``. Float64 if any gradient is float64, else float32.
+        control: the scalars of ``CONTROL``, float32 ``[2]``.
         norm: norm of all unscaled gradients; ``None`` if unused.
         finite: ``None`` on a CPU, where the gradients themselves can be read after the step.
     """
@@ -39,10 +39,10 @@ class Decision(NamedTuple):
 
 
 def decide(norm: Tensor, options: Tensor) -> Tensor:
-    """Compute the factor of the gradients and whether to skip the step; return ``[4]`` in the norm's dtype.
+    """Compute the factor of the gradients and whether to skip the step; return float32 ``[4]``.
 
     The result holds: the factor, 1 to skip, the norm of the unscaled gradients, and 1 if a gradient is not finite. ``options``
-    are ``[4]`` in the same dtype: ``max_norm``, ``skip_above``, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``.
+    are float32 ``[4]``: ``max_norm``, ``skip_above``, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``.
     Both norms may be infinite. ``found_inf`` is not 0 if GradScaler found a gradient that is not finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options.unbind()
@@ -98,10 +98,8 @@ class StepControl:
             return Decision(to_device(unchanged, device), None, None)
         peaks = None if device.type == "cpu" else largest_magnitudes([local_of(g) for g in gradients])
         finite = None if peaks is None else lambda: torch.stack(peaks).isfinite().tolist()
-        is_double = needs_norm and any(g.dtype is torch.float64 for g in gradients)
         limits = [math.inf if max_norm is None else max_norm, skip_above, 1.0, 0.0]
-        dtype = torch.float64 if is_double else torch.float32
-        options = to_device(torch.tensor(limits, dtype=dtype, device="cpu"), device)
+        options = to_device(torch.tensor(limits, dtype=torch.float32, device="cpu"), device)
         for place, scalar in ((2, scale), (3, found_inf)):
             if scalar is not None:
                 options[place] = scalar.to(options).view(())

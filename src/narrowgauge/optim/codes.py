@@ -26,7 +26,6 @@ from narrowgauge.numerics.rounding import (
     MAGNITUDE,
     bits_of,
     canonical_bits,
-    canonical_bits64,
     cut,
     dither,
     float_of,
@@ -34,22 +33,16 @@ from narrowgauge.numerics.rounding import (
     quiet,
     random_bits,
     reciprocal,
-    rounded_to_odd,
 )
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_alone
 
 SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
-INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
 
 
 def dropped_bits(code: Code) -> int:
-    """Return how many low mantissa bits of a float32 a code drops. A float64 is never rounded."""
-    return 0 if code.is_double else 23 - code.mantissa_bits
-
-
-def value_dtype(storage: Storage) -> torch.dtype:
-    """Return the dtype in which a storage's rule computes."""
-    return torch.float64 if storage.arithmetic == "float64" else torch.float32
+    """Return how many low mantissa bits of a float32 a code drops."""
+    return 23 - code.mantissa_bits
 
 
 # ── one code ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -63,8 +56,6 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
         shift: position of the code's lowest bit in the word.
         scale: for a scaled code, the first result of :func:`multipliers`.
     """
-    if code.is_double:
-        return canonical_bits64(x)
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
     # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a mask clears the sign copies
@@ -75,8 +66,6 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
     """Return the float32 values of codes at ``shift`` in words. ``scale`` is the second result of :func:`multipliers`."""
-    if code.is_double:
-        return word.view(torch.float64)
     if code.is_window:
         return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
     mask = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
@@ -156,14 +145,12 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_value(visible: str, bits: Tensor) -> Tensor:
-    """Return the float32 (or float64) value of a visible weight's bits.
+    """Return the float32 value of a visible weight's bits.
 
     Float16 bits are the bits of the value times 2^-112 as float32: the exponents are float16's own. Its infinities and NaNs
     become 65536 and more.
     """
-    bits_of_format, _, exponent = VISIBLE[visible]
-    if bits_of_format == 64:
-        return bits.view(torch.float64)
+    exponent = VISIBLE[visible][2]
     return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
 
 
@@ -177,9 +164,7 @@ def gradient_value(visible: str, bits: Tensor) -> Tensor:
 
 def visible_bits(visible: str, x: Tensor) -> Tensor:
     """Return the bits of a visible weight: the inverse of :func:`visible_value`."""
-    bits_of_format, _, exponent = VISIBLE[visible]
-    if bits_of_format == 64:
-        return x.view(torch.int64)
+    exponent = VISIBLE[visible][2]
     return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
 
 
@@ -196,15 +181,6 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, or ``None``; and the value of both
         together.
     """
-    if storage.weight.is_double:
-        bits = canonical_bits64(x)
-        stored = bits.view(torch.float64)
-        if not storage.master:
-            return bits, None, stored
-        _, below, exponent = VISIBLE[storage.visible]
-        # Values beyond float32's range are beyond both visible formats.
-        near = rounded_to_odd(stored)
-        return _in_range(storage, cut(near * 2.0**exponent if exponent else near, below, half(below))), bits, stored
     if storage.visible == "float32":
         bits = cut(x, 0, 0)
         return bits, None, float_of(bits)
@@ -246,7 +222,7 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
         assert field is not None
         seen, stored = visible_value(storage.visible, visible), decode(storage.weight, field, 0)
         is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
-        return torch.where(is_outdated, seen.to(stored.dtype), stored)
+        return torch.where(is_outdated, seen, stored)
     return visible_value(storage.visible, visible if field is None else visible + field)
 
 
@@ -273,8 +249,8 @@ class Lane:
     """Hold the inputs of a step for some elements.
 
     Args:
-        visible: int32 bits of the visible weight (:func:`visible_value`). For float64 weights all bits are int64.
-        gradient: bits of the gradient, in the same dtype.
+        visible: int32 bits of the visible weight (:func:`visible_value`).
+        gradient: int32 bits of the gradient.
         fields: maps a field to its word and first bit.
         scales: maps each row-scaled code to its :func:`multipliers`.
     """
@@ -287,7 +263,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Hold the values of a lane in the storage's arithmetic.
+    """Hold the float32 values of a lane.
 
     Args:
         weight: the input of the rule: the stored weight, or the visible one if ``low`` is its compensation.
@@ -372,7 +348,7 @@ def write(
         taken = stored - old.weight
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
-    seen = (visible_value(storage.visible, visible) - old.visible).to(change.dtype)
+    seen = visible_value(storage.visible, visible) - old.visible
     return Written(visible, fields, (change, taken, seen))
 
 
@@ -463,7 +439,7 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
     for place, part in enumerate(names):
         shift = lane.fields[part][1]
         into = _into(code, lane.scales, name, place)
-        fields[part] = encode(code.part(place), rest, addend, shift, into)
+        fields[part] = encode(code, rest, addend, shift, into)
         if part != names[-1]:
             rest = rest - decode(code, fields[part], shift, _inverse(into))
     return fields
@@ -486,7 +462,7 @@ def write_parts(
         for place, (part, value) in enumerate(zip((name, *low_parts(name, code)), values, strict=True)):
             shift = lane.fields[part][1] if part in lane.fields else 0
             into = _into(code, lane.scales, name, place)
-            bits = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
+            bits = encode(code, value, half(dropped_bits(code)), shift, into)
             if name == "weight":
                 stored.append(decode(code, bits, shift, _inverse(into)))
             if part != "weight":

@@ -1,8 +1,8 @@
 """Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
 
 :func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An elementwise rule
-runs between reading and writing. It computes in float32, or as ``Storage.arithmetic`` says in Collage's published expansions.
-These round every operation to the visible format. A matrix rule runs outside the kernel, on whole matrices. The kernel only
+runs between reading and writing. It computes in float32. In a storage of Collage, AdamW runs in the published expansions, which
+round every operation to the visible format. A matrix rule runs outside the kernel, on whole matrices. The kernel only
 writes its result. Eager, this code is the reference. Compiled, it is one fused loop over 32-bit words.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from narrowgauge.compile import Compiled, compiled
 from narrowgauge.edge_values import edge_values, normal_values, with_nan
 from narrowgauge.numerics.chunks import chunk_size
-from narrowgauge.numerics.expansions import Expansion, NearestEven
+from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane, Written
-from narrowgauge.optim.rules.collage import expanded
+from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.storages import Storage
@@ -42,34 +42,29 @@ kernel. An elementwise rule has none. A matrix rule has the change and the new s
 
 
 def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """Run the rule in float32 or float64 and round the result. ``scalars`` are ``gradient_scale`` and the rule's."""
-    gradient = codes.gradient_value(storage.visible, lane.gradient).to(codes.value_dtype(storage))
-    gradient = gradient * scalars["gradient_scale"]
+    """Run the rule in float32 and round the result. ``scalars`` are ``gradient_scale`` and the rule's."""
+    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
     old = codes.read(storage, lane, rule.states)
     change, *new = rule.update(old.weight, gradient, *old.states, scalars)
     return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
 
 
 def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """Run the rule in the published arithmetic: each operation rounds to nearest even at the weight's precision."""
+    """Run Collage's AdamW: each operation rounds to nearest even at the weight's precision."""
     rounding = NearestEven(codes.dropped_bits(storage.weight))
     # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into the sign.
-    weight = Expansion(tuple(map(quiet, codes.read_parts(storage, lane, "weight"))), rounding)
-    states = [Expansion(codes.read_parts(storage, lane, name), rounding) for name in rule.states]
+    weight = tuple(map(quiet, codes.read_parts(storage, lane, "weight")))
+    exp_avg, exp_avg_sq = (codes.read_parts(storage, lane, name) for name in rule.states)
     gradient = quiet(codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"])
-    advance = rule.expanded or expanded(rule.update)
-    change, *new = advance(weight, gradient, *states, scalars)
-    parts = {name: value.parts for name, value in zip(("weight", *rule.states), new, strict=True)}
-    return codes.write_parts(storage, lane, weight.parts, change, parts)
+    change, *new = collage_adamw(weight, gradient, exp_avg, exp_avg_sq, scalars, rounding)
+    parts = dict(zip(("weight", *rule.states), new, strict=True))
+    return codes.write_parts(storage, lane, weight, change, parts)
 
 
 ARITHMETICS: dict[str, Callable[..., Written]] = {
     "float32": in_floats,
-    "float64": in_floats,
     "expansion": in_expansions,
 }
-COMPILED = ("float32", "expansion")
-"""The arithmetics that kernels are compiled for. Float64 is for reference: it runs eagerly, chunk by chunk."""
 
 
 def advance_by(rule: Rule, storage: Storage) -> Advance:
@@ -267,7 +262,7 @@ class WordKernel:
     def __init__(
         self, storage: Storage, steps: Steps, *, num_scalars: int, num_sums: int, num_decided: int = 0, compile: bool
     ) -> None:
-        self.storage, self.compile = storage, compile and storage.arithmetic in COMPILED
+        self.storage, self.compile = storage, compile
         self.num_scalars, self.num_sums, self.num_decided = num_scalars, num_sums, num_decided
         # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
@@ -279,7 +274,7 @@ class WordKernel:
 
         Args:
             tensors: tensors of equal length: the words, the multipliers of rows, and the results of a matrix rule.
-            values: the scalars of ``CONTROL`` and of the rule, in the storage's arithmetic.
+            values: the scalars of ``CONTROL`` and of the rule, float32.
             seed: 0-d int32.
         """
         first = tensors[0]

@@ -3,7 +3,7 @@
 A loop over 32-bit values runs at full vector width. A loop that mixes 16- and 32-bit loads does not. So a bfloat16 tensor is
 read as int32 *words* of two neighbours. Shift and mask give an even and an odd *lane*. A float32 weight has one lane.
 
-A *plane* is one state tensor. It holds one field, or several fields packed into an element of 8, 16, 32 or 64 bits. A 16-bit
+A *plane* is one state tensor. It holds one field, or several fields packed into an element of 8, 16 or 32 bits. A 16-bit
 plane has the weight's order. A 32-bit plane is stored as two tensors: all even elements, then all odd ones. An 8-bit plane
 packs four lanes into a word. With such a plane the weight is read in two *parts*, the upper and the lower half of its rows.
 Lanes 0 and 1 come from the first part, 2 and 3 from the second.
@@ -25,16 +25,11 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim.codes import INTEGER, SIGN
-from narrowgauge.spec.storages import VISIBLE, WIDE, Storage, low_parts, width_of
-
-
-def word_dtype(bits: int) -> torch.dtype:
-    """Return the dtype of words that hold values of so many bits: int32, or int64 for float64 values."""
-    return torch.int64 if bits == 64 else torch.int32
+from narrowgauge.spec.storages import VISIBLE, Storage, low_parts, width_of
 
 
 def _share(bits: int) -> int:
-    return max(1, 32 // bits)
+    return 32 // bits
 
 
 # ── planes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -78,8 +73,8 @@ def _is_signed_state(storage: Storage, name: str) -> bool:
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """Return PyTorch's dtype with the bits of a lone field, if there is one."""
-    if width >= 32:
-        return torch.float32 if width == 32 else torch.float64
+    if width == 32:
+        return torch.float32
     codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
     parts = {part: code for state, code in codes.items() for part in (state, *low_parts(state, code))}
     code = parts.get(name)  # a tail and a master copy have none
@@ -134,7 +129,7 @@ def num_tensors(storage: Storage, bits: int) -> int:
 def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape``. Zero encodes 0."""
     full = (num_tensors(storage, plane.bits), *extent(storage, shape))
-    return torch.zeros(full, dtype=word_dtype(plane.bits), device=device)
+    return torch.zeros(full, dtype=torch.int32, device=device)
 
 
 # ── the translation ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +192,7 @@ def set_fields(
 
 def _bits_of_plane(storage: Storage, plane: Plane, words: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     values = to_parameter_order(storage, plane, words[plane.name], shape)
-    return values.view(INTEGER[plane.bits]).to(word_dtype(plane.bits))
+    return values.view(INTEGER[plane.bits]).to(torch.int32)
 
 
 # ── tensors in memory ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,7 +203,7 @@ def as_words(tensor: Tensor) -> Tensor | None:
     size = tensor.element_size()
     if not tensor.is_contiguous() or tensor.numel() * size % 4 or tensor.storage_offset() * size % 4:
         return None
-    return tensor.view(-1).view(word_dtype(8 * size))
+    return tensor.view(-1).view(torch.int32)
 
 
 def parts_of(storage: Storage, tensor: Tensor) -> list[Tensor] | None:
@@ -224,8 +219,7 @@ def parts_of(storage: Storage, tensor: Tensor) -> list[Tensor] | None:
 def copied_words(storage: Storage, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Copy a parameter-shaped tensor; return the copy and its memory as the kernel's words, padded with zeros."""
     shape, parts = extent(storage, tensor.shape), num_parts(storage)
-    dtype = word_dtype(8 * tensor.element_size())
-    buffer = torch.zeros(parts * shape[0], *shape[1:], dtype=dtype, device=tensor.device)
+    buffer = torch.zeros(parts * shape[0], *shape[1:], dtype=torch.int32, device=tensor.device)
     matrix = matrix_of(storage, tensor.shape)
     copy = buffer.view(tensor.dtype)[tuple(map(slice, matrix))]
     copy.copy_(tensor.reshape(matrix))
@@ -254,7 +248,7 @@ def tensors_of_planes(storage: Storage, words: Mapping[str, Tensor]) -> list[Ten
 
 def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
     """Return the bits of every lane of a visible tensor (:func:`narrowgauge.optim.codes.visible_value`) from its parts."""
-    if visible in WIDE:
+    if visible == "float32":
         return list(words)
     if visible == "bfloat16":
         return [lane for word in words for lane in (word << 16, word & -65536)]
@@ -263,7 +257,7 @@ def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
 
 def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
     """Return the parts of a visible tensor: the inverse of :func:`lanes_of_weight`."""
-    if visible in WIDE:
+    if visible == "float32":
         return list(lanes)
     if visible == "float16":
         lanes = [((lane << 3) & 0x7FFF0000) | (lane & SIGN) for lane in lanes]
@@ -330,8 +324,7 @@ class Bucket:
             total += -(-count // ALIGNMENT) * ALIGNMENT
         length = (total * num_lanes(storage),)
         words = {plane.name: allocate(storage, plane, length, device) for plane in planes(storage)}
-        dtype = word_dtype(VISIBLE[storage.visible][0])
-        weights, gradients = (torch.zeros(total, dtype=dtype, device=device) for _ in range(2))
+        weights, gradients = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
         self.tensors = [weights, gradients, *tensors_of_planes(storage, words)]
         self._weights: list[Tensor] = []
         self._gradients: list[Tensor] = []

@@ -11,7 +11,7 @@ import functools
 import math
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -26,7 +26,6 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
-from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
 from narrowgauge.optim.loading import make_loaded_states, seed_of, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
@@ -50,7 +49,7 @@ from narrowgauge.optim.validation import (
     refuse_capture,
 )
 from narrowgauge.spec.storages import Storage, for_vectors
-from narrowgauge.spec.update_rules import Range, refuse_matrix_rule
+from narrowgauge.spec.update_rules import Range, refuse_collage
 from narrowgauge.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
@@ -111,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
             format (``narrowgauge.prepare`` converts them without losing the cut bits).
         rule: the update rule.
         defaults: the rule's options, which groups may override.
-        storage: the name of a storage of ``narrowgauge.spec.STORAGES``, or of three codes joined by ``+``; ``None`` is ``word``.
+        storage: the name of a storage of ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip. With it, a step whose norm is
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
@@ -226,8 +225,8 @@ class Optimizer(torch.optim.Optimizer):
                 storage = self._storage_in(group, parameter)
                 check_real(parameter)
                 check_visible(parameter, storage)
-                if isinstance(rule := self.rule_in(group, parameter), MatrixRule):
-                    refuse_matrix_rule(rule.name, storage)
+                if (rule := self.rule_in(group, parameter)) != ADAMW:
+                    refuse_collage(rule.name, storage)
         except (ChipError, RecipeError):
             self.param_groups.pop()
             raise
@@ -269,11 +268,10 @@ class Optimizer(torch.optim.Optimizer):
         row = known_row(group["storage"])
         return for_vectors(row) if parameter.ndim < 2 else row
 
-    def rule_in(self, group: Group, parameter: Tensor, states: Collection[str] = ()) -> Rule | MatrixRule:
-        """Return the rule that steps a parameter under a group's options. ``states`` names its existing states."""
+    def rule_in(self, group: Group, parameter: Tensor) -> Rule | MatrixRule:
+        """Return the rule that steps a parameter under a group's options."""
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
-        rule = ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
-        return rule if isinstance(rule, MatrixRule) else rule.under(group, states)
+        return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``, ``"param 1"`` …"""
@@ -292,20 +290,15 @@ class Optimizer(torch.optim.Optimizer):
 
     # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def make_states(
-        self, group: Group, parameters: Iterable[Tensor], names: Mapping[Tensor, Collection[str]] | None = None
-    ) -> dict[Tensor, ParameterState]:
-        """Return new states under a group's options, for parameters without a state.
-
-        ``names`` are names of states about to be loaded. Small parameters of one call share a bucket.
-        """
+    def make_states(self, group: Group, parameters: Iterable[Tensor]) -> dict[Tensor, ParameterState]:
+        """Return new states under a group's options. Small parameters of one call share a bucket."""
         states: dict[Tensor, ParameterState] = {}
         alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
         for parameter in parameters:
             row = self._storage_in(group, parameter)
             require_float64([parameter])
             check_visible(parameter, row)
-            rule = self.rule_in(group, parameter, (names or {}).get(parameter, ()))
+            rule = self.rule_in(group, parameter)
             extras = rule.states(tuple(parameter.shape), group) if isinstance(rule, MatrixRule) else {}
             row = row.keeping(rule.kept)
             kernel = self._kernel(rule, row)
@@ -339,8 +332,8 @@ class Optimizer(torch.optim.Optimizer):
         """Store float32 weights, and perhaps states. Parameters become the visible part of the weights.
 
         Args:
-            values: the float32 or float64 weight of each parameter, of its shape, rounded to nearest.
-            states: the float32 or float64 states of each parameter by name. ``step`` is the number of steps taken. A stochastic
+            values: the float32 weight of each parameter, of its shape, rounded to nearest.
+            states: the float32 states of each parameter by name. ``step`` is the number of steps taken. A stochastic
                 code rounds stochastically here. Rounded to nearest, many equal values would have the same error.
         """
         for group in self.param_groups:
@@ -363,7 +356,7 @@ class Optimizer(torch.optim.Optimizer):
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
-        """Return the stored value as float32, or as float64 if the storage keeps that.
+        """Return the stored value as float32.
 
         Args:
             parameter: one of the optimizer's parameters.
@@ -378,12 +371,13 @@ class Optimizer(torch.optim.Optimizer):
         if state is not None and (name == "weight" or name in state.shapes_of_states):
             return state.stored(name) if name in state.extras else placed_like(parameter, state.stored(name))
         group = self.group_of(parameter)
-        rule = self.rule_in(group, parameter, (name,))
+        rule = self.rule_in(group, parameter)
         shapes = shapes_of_states(rule, parameter.shape, group)
         if name != "weight" and name not in shapes:
             raise KeyError(f"rule '{rule.name}' has {('weight', *shapes)}, not '{name}'")
-        dtype = value_dtype(self._storage_in(group, parameter))
-        return parameter.detach().to(dtype, copy=True) if name == "weight" else torch.zeros_like(parameter, dtype=dtype)
+        if name == "weight":
+            return parameter.detach().to(torch.float32, copy=True)
+        return torch.zeros_like(parameter, dtype=torch.float32)
 
     def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
         """Return the first ``count`` values of :meth:`stored` for some parameters, or for this rank's shards.
@@ -479,15 +473,14 @@ class Optimizer(torch.optim.Optimizer):
         """Set the gradients of a group's states, and return the states that have one."""
         parameters = [p for p in group["params"] if p.grad is not None]
         self.make_missing(group, parameters)
-        may_change = isinstance(self.rule, MatrixRule) or self.rule.reduces is not None
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
             state.gradient = gradient_of(parameter)
             if state.parameter is not parameter:
                 state.gradient, state.parameter = local_of(state.gradient), local_of(parameter)
             check_fits(state, group["storage"])
-            if may_change:
-                rule = self.rule_in(group, parameter, state.shapes_of_states)
+            if isinstance(self.rule, MatrixRule):
+                rule = self.rule_in(group, parameter)
                 check_same_rule(state, rule.name, shapes_of_states(rule, parameter.shape, group))
         return states
 

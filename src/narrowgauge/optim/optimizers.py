@@ -14,7 +14,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION
+from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON
 
@@ -101,7 +101,7 @@ class SGD(Optimizer):
 
     Args:
         params, lr, options: as in :class:`AdamW`.
-        momentum: decay rate of the ``momentum_buffer``. With 0 there is no buffer.
+        momentum: decay rate of the ``momentum_buffer``. With 0 there is no buffer, and no group may set another momentum.
         dampening: fraction of each gradient, except the first, that does not enter the buffer.
         weight_decay: factor of the L2 penalty.
         nesterov: step along the gradient plus the next buffer. It needs momentum and no dampening.
@@ -139,7 +139,7 @@ class SGD(Optimizer):
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip
-        super().__init__(params, MOMENTUM_SGD, defaults, **options)
+        super().__init__(params, MOMENTUM_SGD if momentum else PLAIN_SGD, defaults, **options)
 
 
 class Lion(Optimizer):

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
-from narrowgauge.numerics.rounding import at_least_float32, half, narrowed
+from narrowgauge.numerics.rounding import half, narrowed
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.layout import Bucket
@@ -189,7 +189,7 @@ class ParameterState:
         return self._extra_codes.get(name) or self.storage.code(name)
 
     def stored(self, name: str) -> Tensor:
-        """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32 or float64."""
+        """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32."""
         if name in self.extras:
             return self.extra(name).clone()
         if name != "weight" and name not in dict(self.storage.states):
@@ -240,7 +240,7 @@ class ParameterState:
         """Return the state as one lane in the parameter's order, as a matrix or flat."""
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
         scales = {n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
-        weight = at_least_float32(self.parameter.detach()).reshape(matrix).contiguous()
+        weight = self.parameter.detach().float().reshape(matrix).contiguous()
         visible = codes.visible_bits(self.storage.visible, weight)
         fields = layout.fields_of(self.storage, self.words, self.parameter.shape)
         return codes.Lane(visible, visible, fields, scales)
@@ -248,7 +248,7 @@ class ParameterState:
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
-        value = values.detach().to(codes.value_dtype(self.storage)).contiguous().reshape(matrix)
+        value = values.detach().float().contiguous().reshape(matrix)
         if name in self.bounds:
             peaks = self.peaks_of(value)
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)

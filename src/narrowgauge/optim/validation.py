@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
+from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, PLAIN_SGD, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import STORAGES, Storage, find
+from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
 from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
 
@@ -33,8 +33,6 @@ FLAGS = {
     "capturable": "A step asks the host for its rates and cannot be captured in a graph; leave it out.",
     "differentiable": "A step here cannot be differentiated; leave it out.",
 }
-HOW_TORCH_STEPS = ("fused", "foreach", "capturable", "differentiable")
-"""Flags of ``torch.optim`` that choose how to compute a step and do not affect the state."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
 # torch's name for the difference between Adam and AdamW.
 _DECOUPLED = {ADAM.name: False, ADAMW.name: True}
@@ -62,6 +60,11 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
         raise RecipeError(
             f"decoupled_weight_decay = {decoupled} was requested, and the rule is '{rule.name}'.",
             f"Take ng.{'AdamW' if decoupled else 'Adam'}.",
+        )
+    if rule == PLAIN_SGD and options.get("momentum"):
+        raise RecipeError(
+            f"momentum = {options['momentum']} was requested of an SGD that was built without momentum and has no buffer for it.",
+            "Pass momentum to the optimizer. A param group may set it to 0.",
         )
     allowed = [rule.name, *([ADAMW.name] if isinstance(rule, MatrixRule) else [])]
     if options.get("rule", rule.name) not in allowed:
@@ -103,8 +106,8 @@ def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
 
 
 def known_row(storage: object) -> Storage:
-    """Return the row of a name, from the table or composed of codes."""
-    row = find(storage) if isinstance(storage, str) else None
+    """Return the row of a name."""
+    row = STORAGES.get(storage) if isinstance(storage, str) else None
     if row is None:
         belongs = [
             name for name in STORAGES if name.endswith(f"/{storage}")
@@ -124,7 +127,7 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
         raise RecipeError(
             f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
             f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
-            "storage='float64/float64' takes it as it is, and so does narrowgauge.prepare with that recipe."
+            "Call model.float() first."
             if parameter.dtype is torch.float64
             else "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
             "storage='float32' takes it as it is.",
@@ -195,7 +198,7 @@ def check_same_rule(state: ParameterState, rule: str, shapes: Mapping[str, tuple
         raise RecipeError(
             f"Cannot step because an option now asks for rule '{rule}' with states {missing or dict(shapes)}, and the "
             f"parameter has those of '{name}': {present}.",
-            "Set such options (momentum, rank, rule …) before the first step, or build a new optimizer.",
+            "Set such options (rank, rule) before the first step, or build a new optimizer.",
         )
 
 
@@ -232,18 +235,18 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
 
 
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
-    """Refuse saved param groups of other sizes, storages or rules. Fill in options that plain ``torch.optim`` lacks."""
+    """Refuse saved param groups of other sizes, storages or rules."""
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
     for mine, theirs in zip(groups, saved, strict=True):
-        if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
+        if "storage" not in theirs:
+            raise RecipeError(
+                "Cannot load a state without a storage: another library's optimizer saved it.",
+                "ng.load_states(optimizer, state) takes states of Adam and AdamW; any other restarts.",
+            )
+        if theirs["storage"] != mine["storage"]:
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
                 "Build the optimizer with the storage of the state. optimizer.adopt(weights, moments) takes values of any other.",
             )
-        for flag in HOW_TORCH_STEPS:
-            theirs.pop(flag, None)  # does not affect the state
         check_options(theirs, rule)
-        for name, value in mine.items():
-            if name != "params":
-                theirs.setdefault(name, value)

@@ -21,7 +21,7 @@ from narrowgauge.planner.model import Architecture
 from narrowgauge.spec.computes import BLOCKS, Compute
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import VISIBLE, WIDE
+from narrowgauge.spec.storages import VISIBLE
 
 Kernels = Literal["eager", "fused"]
 EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
@@ -68,7 +68,7 @@ def widths_of(compute: Compute, visible: str) -> Widths:
         Widths(stream=4.0, matmul=2.0, is_cast=True)
     """
     stream = VISIBLE[visible][0] / 8
-    if visible not in WIDE:
+    if visible != "float32":
         return Widths(stream, stream, False)
     matmul = get_format(compute.dtype).storage_bits / 8
     return Widths(stream, matmul, matmul != stream)

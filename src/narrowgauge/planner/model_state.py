@@ -16,7 +16,7 @@ from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture, Matmul
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
-from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_matrix_rule
+from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_collage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 
 
 def is_stepped(storage: Storage, optimizer: str) -> bool:
-    """Tell whether an optimizer supports a storage. Muon and Adafactor need float32 arithmetic.
+    """Tell whether an optimizer supports a storage. Collage's arithmetic is AdamW's alone.
 
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
         >>> is_stepped(STORAGES["kahan"], "muon"), is_stepped(STORAGES["collage-plus"], "muon")
         (True, False)
     """
-    return not UPDATE_RULES[optimizer].is_matrix or storage.arithmetic == "float32"
+    return optimizer == "adamw" or storage.arithmetic == "float32"
 
 
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
@@ -68,7 +68,7 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
         )
     for storage in recipe.storages:
         if not is_stepped(storage, optimizer):
-            refuse_matrix_rule(optimizer, storage)
+            refuse_collage(optimizer, storage)
     states = OPTIMIZER_STATES[optimizer]
     overrides = tuple(
         override if override.storage is None else replace(override, storage=override.storage.keeping(states))

@@ -24,7 +24,7 @@ from narrowgauge.spec.formats import Format, get_format
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 Scaling = Literal["current", "delayed", "static"]
-Accumulation = Literal["float64", "float32", "promoted", "fast", "int32"]
+Accumulation = Literal["float32", "promoted", "fast", "int32"]
 OutlierWeights = Literal["16 bits", "codes"]
 Rounding = Literal["nearest", "stochastic", "eden"]
 Rotation = Literal["none", "hadamard", "hadamard-plain", "hadamard-drawn"]
@@ -131,7 +131,7 @@ class Product:
 
     Args:
         left, right: the casts of its operands: x and w, dy and wᵀ, dyᵀ and xᵀ.
-        accumulation: ``float64``, ``float32``: each addition within 2^-52, 2^-23; ``promoted``: in the tensor core's register,
+        accumulation: ``float32``: each addition within 2^-23; ``promoted``: in the tensor core's register,
             added to float32 every 128 terms; ``fast``: in that register only; ``int32``: exact.
     """
 
@@ -295,12 +295,6 @@ _TE = "NVIDIA TransformerEngine"
 _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
 
 _COMPUTES = (
-    Compute(
-        "float64", *(Product(Cast("float64"), Cast("float64"), "float64"),) * 3, dtype="float64", native="everywhere", keep=(),
-        fallback="float64", default_storage="float64", owns_storages=True,
-        purpose="reference runs: weights, matmuls and gradients in float64; what the model itself asks in float32 stays so",
-        source="IEEE 754; Lightning's precision 64-true",
-    ),
     Compute(
         "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere", keep=(),
         default_storage="float32",

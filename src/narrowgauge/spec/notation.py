@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.spec import computes, storages
+from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Override, Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
@@ -233,16 +233,11 @@ def _entries(table: Mapping[str, Any], key: str, where: str) -> list[dict[str, A
 
 
 def _find_storage(name: str, compute: str) -> Storage:
-    """Return the storage of that name: first the compute's, then a general one, then a composed one."""
-    full = name.strip().lower() if "+" in name else spelled(name)
-    storage = storages.find(f"{compute}/{full}") or storages.find(full)
+    """Return the storage of that name: first the compute's, then a general one."""
+    full = spelled(name)
+    storage = STORAGES.get(f"{compute}/{full}") or STORAGES.get(full)
     if storage is not None:
         return storage
-    if full == "float64":
-        raise RecipeError(
-            f"storage 'float64' was requested with compute '{compute}', and belongs to compute 'float64'.",
-            "Take 'float64/float64', or storage 'master64', which updates narrow weights in float64.",
-        )
     raise _no_part("storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)])
 
 

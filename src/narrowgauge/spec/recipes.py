@@ -14,7 +14,7 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES, Compute, at_layer
-from narrowgauge.spec.storages import STORAGES, WIDE, Storage, for_vectors
+from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 
@@ -68,8 +68,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_pair(self.compute, self.storage)
-        if self.storage.visible == "float64":
-            _check_float64(self)
         for override in self.overrides:
             if override.compute is not None:
                 _check_other(self, f"override '{override.pattern}'", override.compute)
@@ -225,21 +223,6 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     )
 
 
-def _check_float64(recipe: Recipe) -> None:
-    """Refuse parts that would compute or add a float64 model in fewer bits."""
-    narrower = [f"keep = {list(recipe.keep)}"] if recipe.keep else []
-    narrower += [
-        f"storage '{storage.name}' in an override" for storage in recipe.storages if storage.visible != "float64"
-    ]
-    narrower += [f"reduction '{recipe.reduction.name}'"] if recipe.reduction.name != "native" else []
-    if narrower:
-        raise RecipeError(
-            f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with {narrower[0]}, which has "
-            "fewer bits than float64.",
-            "Leave it out.",
-        )
-
-
 def _check_other(recipe: Recipe, where: str, compute: Compute) -> None:
     """Refuse a compute to which a model prepared for the main compute cannot switch."""
     main = recipe.compute
@@ -251,7 +234,7 @@ def _check_other(recipe: Recipe, where: str, compute: Compute) -> None:
             f"{requested}{_transforming(compute)}, in a recipe of '{main.name}'{_transforming(main)}.",
             "A transform changes the whole model once: take computes with the same transform.",
         )
-    if recipe.storage.visible in WIDE and compute.dtype != main.dtype:
+    if recipe.storage.visible == "float32" and compute.dtype != main.dtype:
         raise RecipeError(
             f"{requested} of {compute.dtype} in a recipe of '{main.name}', which casts {recipe.storage.visible} weights to "
             f"{main.dtype}.",

@@ -16,7 +16,7 @@ from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES, VISIBLE, WIDE, Code, Storage, low_parts, width_of
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, low_parts, width_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.tables import Column, Row, Table, cell_text, name_columns, number_columns, text_columns
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
@@ -293,7 +293,6 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
 
 def _facts(recipe: Recipe) -> dict[str, str]:
     compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
-    inside = "float64" if recipe.dtype == "float64" else "float32"
     facts = {
         "for": compute.purpose,
         "loses": recipe.storage.loses,
@@ -302,7 +301,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         "transform": compute.transform,
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
-        "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in {inside}",
+        "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in float32",
         "linears left plain": ", ".join(compute.keep),
         "kept in float32": ", ".join(recipe.keep),
         "stored otherwise": ", ".join(f"{o.pattern} as {o.storage.name}" for o in recipe.overrides if o.storage),
@@ -331,7 +330,7 @@ def _stored_parts(storage: Storage) -> list[Row]:
         text = _code_text(code).partition(",")[0] if code.parts == 1 else code.name.split(" ")[0]
         parts[name] = (words, text, rounding(code))
         parts |= {low: (f"low part of the {words}", text, rounding(code)) for low in low_parts(name, code)}
-    visible_bytes, is_wide = VISIBLE[storage.visible][0] / 8, storage.visible in WIDE
+    visible_bytes, is_wide = VISIBLE[storage.visible][0] / 8, storage.visible == "float32"
     seen = "" if is_wide else "nearest" if storage.beside else rounding(storage.weight)
     stored = [("weight that the model sees", storage.visible, visible_bytes, seen)]
     for group in storage.packing:

@@ -1,11 +1,10 @@
 """Storages: how a weight and its moments are stored between optimizer steps, and the codes that they are rounded to.
 
-A :class:`Code` rounds a float32 to fewer bits. Only the two rows for reference keep float64 values and update them in float64.
-The upper bits of a weight are the bfloat16 (or float16) that the model sees. Its *tail* is the signed remainder: both together
-give the stored value back exactly. A code of a moment keeps a few exponent and mantissa bits of the float32, or of the float32
-divided by a power of two that its row shares. The published baselines store a second *number* instead, the low part of an
-expansion. A NaN loses its sign and payload, which differ between processors. It is stored as the positive quiet NaN. A code
-without NaN stores its largest positive value (a float16 weight infinity).
+A :class:`Code` rounds a float32 to fewer bits. The upper bits of a weight are the bfloat16 (or float16) that the model sees.
+Its *tail* is the signed remainder: both together give the stored value back exactly. A code of a moment keeps a few exponent
+and mantissa bits of the float32, or of the float32 divided by a power of two that its row shares. The published baselines store
+a second *number* instead, the low part of an expansion. A NaN loses its sign and payload, which differ between processors. It
+is stored as the positive quiet NaN. A code without NaN stores its largest positive value (a float16 weight infinity).
 
 "Nearest" means ties away from zero; in baselines whose sources say so, ties to even. A :class:`Storage` names a code for the
 weight and for each moment. The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
@@ -25,9 +24,8 @@ Rounding = Literal["nearest", "stochastic"]
 class Code:
     """How one float32 is rounded: which exponent and mantissa bits are stored, and the rounding mode.
 
-    Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself; the one of 64 bits is a float64. Fewer
-    exponent bits select a window of binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below
-    and saturation above.
+    Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself. Fewer exponent bits select a window of
+    binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below and saturation above.
 
     Args:
         name: in tables.
@@ -35,8 +33,7 @@ class Code:
         signed: whether a sign bit is stored.
         rounding: ``"nearest"`` (ties away from zero) or ``"stochastic"`` (unbiased).
         lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
-        hold: never round a positive value to zero, since a second moment of zero makes the next step unbounded; in an
-            expansion this holds for the leading part.
+        hold: never round a positive value to zero, since a second moment of zero makes the next step unbounded.
         scaled: the window is relative to a power of two, one per row of a matrix.
         parts: number of words per value, each the remainder that the previous ones leave: an expansion.
     """
@@ -60,27 +57,18 @@ class Code:
         """Return the least number of ulps in a normal value. For an expansion, count ulps of its last part."""
         return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
 
-    def part(self, place: int) -> Code:
-        """Return the code of one part of an expansion; the leading part is at ``place`` 0."""
-        return replace(self, hold=False) if place and self.hold else self
-
     @property
     def is_window(self) -> bool:
         """Tell whether the code stores a window of binades instead of float32's own exponent."""
-        return self.exponent_bits != 8 and not self.is_double
-
-    @property
-    def is_double(self) -> bool:
-        return self.bits == 64
+        return self.exponent_bits != 8
 
     @property
     def highest(self) -> int:
         """Exponent of the largest binade in range."""
-        return self.lowest + 2**self.exponent_bits - 2 if self.is_window else 1023 if self.is_double else 127
+        return self.lowest + 2**self.exponent_bits - 2 if self.is_window else 127
 
 
 CODES: dict[str, Code] = {
-    "float64": Code("float64", 11, 52, lowest=-1022),
     "float32": Code("float32", 8, 23),
     "bfloat16": Code("bfloat16", 8, 7),
     "bfloat16-stochastic": Code("bfloat16", 8, 7, rounding="stochastic"),
@@ -91,13 +79,10 @@ CODES: dict[str, Code] = {
     "float16": Code("float16", 5, 10, lowest=-14),
     # Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by epsilon alone.
     "float16-held": Code("float16", 5, 10, signed=False, lowest=-14, hold=True),
-    "float16-pair": Code("float16 + float16", 5, 10, lowest=-14, parts=2),
-    "float16-pair-held": Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2),
     # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
     # from 2^-54 to 2^9 survive.
     "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-54),
     "e7m5": Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True),
-    "e8m15": Code("e8m15", 8, 15, rounding="stochastic"),
     # Windows that end at the power of two above their row's amax. Normal values of e5 reach down to 2^-30 of it.
     "e4m3-row": Code("e4m3", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
     "e5m3-row": Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, hold=True, scaled=True),
@@ -107,24 +92,10 @@ CODES: dict[str, Code] = {
     "float8-row-stochastic": Code("float8_e4m3fn", 4, 3, rounding="stochastic", lowest=-14, scaled=True),
     "float8-row-triple": Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3),
 }
-"""Codes by the names that compose a storage, ``weight+first moment+second moment``."""
+"""Codes by name. A row of the table writes ``weight+first moment+second moment``."""
 FLOAT32, BFLOAT16 = CODES["float32"], CODES["bfloat16"]
 
-WEIGHT_CODES = {
-    name: CODES[name]
-    for name in ("bfloat16", "bfloat16-stochastic", "bfloat16-pair", "tail8", "tail16", "float8-row",
-                 "float8-row-stochastic")
-}  # fmt: skip
-"""Codes of a weight that the model sees as bfloat16."""
-MOMENT_CODES = {
-    name: CODES[name]
-    for name in ("float32", "bfloat16", "bfloat16-stochastic", "bfloat16-pair", "e8m15", "e6m5", "e7m5", "e4m3-row", "e5m3-row",
-                 "float16-row", "float16-row-held")
-}  # fmt: skip
-"""Codes of moments. ``e7m5``, ``e5m3-row`` and ``float16-row-held`` have no sign bit: for second moments only."""
-
 VISIBLE: dict[str, tuple[int, int, int]] = {
-    "float64": (64, 0, 0),
     "float32": (32, 0, 0),
     "bfloat16": (16, 16, 0),
     "float16": (16, 13, -112),
@@ -139,28 +110,24 @@ def low_parts(name: str, code: Code) -> tuple[str, ...]:
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
-    """Return the bits of the word that holds a group of fields: 8, 16 or 32; 64 for a lone float64."""
+    """Return the bits of the word that holds a group of fields: 8, 16 or 32."""
     bits = sum(bits for _, bits in group)
-    return next((width for width in (8, 16, 32) if bits <= width), bits)
+    return next(width for width in (8, 16, 32) if bits <= width)
 
 
 def width_alone(code: Code) -> int:
-    """Return the bits of the word that holds one part of a code and nothing else: 8, 16, 32 or 64."""
+    """Return the bits of the word that holds one part of a code and nothing else."""
     return width_of((("", code.bits),))
 
 
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32 or 64 bits alone, others in the fewest bits, then words.
+    """Pack fields, ``(name, bits)`` each, into words: those of 16 or 32 bits alone, others in the fewest bits, then words.
 
-    Raises:
-        ValueError: a field has more than 32 bits, and not 64.
     Example:
         >>> packed((("tail", 8), ("exp_avg", 12), ("exp_avg_sq", 12)))
         ((('tail', 8), ('exp_avg', 12), ('exp_avg_sq', 12)),)
     """
-    if wide := [name for name, bits in fields if bits > 32 and bits not in _ALONE]:
-        raise ValueError(f"'{wide[0]}' is wider than a 32-bit word")
     alone = tuple((field,) for field in fields if field[1] in _ALONE)
     narrow = tuple(field for field in fields if field[1] not in _ALONE)
     ways = (way for way in _partitions(narrow) if all(sum(bits for _, bits in group) <= 32 for group in way))
@@ -169,7 +136,7 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
     return (*alone, *best)
 
 
-_ALONE = (16, 32, 64)
+_ALONE = (16, 32)
 
 
 def _partitions(
@@ -188,9 +155,7 @@ def _partitions(
 # ── storages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Arithmetic = Literal["float32", "expansion", "float64"]
-WIDE = ("float32", "float64")
-"""Visible formats that no storage rounds a weight to: the model sees all of what is stored."""
+Arithmetic = Literal["float32", "expansion"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 # A second moment with fewer mantissa bits does not move at a beta2 of 0.999, which changes it by 2^-10.
 _FROZEN_MANTISSA = 10
@@ -206,13 +171,12 @@ class Storage:
         weight: code of the stored weight; its upper part is the visible one.
         exp_avg: code of the first moment, and of every other state of either sign.
         exp_avg_sq: code of the second moment, and of every other state that is never negative.
-        master: store a full copy of the weight instead of a tail: float32, or float64 where the code is.
+        master: store a full float32 copy of the weight instead of a tail.
         vectors: the storage of 1-D parameters (norm gains, biases); ``None`` for this one.
         loses: what is lost, in a few words.
         fallback: the storage that an alarm recommends when this one loses updates.
         source: the publication or library.
-        arithmetic: ``"float32"``, ``"float64"``, or ``"expansion"``: every operation is rounded to the precision of the visible
-            format.
+        arithmetic: ``"float32"``, or ``"expansion"``: Collage's AdamW, with every operation rounded to the weight's precision.
         states: the optimizer states, each with its code; every update rule has its own.
     """
 
@@ -245,7 +209,7 @@ class Storage:
     @property
     def tail_bits(self) -> int:
         """Return the bits of the tail: stored weight bits outside the visible weight, master copy and low parts."""
-        has_no_tail = self.master or self.visible in WIDE or self.weight.parts > 1
+        has_no_tail = self.master or self.visible == "float32" or self.weight.parts > 1
         return 0 if has_no_tail else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
     @property
@@ -296,7 +260,7 @@ class Storage:
             ['master', 'word']
         """
         weight, moment = self.weight, self.exp_avg_sq
-        is_short = self.visible not in WIDE and not self.beside and weight.rounding == "nearest"
+        is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"
         is_frozen = moment.parts == 1 and moment.rounding == "nearest" and moment.mantissa_bits < _FROZEN_MANTISSA
         return not is_short and not is_frozen
 
@@ -323,12 +287,6 @@ STORAGES: dict[str, Storage] = {
     storage.name: storage
     for storage in (
         _row(
-            "float64/float64", "float64", "float64+float64+float64", vectors=None, fallback="float64/float64",
-            arithmetic="float64",
-            loses="2^-53 of every operation: the reference that float32 itself is measured against",
-            source="IEEE 754; Lightning's precision 64-true",
-        ),
-        _row(
             "float32", "float32", "float32+float32+float32", vectors=None,
             loses="nothing beyond float32 rounding; with compute bfloat16 it is autocast",
             source="Kingma & Ba 2015; Loshchilov & Hutter 2019",
@@ -339,12 +297,6 @@ STORAGES: dict[str, Storage] = {
             source="Micikevicius et al. 2018, mixed precision training",
         ),
         _row(
-            "master64", "bfloat16", "float64+float64+float64", vectors=None, master=True, fallback="master64",
-            arithmetic="float64",
-            loses="2^-53 of every operation of the update; the model sees the nearest bfloat16, and so are gradients",
-            source="master with float64 in place of float32: the update of a narrow model without rounding of its own",
-        ),
-        _row(
             "exact", "bfloat16", "tail16+float32+float32",
             loses="nothing that float32 keeps: bit-identical to master, 2 bytes less",
             source="16-bit tails: Intel's split SGD, apex's stored remainders",
@@ -353,11 +305,6 @@ STORAGES: dict[str, Storage] = {
             "split", "bfloat16", "tail16+bfloat16+float32",
             loses="16 bits of the first moment, nearest; weight and second moment are float32",
             source="Narrowgauge; bytes of Collage-plus (Yu et al. 2024)",
-        ),
-        _row(
-            "split8", "bfloat16", "tail8+bfloat16+e8m15", fallback="split",
-            loses="8 bits of weight and second moment, stochastic; 16 bits of the first moment, nearest",
-            source="Narrowgauge: Collage's two places for a correction, with 8 bits each",
         ),
         _row(
             "word", "bfloat16", "tail8+e6m5+e7m5", fallback="split",
@@ -423,12 +370,6 @@ STORAGES: dict[str, Storage] = {
             source="Micikevicius et al. 2018, mixed precision training",
         ),
         _row(
-            "float16/master64", "float16", "float64+float64+float64", vectors=None, master=True, fallback="float16/master64",
-            arithmetic="float64",
-            loses="2^-53 of every operation of the update; the model sees the nearest float16, and so are gradients",
-            source="float16/master with float64 in place of float32",
-        ),
-        _row(
             "float16/split", "float16", "float16-tail+bfloat16+float32", vectors="float16/master",
             fallback="float16/master",
             loses="16 bits of the first moment; of weights under 2^-14, what lies under 2^-38; none above 65504",
@@ -438,23 +379,6 @@ STORAGES: dict[str, Storage] = {
             "float16/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
-        ),
-        _row(
-            "float16/kahan", "float16", "float16-pair+float16+float16-held", vectors=None, fallback="float16/split",
-            loses="updates below 2^-23 of the weight, or below 2^-25; second moments are held at 2^-24 or more",
-            source="Kahan 1965; Zamirai et al. 2020 (2010.06192), who find float16's range too short for it",
-        ),
-        _row(
-            "float16/collage-light", "float16", "float16-pair+float16+float16-held", vectors=None, fallback="float16/split",
-            arithmetic="expansion",
-            loses="2^-12 of every operation; what is below 2^-25 of weights; second moments are held at 2^-24 or more",
-            source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
-        ),
-        _row(
-            "float16/collage-plus", "float16", "float16-pair+float16+float16-pair-held", vectors=None, fallback="float16/split",
-            arithmetic="expansion",
-            loses="2^-12 of every operation; what is below 2^-25 of weights; second moments have a low part from 2^-14 on",
-            source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
         ),
         _row(
             "float16-throughout/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
@@ -467,12 +391,6 @@ STORAGES: dict[str, Storage] = {
             fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
             source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by row",
-        ),
-        _row(
-            "float8/collage-light", "bfloat16", "float8-row-triple+float8-row+float8-row", fallback="compact",
-            arithmetic="expansion",
-            loses="2^-5 of every operation, updates below 2^-13 of the weight; second moments freeze from beta2 0.97 on",
-            source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",
         ),
         _row(
             "float8/collage-plus", "bfloat16", "float8-row-triple+float8-row+float8-row-triple", fallback="compact",
@@ -492,26 +410,3 @@ def _bytes_per_param(storage: Storage) -> float:
 def for_vectors(storage: Storage) -> Storage:
     """Return the storage of 1-D parameters under ``storage``."""
     return STORAGES[storage.vectors] if storage.vectors else storage
-
-
-def find(name: str) -> Storage | None:
-    """Return the storage of that name, from the table or composed as ``weight+first+second``; ``None`` for neither.
-
-    Example:
-        >>> find("tail8+bfloat16+float32").bytes_per_param
-        11.0
-    """
-    if name in STORAGES:
-        return STORAGES[name]
-    weight, plus, moments = name.partition("+")
-    first, also, second = moments.partition("+")
-    has_codes = weight in WEIGHT_CODES and first in MOMENT_CODES and second in MOMENT_CODES
-    if not (plus and also and has_codes) or not MOMENT_CODES[first].signed:
-        return None
-    parts = zip(("weight", "first moment", "second moment"), (weight, first, second), strict=True)
-    dropped = [f"{bits} bits of the {part}" for part, code in parts if (bits := _cut(CODES[code]))]
-    return _row(name, "bfloat16", name, loses=", ".join(dropped) or "nothing", source="composed by its codes' names")
-
-
-def _cut(code: Code) -> int:
-    return max(0, 23 - code.parts * (code.mantissa_bits + 1) + 1)

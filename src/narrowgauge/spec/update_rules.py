@@ -298,15 +298,14 @@ def rule_title(recipe: str, rule: str) -> str:
     return recipe if rule == "adamw" else f"{recipe} by {rule}"
 
 
-def refuse_matrix_rule(rule: str, storage: Storage) -> None:
-    """Refuse a matrix rule, by name, with a storage whose arithmetic cannot compute it.
+def refuse_collage(rule: str, storage: Storage) -> None:
+    """Refuse a rule other than AdamW, by name, with a storage of Collage.
 
     Raises:
-        RecipeError: that arithmetic is not float32.
+        RecipeError: the storage's arithmetic is published for AdamW alone.
     """
-    if storage.arithmetic != "float32":
+    if storage.arithmetic == "expansion":
         raise RecipeError(
-            f"rule '{rule}' was requested with storage '{storage.name}', whose arithmetic is {storage.arithmetic}; matrix rules "
-            "compute in float32.",
-            "Take an elementwise rule (adamw, adam, sgd or lion), or a storage such as 'master'.",
+            f"rule '{rule}' was requested with storage '{storage.name}', whose arithmetic is published for AdamW alone.",
+            "Take rule 'adamw', or a storage such as 'kahan' or 'split'.",
         )

@@ -32,7 +32,7 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_matrix_rule, rule_title
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_collage, rule_title
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
 _KIND_NAMES: dict[type, str] = {
@@ -297,8 +297,6 @@ class TrainConfig:
         return "the usual rate of unit-scaled models is AdamW's" if is_other else ""
 
     def _is_worth_compiling(self, num_parameters: int | None) -> bool:
-        if self.recipe.dtype == "float64":
-            return False
         return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
 
     def why_uncompiled(self, num_parameters: int) -> str:
@@ -412,9 +410,6 @@ class TrainConfig:
                 )
         if self.lr is None and (reason := self._why_no_rate()):
             refuse(f"rule '{rule.name}' has no learning rate, {reason}", "Set --lr; try several.", RecipeError)
-        if self.compile and self.recipe.dtype == "float64":
-            message = f"no graph can hold the scope of float64 of '{self.recipe.title}'"
-            refuse(message, "Omit --compile: reference runs are eager.", RecipeError)
         if self.batch_size % parts:
             message = f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches"
             refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
@@ -424,8 +419,8 @@ class TrainConfig:
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
             refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
-        for storage in self.recipe.storages if rule.is_matrix else ():
-            refuse_matrix_rule(self.rule, storage)
+        for storage in self.recipe.storages if self.rule != "adamw" else ():
+            refuse_collage(self.rule, storage)
 
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

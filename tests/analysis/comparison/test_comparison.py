@@ -55,7 +55,7 @@ def test_a_diverged_run_is_named_and_not_averaged(spoil: Callable[[Run], Any]) -
     ("names", "chosen"),
     [
         (("float8-row/word", "bfloat16/word"), "bfloat16/word"),
-        (("bfloat16/word", "float64/float64", "float32/float32"), "float64/float64"),
+        (("bfloat16/word", "tfloat32/float32", "float32/float32"), "float32/float32"),
         (("mine", "yours"), "mine"),
     ],
 )

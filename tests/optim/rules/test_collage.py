@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import Expansion, NearestEven, expansion_of
+from narrowgauge.numerics.expansions import NearestEven, Parts, expansion_of
 from narrowgauge.numerics.rounding import bits_of
-from narrowgauge.optim.rules.collage import published_adamw
+from narrowgauge.optim.rules.collage import collage_adamw
 from oracles import released_collage as narrow
 
 BFLOAT16 = NearestEven(16)
@@ -29,13 +29,9 @@ def scalars(*, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: in
     return {name: torch.tensor(value) for name, value in values.items()}
 
 
-def expansion(x: Tensor | float, length: int, rn: NearestEven = BFLOAT16) -> Expansion:
-    return Expansion(expansion_of(x, length, rn), rn)
-
-
-def total(x: Expansion) -> Tensor:
+def total(x: Parts) -> Tensor:
     """The exact value, or nearly: float64 holds three bfloat16 parts that are not too far apart."""
-    return torch.stack([part.double() for part in x.parts]).sum(0)
+    return torch.stack([part.double() for part in x]).sum(0)
 
 
 def gradients(count: int, steps: int, scale: float = 1e-2, seed: int = 0) -> Iterator[Tensor]:
@@ -69,37 +65,34 @@ def eager_step(words: dict[str, Tensor], g: Tensor, s: dict[str, float]) -> Tens
 @pytest.mark.parametrize("plus", [False, True], ids=["light", "plus"])
 def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) -> None:
     count = 2048
-    weight = expansion(BFLOAT16(torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02), 2)
-    moments = [expansion(torch.zeros(count), 1), expansion(torch.zeros(count), 2 if plus else 1)]
+    start = BFLOAT16(torch.randn(count, generator=torch.Generator().manual_seed(1)) * 0.02)
+    weight: Parts = (start, torch.zeros(count))
+    moments: list[Parts] = [(torch.zeros(count),), tuple(torch.zeros(2 if plus else 1, count))]
     words = {name: torch.zeros(count, dtype=torch.bfloat16) for name in ("dw", "m", "v", *(["dv"] if plus else []))}
-    words["w"] = weight.parts[0].bfloat16()
+    words["w"] = weight[0].bfloat16()
     for t, g in enumerate(gradients(count, 20), 1):
         s = scalars(beta2=beta2, t=t)
-        change, weight, *moments = published_adamw(weight, g, *moments, s)
+        change, weight, *moments = collage_adamw(weight, g, *moments, s, BFLOAT16)
         expected = eager_step(words, g.bfloat16(), {name: value.item() for name, value in s.items()})
         assert torch.equal(bits_of(change), bits_of(expected.float())), t
-        found = dict(
-            zip(("w", "dw", "m", "v", "dv"), (*weight.parts, *moments[0].parts, *moments[1].parts), strict=False)
-        )
+        found = dict(zip(("w", "dw", "m", "v", "dv"), (*weight, *moments[0], *moments[1]), strict=False))
         assert found.keys() == words.keys()
         for name, value in found.items():
             assert torch.equal(value, words[name].float()), (t, name)
-    assert (weight.parts[1] != 0).float().mean() > 0.9
+    assert (weight[1] != 0).float().mean() > 0.9
 
 
 # ── second moments ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def second_moments(
-    beta2: float, length: int, steps: int, start: Tensor, g: Tensor, rn: NearestEven = BFLOAT16
-) -> Tensor:
+def second_moments(beta2: float, length: int, steps: int, start: Tensor, g: Tensor) -> Tensor:
     """v / exact v of a constant gradient after so many steps from ``start`` times its square."""
-    weight, exp_avg = expansion(torch.zeros_like(g), 1, rn), expansion(torch.zeros_like(g), 1, rn)
-    exp_avg_sq = expansion(start * g * g, length, rn)
+    zero = (torch.zeros_like(g),)
+    exp_avg_sq = expansion_of(start * g * g, length, BFLOAT16)
     exact = total(exp_avg_sq)
     s = scalars(beta2=beta2)
     for _ in range(steps):
-        _, _, _, exp_avg_sq = published_adamw(weight, g, exp_avg, exp_avg_sq, s)
+        _, _, _, exp_avg_sq = collage_adamw(zero, g, zero, exp_avg_sq, s, BFLOAT16)
         exact += (g.double() ** 2 - exact) * (1 - beta2)
     return total(exp_avg_sq) / exact
 
@@ -126,10 +119,10 @@ def test_the_released_code_has_two_faults_and_without_them_is_ours(faults: tuple
     found, exact = narrow.second_moment(gradients(1024, steps, 1.0), beta2, faults=faults)
     assert (found / exact).median().item() == pytest.approx(RELEASED[faults], rel=0.01, abs=0.01)
     if not faults:
-        ours = expansion(torch.zeros(1024), 2)
-        others = expansion(torch.zeros(1024), 1), expansion(torch.zeros(1024), 1)
+        zero = torch.zeros(1024)
+        ours: Parts = (zero, zero)
         s = scalars(beta2=beta2)
         for g in gradients(1024, steps, 1.0):
-            _, _, _, ours = published_adamw(others[0], g, others[1], ours, s)
+            _, _, _, ours = collage_adamw((zero,), g, (zero,), ours, s, BFLOAT16)
         assert torch.equal(total(ours), found)
         assert ((total(ours) / exact).median() - 1).abs() < 0.005

@@ -251,7 +251,7 @@ def _requested_baseline(name: str, groups: Mapping[str, Sequence[RunStats]]) -> 
     )
 
 
-_WIDTHS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
+_WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 def _widest(rows: Mapping[str, Row], groups: Mapping[str, Sequence[RunStats]]) -> str | None:

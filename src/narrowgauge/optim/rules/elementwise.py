@@ -1,21 +1,19 @@
 """Elementwise rules: the step that an optimizer intends, as pure functions of float32 values.
 
 A rule sees one weight, its gradient and its states, and returns the intended change and the new states. It knows
-nothing of formats, layouts or devices: any storage carries it, and the arithmetic of expansions runs the same text. A
-state of either sign takes the storage's code for first moments, one that is never negative (an average of squares) that
-for second moments.
+nothing of formats, layouts or devices: any storage carries it, but for Collage's, which carry AdamW alone. A state of either
+sign takes the storage's code for first moments, one that is never negative (an average of squares) that for second moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import sqrt
-from narrowgauge.optim.rules.collage import published_adamw
+from narrowgauge.numerics.rounding import sqrt
 
 Scalars = Mapping[str, Tensor]
 
@@ -29,15 +27,12 @@ class Rule:
         scalars: names of the per-step float32 scalars that ``update`` reads.
         prepare: ``(options of a param group, number of this step from 1) -> scalars``; called at every step, so that a
             schedule may change any option.
-        update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in ``+ - * /``, ``abs``, ``sign`` and
-            :func:`narrowgauge.numerics.expansions.sqrt`.
+        update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in float32 tensors.
+            :func:`narrowgauge.numerics.rounding.sqrt` is correctly rounded on every device.
         squares: the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
         decay: name of the scalar −lr · weight_decay of decoupled weight decay; the audit steps again with 0 in its place. Empty
             without one.
-        expanded: the update in the arithmetic of expansions where a source defines one; ``None`` runs ``update`` in it.
-        reduces: ``options -> rule`` that has fewer states and takes the same steps, or ``None`` for this rule. Called at every
-            step, as long as a parameter has none of the states.
 
     Example:
         >>> from narrowgauge import Optimizer
@@ -60,17 +55,7 @@ class Rule:
     update: Callable[..., tuple[Any, ...]]
     squares: tuple[str, ...] = ("exp_avg_sq",)
     coupled: bool = False
-    expanded: Callable[..., tuple[Any, ...]] | None = None
-    reduces: Callable[[Mapping[str, Any]], Rule | None] | None = None
     decay: str = ""
-
-    def under(self, group: Mapping[str, Any], present: Collection[str] = ()) -> Rule:
-        """Return the rule that steps a parameter under a group's options: this one, or the one that it reduces to.
-
-        ``present`` names states that the parameter has already; no such state is dropped.
-        """
-        reduced = self.reduces(group) if self.reduces is not None else None
-        return self if reduced is None or set(self.states) & set(present) else reduced
 
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
@@ -120,7 +105,6 @@ ADAMW = Rule(
     (*_ADAM_SCALARS, "negative_decay"),
     _adamw_scalars,
     _adamw,
-    expanded=published_adamw,
     decay="negative_decay",
 )
 ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
@@ -129,7 +113,9 @@ ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"),
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     momentum, nesterov = float(group["momentum"]), bool(group["nesterov"])
     decay, rate = float(group["weight_decay"]), -float(group["lr"])
-    if momentum == 0:  # as in torch: a buffer that is there already stays as it is, and steps go along the gradient
+    if (
+        momentum == 0
+    ):  # of a group, or set later. As in torch the buffer stays as it is, and steps go along the gradient
         return decay, 1.0, 0.0, 1.0, 0.0, rate
     gain = 1.0 if step == 1 else 1 - group["dampening"]
     return decay, momentum, gain, float(nesterov), momentum if nesterov else 1.0, rate
@@ -149,13 +135,8 @@ def _plain_sgd(w: Any, g: Any, s: Scalars) -> tuple[Any, ...]:
     return ((g + w * s["weight_decay"]) * s["negative_lr"],)
 
 
-PLAIN_SGD = Rule("plain sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
-
-
-def _without_momentum(group: Mapping[str, Any]) -> Rule | None:
-    return None if group["momentum"] else PLAIN_SGD
-
-
+PLAIN_SGD = Rule("sgd", (), ("weight_decay", "negative_lr"), _plain_sgd_scalars, _plain_sgd)
+"""SGD without momentum, which has no state."""
 SGD = Rule(
     "sgd",
     ("momentum_buffer",),
@@ -163,7 +144,6 @@ SGD = Rule(
     _sgd_scalars,
     _sgd,
     coupled=True,
-    reduces=_without_momentum,
 )
 
 
