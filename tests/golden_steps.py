@@ -174,7 +174,7 @@ def accumulation(name: str) -> str:
     """The sums of two steps of five micro-batches."""
     dtype = torch.bfloat16
     weights = [nn.Parameter(values(shape, 1).to(dtype)) for shape in SHAPES.values()]
-    accumulator = ng.GradientAccumulator(weights, name, seed=5, num_micro_batches=5, compile=False)
+    accumulator = ng.GradientAccumulator(weights, name, num_micro_batches=5)
     results = []
     for step in range(2):
         for micro_batch in range(5):

@@ -41,17 +41,6 @@ def float32_sum(gradients: Sequence[Singles]) -> Singles:
     return total
 
 
-def stochastic_sum(gradients: Sequence[Singles], seeds: Sequence[int]) -> Singles:
-    """Cut to bfloat16 after each addition, up with a chance equal to the way covered, drawn from both mantissas."""
-    total = gradients[0].copy()
-    for gradient, seed in zip(gradients[1:], seeds[1:], strict=True):
-        total = total + gradient
-        mantissa, shifted = bits(total) % 2**23, bits(gradient) * 2**9 % 2**32
-        addends = [codes.field(codes.hashed(int(key), seed), 0, 16) for key in mantissa ^ shifted]
-        total = values(codes.cut(bits(total), 16, np.array(addends, dtype=np.int64)))
-    return total
-
-
 @dataclass
 class Scale:
     """A loss scale that a person would keep on paper."""

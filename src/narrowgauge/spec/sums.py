@@ -1,8 +1,8 @@
 """Sums of gradients: over the micro-batches of a rank (accumulations), and across ranks (reductions).
 
 Floating-point addition is not associative. With few bits it also stalls: if autograd adds gradients of micro-batches in
-bfloat16, a sum of equal gradients stops at 256 of them. The other accumulations keep the sum in a buffer of the parameter's
-shape and round it once, at the end (:mod:`narrowgauge.optim.accumulation`).
+bfloat16, a sum of equal gradients stops at 256 of them. ``float32`` keeps the sum in a buffer of the parameter's shape and
+rounds it once, at the end (:mod:`narrowgauge.optim.accumulation`).
 
 Across ranks the sum depends on the number of ranks, on the order of arrival, and on the micro-batches that each rank added
 before. A reduction states how much a sum may lose, and whether it depends on any of these (:mod:`narrowgauge.distributed`).
@@ -25,7 +25,7 @@ class Accumulation:
 
     Args:
         buffer: format of the buffer, in addition to the gradient. If empty, autograd adds into the gradient itself.
-        gradients: formats of gradients that it sums. Autograd adds float32 gradients unless they are listed.
+        gradients: formats of gradients that it sums. Autograd adds float32 gradients.
         addition: the largest error of one addition, relative to its result.
         loses: what is lost, in a few words.
         source: the publication or library.
@@ -49,7 +49,7 @@ class Accumulation:
         """Return whether it has a buffer for gradients of a format. Autograd sums other gradients.
 
         Example:
-            >>> [ACCUMULATIONS[name].keeps_sums("float32") for name in ("float32", "float64")]
+            >>> [ACCUMULATIONS["float32"].keeps_sums(format) for format in ("float32", "bfloat16")]
             [False, True]
         """
         return bool(self.buffer) and gradient in self.gradients
@@ -73,11 +73,6 @@ ACCUMULATIONS: dict[str, Accumulation] = {
     accumulation.name: accumulation
     for accumulation in (
         Accumulation(
-            "float64", "float64", ("bfloat16", "float16", "float32"), 2.0**-53,
-            loses="2^-53 of the sum per addition; one rounding at the end",
-            source="IEEE 754: for reference runs, and for the error that a batch's rounded micro-batches leave",
-        ),
-        Accumulation(
             "float32", "float32", ("bfloat16", "float16"), 2.0**-24,
             loses="2^-24 of the sum per addition; one rounding at the end",
             source="Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32",
@@ -87,11 +82,6 @@ ACCUMULATIONS: dict[str, Accumulation] = {
             loses="2^-8 of the sum per addition, always in the same direction: 256 ones and any number more sum to 256",
             source="PyTorch's autograd, which adds into the gradient itself",
             stalls_at=256,
-        ),
-        Accumulation(
-            "bfloat16-stochastic", "bfloat16", ("bfloat16",), 2.0**-7 + 2.0**-23,
-            loses="up to 2^-7 of the sum per addition, at random and without bias",
-            source="stochastic rounding: Croci et al. 2022; bits hashed as in the storages",
         ),
     )
 }  # fmt: skip

@@ -256,9 +256,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
     if parts > 1 and not is_order_invariant:
-        accumulator = GradientAccumulator(
-            model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
-        )
+        accumulator = GradientAccumulator(model.parameters(), config.accumulation_dtype, num_micro_batches=parts)
         accumulator.allocate()  # so that a run resumed at its end counts them too
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if mesh is not None or is_order_invariant else None

@@ -21,7 +21,6 @@ from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
-from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.random_numbers import random_numbers
@@ -38,8 +37,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_factor", 1.0)
-    if session.accumulator is not None:
-        session.accumulator.step = session.step
     if config.verify_every and (session.step + 1) % config.verify_every == 0:
         session.verify_replicas()
 
@@ -80,18 +77,28 @@ def differentiate(session: Session) -> Tensor:
     Returns:
         The loss, 0-d, with the same bits on every rank and for every number of ranks.
     """
-    scaler = session.optimizer.loss_scaler
+    scaler, reduction = session.optimizer.loss_scaler, session.reduction
+    accumulator = session.accumulator if reduction is None else None  # a reduction calls it itself
+    if accumulator is not None:
+        accumulator.discard()  # half a batch of a step that failed
     # A cache of casts of sharded weights would keep the whole model on each rank.
     is_cached = len(session.micro_batches) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
-        if session.reduction is None:
-            return backward_in_parts((loss for _, loss in losses(session)), session.accumulator, scaler)
-        session.reduction.set_step(session.step)
+        if reduction is not None:
+            reduction.set_step(session.step)
         shares = []
         for part, loss in losses(session):
-            with session.reduction.micro_batch(is_last=part.is_last, is_absent=part.is_absent):
+            with (
+                reduction.micro_batch(is_last=part.is_last, is_absent=part.is_absent)
+                if reduction is not None
+                else nullcontext()
+            ):
                 (loss if scaler is None else scaler.scale(loss)).backward()
+            if accumulator is not None:
+                accumulator.accumulate()
             shares.append(loss.detach())
+        if accumulator is not None:
+            accumulator.finish()
     return sum_in_order(shares, session.config.gradient_accumulation_steps, session.here.size)
 
 
