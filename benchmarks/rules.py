@@ -74,7 +74,6 @@ CASES = {
     for case in (
         Case("adamw", "word", _ADAMS),
         Case("adamw", "states8", _ADAMS),
-        Case("galore", "states8", _ADAMS, _GALORE),
         Case("galore", "word", _ADAMS, "rank=128,update_proj_gap=50,scale=0.25", "-all-quarter"),
         Case("gradnorm_lorp", "states8", _ADAMS, "rank=32,update_proj_gap=50"),
         Case("muon", "word", _ADAMS),

@@ -119,9 +119,8 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.
 
 
 def bytes_alone(code: Code, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor of ``shape`` in a code, where no value shares its word, with the scales of its rows."""
-    scales = 4 * math.prod(shape[:-1]) if code.scaled else 0
-    return math.prod(shape) * code.parts * width_alone(code) // 8 + scales
+    """Return the bytes of a tensor of ``shape`` in a code, where no value shares its word."""
+    return math.prod(shape) * width_alone(code) // 8
 
 
 def tensors_in(checkpoint: Path) -> dict[str, Tensor]:

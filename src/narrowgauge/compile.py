@@ -39,9 +39,6 @@ MOST_VERSIONS = 8
 SMALL_SIDE = 256
 """Shorten longer sides to about this to compare compiled code with its function."""
 
-announce: list[Callable[[], None]] = []
-"""Callbacks, called before each compilation, which takes seconds."""
-
 # Each threshold makes Inductor write an intermediate to memory. A fresh buffer of a large tensor's size costs more in page
 # faults than the whole step (measured: 4 to 10 times).
 _ONE_LOOP: dict[str, Any] = {
@@ -175,8 +172,6 @@ def _compile_and_compare(
 ) -> Compiled | None:
     if not can_compile(_place(arguments)):
         return None
-    for tell in announce:
-        tell()
     present = [argument is not None for argument in arguments]
     tensors = [argument for argument in arguments if argument is not None]
 

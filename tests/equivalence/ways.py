@@ -6,9 +6,7 @@ those on several ranks are in ``ranks.py``.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -209,22 +207,6 @@ def dcp_state(training: Training) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def deep_copied(recipe: str) -> dict[str, str]:
-    """Go on with a deep copy, after the original has gone elsewhere."""
-
-    def move(training: Training) -> Training:
-        copied = copy.deepcopy(training)
-        train(training, range(50, 51))
-        return copied
-
-    return moved(recipe, move)
-
-
-def pickled(recipe: str) -> dict[str, str]:
-    """Go on with what is left of model and optimizer after pickling."""
-    return moved(recipe, lambda training: pickle.loads(pickle.dumps(training)))
-
-
 def gauged(recipe: str) -> dict[str, str]:
     """Attach gauges that sample every step."""
     training = start(recipe)
@@ -281,7 +263,7 @@ def checkpointed(recipe: str) -> dict[str, str]:
 def accumulated(recipe: str) -> dict[str, str]:
     """Sum micro-batches with a GradientAccumulator."""
     training = start(recipe)
-    accumulator = ng.GradientAccumulator(training.model.parameters(), "float32")
+    accumulator = ng.GradientAccumulator(training.model.parameters())
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             differentiate(training, tokens(step, micro_batch), 1 / MICRO_BATCHES)
@@ -319,7 +301,6 @@ def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
 ALONE = {
     way.__name__: way
     for way in (
-        compiled, resumed, through_safetensors, through_dcp, deep_copied, pickled, gauged, audited, recorded, checked,
-        checkpointed,
+        compiled, resumed, through_safetensors, through_dcp, gauged, audited, recorded, checked, checkpointed,
     )
 }  # fmt: skip

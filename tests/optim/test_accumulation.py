@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.optim.accumulation import ACCUMULATIONS, AccumulationWarning, GradientAccumulator
+from narrowgauge.optim.accumulation import GradientAccumulator
+from narrowgauge.spec.sums import ACCUMULATIONS
 from oracles import accumulation as oracle
 from tensors import bits
 
-ROWS = tuple(ACCUMULATIONS)
 SHAPES = [(), (0,), (7,), (3, 4, 6)]
 
 
@@ -26,15 +25,12 @@ def gradients(shape: tuple[int, ...], k: int, seed: int = 0, dtype: torch.dtype 
     return list((torch.randn((k, *shape), generator=generator) * 2.0**spread).to(dtype).unbind(0))
 
 
-def summed(row: str, parts: Sequence[Tensor]) -> Tensor:
+def summed(parts: Sequence[Tensor]) -> Tensor:
     """The finished gradient of one parameter whose micro-batch gradients are ``parts``."""
     parameter = torch.nn.Parameter(torch.zeros_like(parts[0]))
-    accumulator = GradientAccumulator([parameter], row)
+    accumulator = GradientAccumulator([parameter])
     for part in parts:
-        if row == "bfloat16" and parameter.grad is not None:
-            parameter.grad += part  # as autograd does
-        else:
-            parameter.grad = part.clone(memory_format=torch.preserve_format)
+        parameter.grad = part.clone(memory_format=torch.preserve_format)
         accumulator.accumulate()
     accumulator.finish()
     assert parameter.grad is not None
@@ -53,62 +49,55 @@ def singles(parts: Sequence[Tensor]) -> list[oracle.Singles]:
 def test_sums_are_those_written_down(shape: tuple[int, ...], k: int) -> None:
     parts = gradients(shape, k)
     expected = oracle.nearest(oracle.float32_sum(singles(parts)))
-    assert torch.equal(summed("float32", parts).float(), torch.from_numpy(expected).reshape(shape))
+    assert torch.equal(summed(parts).float(), torch.from_numpy(expected).reshape(shape))
 
 
-@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize(("k", "signs"), [(3, "both"), (100, "one")])
-def test_sums_stay_within_their_bounds(row: str, k: int, signs: str) -> None:
+def test_sums_stay_within_their_bounds(k: int, signs: str) -> None:
     parts = [part.abs() if signs == "one" else part for part in gradients((600,), k, seed=k)]
     exact = torch.stack(parts).double().sum(0)  # 20 binades and 100 addends: a float64 holds that
     magnitudes = torch.stack(parts).double().abs().sum(0)
-    last = 2.0**-8 * exact.abs() if ACCUMULATIONS[row].addition < 2.0**-9 else 0.0
-    allowed = ACCUMULATIONS[row].bound(k) * magnitudes * (1 + 2.0**-8) + last
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AccumulationWarning)
-        error = (summed(row, parts).double() - exact).abs()
-    assert (error <= allowed).all()
+    allowed = ACCUMULATIONS["float32"].bound(k) * magnitudes * (1 + 2.0**-8) + 2.0**-8 * exact.abs()
+    assert ((summed(parts).double() - exact).abs() <= allowed).all()
 
 
 def test_float16_sums_are_rounded_once_ties_away_from_zero() -> None:
     every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     finite = every[torch.isfinite(every)]
-    assert torch.equal(bits(summed("float32", [finite])), bits(finite))  # subnormals and -0 included
-    assert torch.equal(bits(summed("float32", [-finite])), bits(-finite))
+    assert torch.equal(bits(summed([finite])), bits(finite))  # subnormals and -0 included
+    assert torch.equal(bits(summed([-finite])), bits(-finite))
     parts = gradients((3000,), 7, dtype=torch.float16)
     total = oracle.float32_sum(singles(parts))
     expected = torch.from_numpy(oracle.nearest(total, dropped=13).astype(np.float16))
-    assert torch.equal(bits(summed("float32", parts)), bits(expected))
+    assert torch.equal(bits(summed(parts)), bits(expected))
     # What autograd's float16 sum loses on the way, the float32 sum keeps.
     back = [torch.tensor([v], dtype=torch.float16) for v in (60000.0, 60000.0, -60000.0)]
-    assert summed("float32", back).tolist() == [60000.0]
+    assert summed(back).tolist() == [60000.0]
 
 
 # ── laws ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize(("place", "value"), [(0, math.nan), (6, -math.inf)])
-def test_what_is_not_finite_stays_so_in_its_element_alone(row: str, place: int, value: float) -> None:
+def test_what_is_not_finite_stays_so_in_its_element_alone(place: int, value: float) -> None:
     parts = gradients((11,), 7)
     parts[place][5] = value
-    result = summed(row, parts)
+    result = summed(parts)
     assert not result[5].isfinite() and result.isfinite().sum() == 10
     assert bool(result[5].isnan()) == math.isnan(value)
     opposite = [torch.tensor([v]).bfloat16() for v in (math.inf, 1.0, -math.inf, 1.0)]
-    assert summed(row, opposite).isnan().all()
+    assert summed(opposite).isnan().all()
     largest = torch.tensor([3.38e38]).bfloat16()
-    assert summed(row, [largest] * 3).tolist() == [math.inf]
+    assert summed([largest] * 3).tolist() == [math.inf]
 
 
 # ── parameters of all kinds ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_missing_frozen_and_tied(row: str) -> None:
+def test_missing_frozen_and_tied() -> None:
     sometimes, always, never, frozen = (torch.nn.Parameter(torch.ones(3).bfloat16()) for _ in range(4))
     frozen.requires_grad_(False)
-    accumulator = GradientAccumulator([sometimes, always, never, frozen, always], row)
+    accumulator = GradientAccumulator([sometimes, always, never, frozen, always])
     for j in range(4):
         loss = (always + always * frozen).sum() + (sometimes.sum() if j % 2 else 0.0)
         loss.backward()
@@ -121,18 +110,17 @@ def test_missing_frozen_and_tied(row: str) -> None:
     assert all(p.grad is None for p in (sometimes, always, never, frozen))
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_bytes_are_counted_and_as_the_table_says(row: str) -> None:
+def test_bytes_are_counted_and_as_the_table_says() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((64, 3), (5,), ())]
-    accumulator = GradientAccumulator(parameters, row)
+    accumulator = GradientAccumulator(parameters)
     assert accumulator.bytes_per_param() == 0
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         accumulator.accumulate()
-    assert accumulator.bytes_per_param() == pytest.approx(ACCUMULATIONS[row].bytes_per_param, rel=1e-12)
+    assert accumulator.bytes_per_param() == pytest.approx(ACCUMULATIONS["float32"].bytes_per_param, rel=1e-12)
     accumulator.finish()  # the buffers are kept for the next step
-    assert accumulator.bytes_per_param() == pytest.approx(ACCUMULATIONS[row].bytes_per_param, rel=1e-12)
+    assert accumulator.bytes_per_param() == pytest.approx(ACCUMULATIONS["float32"].bytes_per_param, rel=1e-12)
 
 
 def test_shards_are_summed_where_they_lie() -> None:
@@ -151,28 +139,6 @@ def test_shards_are_summed_where_they_lie() -> None:
         accumulator.finish()
         assert isinstance(weight.grad, DTensor)
         assert weight.grad.placements == weight.placements
-        assert torch.equal(bits(weight.grad.to_local()), bits(summed("float32", parts)))
+        assert torch.equal(bits(weight.grad.to_local()), bits(summed(parts)))
     finally:
         dist.destroy_process_group()
-
-
-# ── what is said and refused ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_sums_warn_once_from_where_they_lose_more_than_the_storage() -> None:
-    """From the row of ``word`` itself: a spacing of its first moment against half a spacing of bfloat16 per addition."""
-    first_that_loses = next(k for k in range(2, 12) if (k - 1) * 2.0**-8 > 2.0**-5)
-    assert first_that_loses == (ACCUMULATIONS["bfloat16"].most_micro_batches or 0) + 1 == 10
-    weight = torch.nn.Parameter(torch.ones(1).bfloat16())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        GradientAccumulator([weight], "bfloat16", num_micro_batches=9)
-        GradientAccumulator([weight], "float32", num_micro_batches=10_000)
-    with pytest.warns(AccumulationWarning, match=r"^10 micro-batches .* 4% .*'float32'"):
-        warned = GradientAccumulator([weight], "bfloat16", num_micro_batches=10)
-    with pytest.warns(AccumulationWarning, match="^10 micro-batches") as caught:
-        for accumulator in (warned, GradientAccumulator([weight], "bfloat16")):
-            for _ in range(40):
-                weight.sum().backward()
-                accumulator.accumulate()
-    assert len(caught) == 1

@@ -29,7 +29,6 @@ from narrowgauge.errors import (
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.runs.record import read_run
@@ -124,8 +123,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "option": (lambda: get_rule("muon").read("momentun=0.9"), RecipeError, "'momentun'.*mean 'momentum'"),
     "a flag's option": (lambda: get_rule("muon").read("lr=0.1"), RecipeError, "'lr'.*--lr"),
-    "accumulation": (lambda: GradientAccumulator(weights(), "float23"), RecipeError, "'float23'.*mean 'float32'"),
-    "sums of float16": (lambda: GradientAccumulator(weights(torch.float16), "bfloat16"), RecipeError, "'bfloat16'.*float16"),
     "loss scale": (lambda: LossScaler(initial=3.0), RecipeError, r"initial = 3.*power of two"),
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),

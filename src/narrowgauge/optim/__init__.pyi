@@ -1,4 +1,3 @@
-from .accumulation import AccumulationWarning as AccumulationWarning
 from .audit import Alarm as Alarm
 from .audit import Reading as Reading
 from .audit import UpdateLossWarning as UpdateLossWarning

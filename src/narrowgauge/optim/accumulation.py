@@ -1,11 +1,11 @@
-"""Sum the gradients of micro-batches in a chosen format.
+"""Sum the gradients of micro-batches in float32.
 
 A batch too large for the memory is split into k micro-batches, and their gradients are added. Autograd adds in the gradient's
-own format. In bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. ``float32`` keeps the sum in
-a *buffer* shaped like the parameter, and rounds it once, at the end.
+own format. In bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. A
+:class:`GradientAccumulator` keeps the sum in a *buffer* shaped like the parameter, and rounds it once, at the end.
 
 Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses, relative to its result
-(``row.addition``). The first gradient is copied. Each of the other k - 1 adds an error of r:
+(``ACCUMULATIONS["float32"].addition``). The first gradient is copied. Each of the other k - 1 adds an error of r:
 
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
@@ -16,24 +16,16 @@ removes that error.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.rounding import cut, float_of, half
 from narrowgauge.optim.validation import gradient_of, refuse_capture
-from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation
-
-
-class AccumulationWarning(UserWarning):
-    """Warn that many micro-batches are summed in a low-precision format: the sum loses more than the storage does."""
 
 
 def nearest(total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,24 +37,20 @@ def nearest(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class GradientAccumulator:
-    """Sum micro-batch gradients in a chosen format.
+    """Sum micro-batch gradients in float32.
 
     Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to ``None``. Call :meth:`finish`
     after the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
 
     Invariant: the sum of an element depends only on its gradients in order. Its error is at most
-    ``ACCUMULATIONS[dtype].bound(k)``. One micro-batch comes back bit for bit. An infinity or a NaN stays not finite, so the
+    ``ACCUMULATIONS["float32"].bound(k)``. One micro-batch comes back bit for bit. An infinity or a NaN stays not finite, so the
     optimizer skips the step.
 
     Args:
-        parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped.
-        dtype: a row of ``ACCUMULATIONS``. Autograd sums float32 gradients.
-        num_micro_batches: their number, for a warning before the first. With ``None``, warn when too many came.
+        parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped. Autograd sums
+            gradients of float32 parameters.
 
-    Raises:
-        RecipeError: an unknown row, or a parameter in a format that the row does not support.
-
-    Cost: ``bytes_per_param`` of memory from the first call on, and under 16 MiB more during a call.
+    Cost: 4 bytes per parameter from the first call on, and under 16 MiB more during a call.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -75,25 +63,13 @@ class GradientAccumulator:
         tensor([300., 300., 300.], dtype=torch.bfloat16)
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        dtype: str = "float32",
-        *,
-        num_micro_batches: int | None = None,
-    ) -> None:
-        if dtype not in ACCUMULATIONS:
-            near = suggestion(dtype, ACCUMULATIONS) or f"There are {', '.join(ACCUMULATIONS)}."
-            raise RecipeError(f"no accumulation is named {dtype!r}.", near)
-        self.row = ACCUMULATIONS[dtype]
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(dict.fromkeys(parameters))
         require_float64(self.parameters)
         # The parameters whose gradients are summed here, not by autograd.
-        self._summed = [p for p in self.parameters if _takes(self.row, p)]
+        self._summed = [p for p in self.parameters if p.dtype in (torch.bfloat16, torch.float16)]
         self._buffers: dict[Tensor, Tensor] = {}
         self._filled: set[Tensor] = set()
-        self._micro_step, self._warned = 0, False
-        self._warn(num_micro_batches or 0)
 
     def allocate(self) -> None:
         for parameter in self._summed:
@@ -111,8 +87,6 @@ class GradientAccumulator:
         for device in {p.device for p in self._summed}:
             refuse_capture(device)
         pairs = [(p, local_of(gradient_of(p).detach())) for p in self._summed if p.grad is not None]
-        self._micro_step += 1
-        self._warn(self._micro_step)
         for parameter, gradient in pairs:
             for total, chunk in flat_chunks(self._buffer_of(parameter, gradient), gradient):
                 total += chunk
@@ -134,14 +108,12 @@ class GradientAccumulator:
                     chunk.copy_(nearest(total, chunk.dtype))
                 parameter.grad = placed_like(parameter, gradient)
         self._filled.clear()
-        self._micro_step = 0
 
     def discard(self) -> None:
         """Discard the gradients since the last :meth:`finish`."""
         for parameter in self.parameters:
             parameter.grad = None
         self._filled.clear()
-        self._micro_step = 0
 
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter of the live buffers."""
@@ -156,30 +128,3 @@ class GradientAccumulator:
             self._filled.add(parameter)
             self._buffers[parameter].fill_(-0.0)
         return self._buffers[parameter]
-
-    def _warn(self, num_micro_batches: int) -> None:
-        row, limit = self.row, self.row.most_micro_batches
-        if self._warned or limit is None or num_micro_batches <= limit:
-            return
-        if not any(p.requires_grad and dtype_name(p.dtype) in row.gradients for p in self.parameters):
-            return  # autograd sums gradients of more bits itself
-        self._warned = True
-        warnings.warn(
-            f"{num_micro_batches} micro-batches are summed in {row.name}, which may round away "
-            f"{min(row.bound(num_micro_batches), 1):.0%} of the gradient, and equal ones stop adding up at {row.stalls_at}: "
-            "accumulation_dtype 'float32' keeps all for 4 bytes a parameter.",
-            AccumulationWarning,
-            stacklevel=4,
-        )
-
-
-def _takes(row: Accumulation, parameter: Tensor) -> bool:
-    """Return whether the row sums a parameter's gradients. Raise if the row does not support 16-bit gradients."""
-    name = dtype_name(parameter.dtype)
-    if parameter.element_size() == 2 and parameter.is_floating_point() and name not in row.gradients:
-        raise RecipeError(
-            f"accumulation '{row.name}' sums {' and '.join(row.gradients)} gradients, and a parameter of shape "
-            f"{tuple(parameter.shape)} is {name}.",
-            "accumulation_dtype = 'float32' sums every format.",
-        )
-    return row.keeps_sums(name)

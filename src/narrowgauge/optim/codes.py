@@ -486,64 +486,34 @@ def _inverse(into: Tensor | None) -> Tensor | None:
 
 
 # ── a tensor of its own ─────────────────────────────────────────────────────────────────────────────────────────────────
-# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, one tensor per part.
+# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, which is in one part
+# and has no scales by row.
 
 
-def alone_zeros(name: str, code: Code, shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return the zeroed tensors of a separate state, by their saved names.
-
-    Integers are named ``…_codes``. Parts in PyTorch's own dtypes have the plain name. ``…_bound`` is the amax of each row.
-    """
-    parts = (name, *low_parts(name, code))
-    tensors = {_saved_as(part, code): torch.zeros(tuple(shape), dtype=_dtype(code), device=device) for part in parts}
-    if code.scaled:
-        tensors[f"{name}_bound"] = torch.zeros((*shape[:-1], 1), dtype=torch.float32, device=device)
-    return tensors
+def alone_dtype(code: Code) -> torch.dtype:
+    """Return PyTorch's dtype with the same bits, if there is one."""
+    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[width_alone(code)]
 
 
-def alone_value(name: str, code: Code, tensors: Mapping[str, Tensor]) -> Tensor:
+def saved_as(name: str, code: Code) -> str:
+    """Return the name of a separate state in a checkpoint. Integers are named ``…_codes``."""
+    return name if alone_dtype(code).is_floating_point else f"{name}_codes"
+
+
+def alone_value(code: Code, tensor: Tensor) -> Tensor:
     """Return the float32 values. For a float32 state this is its own memory, not a copy."""
-    return read_state(*_alone(name, code, tensors), name)
+    return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0)
 
 
-def encode_alone(
-    name: str, code: Code, tensors: Mapping[str, Tensor], values: Tensor, seed: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Encode values as the tensors of :func:`alone_zeros`.
+def encode_alone(code: Code, values: Tensor, seed: Tensor | None = None) -> Tensor:
+    """Encode values as a tensor of :func:`alone_dtype`.
 
     With a ``seed`` (0-d int32), a stochastic code rounds stochastically. The random bits hash a value's position and mantissa,
     so a power of two on all values changes nothing.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
-    encoded: dict[str, Tensor] = {}
-    if code.scaled:
-        empty = value.new_zeros((*value.shape[:-1], 1))
-        encoded[f"{name}_bound"] = value.abs().amax(-1, keepdim=True) if value.numel() else empty
     addend: Tensor | int = half(dropped)
     if seed is not None and code.rounding == "stochastic":
         place = torch.arange(value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
         addend = dither(random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped)
-    row, lane = _alone(name, code, {**tensors, **encoded})
-    for part, bits in write_state(row, lane, name, value, addend).items():
-        encoded[_saved_as(part, code)] = bits.to(INTEGER[width_alone(code)]).view(_dtype(code))
-    return encoded
-
-
-def _alone(name: str, code: Code, tensors: Mapping[str, Tensor]) -> tuple[Storage, Lane]:
-    """Return a storage with this state alone, and the state as its lane."""
-    fields = {}
-    for part in (name, *low_parts(name, code)):
-        tensor = tensors[_saved_as(part, code)]
-        fields[part] = tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0
-    bound, word = tensors.get(f"{name}_bound"), fields[name][0]
-    row = Storage("alone", "float32", FLOAT32, code, code, "", "", states=((name, "exp_avg"),))
-    return row, Lane(word, word, fields, {} if bound is None else {name: multipliers(code, bound)})
-
-
-def _dtype(code: Code) -> torch.dtype:
-    """Return PyTorch's dtype with the same bits, if there is one."""
-    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[width_alone(code)]
-
-
-def _saved_as(part: str, code: Code) -> str:
-    return part if _dtype(code).is_floating_point else f"{part}_codes"
+    return encode(code, value, addend, 0).to(INTEGER[width_alone(code)]).view(alone_dtype(code))

@@ -95,12 +95,7 @@ def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
     if not isinstance(rule, MatrixRule):
         return set()
     states = rule.states(tuple(parameter.shape), group)
-    meta = torch.device("meta")
-    return {
-        part
-        for name, state in states.items()
-        for part in codes.alone_zeros(name, extra_code(row, state.role), state.shape, meta)
-    }
+    return {codes.saved_as(name, extra_code(row, state.role)) for name, state in states.items()}
 
 
 def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -7,8 +7,8 @@ A batch has one matrix for each rank. The largest matrices come first:
 3. The result is scattered, unsharded states are broadcast, and every rank writes its shard.
 
 The bits are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
-Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along one mesh axis (and
-replication along another). Other DTensors are gathered and stepped on every rank.
+Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along the one axis of a mesh. Other
+DTensors are gathered and stepped on every rank.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import MatrixKernel, lanes_of, num_scales
-from narrowgauge.optim.row_bounds import rescaled, set_scales
+from narrowgauge.optim.kernel import MatrixKernel, lanes_of
 from narrowgauge.optim.rules.matrix import PIECE, Options, decay_of, matrix_shape
-from narrowgauge.optim.state import ParameterState, weight_bound
+from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import Storage
 
 
@@ -96,59 +95,39 @@ class Alone:
 
 
 class Shared(Alone):
-    """Distribute matrices over a mesh. Rows are sharded along one axis, and may be replicated along another."""
+    """Distribute matrices over the ranks of a mesh that shard their rows."""
 
-    def __init__(self, mesh: Any, shard_axis: int | None, replica_axis: int | None) -> None:
-        axes = shard_axis, replica_axis
-        self.shards, self.replicas = (None if axis is None else mesh.get_group(axis) for axis in axes)
-        self.shard, self.replica = (0 if axis is None else mesh.get_local_rank(axis) for axis in axes)
-        self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
-        self.count = mesh.size()
+    def __init__(self, mesh: Any) -> None:
+        self.group, self.rank, self.count = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
     def owns(self, place: int) -> bool:
-        return divmod(place, self.num_shards) == (self.replica, self.shard)
+        return bool(place == self.rank)
 
     def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
         import torch.distributed as dist
 
-        replica, shard = divmod(place, self.num_shards)
-        if replica != self.replica:
-            return None
         rows, columns = matrix_shape(owner.shape)
-        part = part.reshape(len(part), columns)
-        if self.shards is None:
-            return part if self.owns(place) else None
-        height = -(-rows // self.num_shards)
-        buffer = part.new_empty(height * self.num_shards, columns) if self.owns(place) else None
+        height = -(-rows // self.count)
+        buffer = part.new_empty(height * self.count, columns) if self.owns(place) else None
         into = None if buffer is None else list(buffer.split(height))
-        dist.gather(_padded(part, height), into, group=self.shards, group_dst=shard)
+        dist.gather(_padded(part.reshape(len(part), columns), height), into, group=self.group, group_dst=place)
         return None if buffer is None else buffer[:rows]
 
     def scatter(self, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
         import torch.distributed as dist
 
-        replica, shard = divmod(place, self.num_shards)
         rows, columns = matrix_shape(owner.shape)
-        height, local = -(-rows // self.num_shards), local_of(owner)
+        height, local = -(-rows // self.count), local_of(owner)
         part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
-        if self.shards is None and matrix is not None:
-            part = matrix.contiguous()
-        elif self.shards is not None and replica == self.replica:
-            pieces = None if matrix is None else list(_padded(matrix, height * self.num_shards).split(height))
-            dist.scatter(part, pieces, group=self.shards, group_src=shard)
-        if self.replicas is not None:
-            dist.broadcast(part, group=self.replicas, group_src=replica)
+        pieces = None if matrix is None else list(_padded(matrix, height * self.count).split(height))
+        dist.scatter(part, pieces, group=self.group, group_src=place)
         return part[: len(local)].view(local.shape)
 
     def broadcast(self, place: int, tensor: Tensor) -> None:
         import torch.distributed as dist
 
-        replica, shard = divmod(place, self.num_shards)
-        content = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL sends integers of 16 bits
-        if self.shards is not None and replica == self.replica:
-            dist.broadcast(content, group=self.shards, group_src=shard)
-        if self.replicas is not None:
-            dist.broadcast(content, group=self.replicas, group_src=replica)
+        # Neither gloo nor NCCL sends integers of 16 bits.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=place)
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
@@ -173,13 +152,8 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Alone, list[Parame
 
 
 def _ranks_of(owner: Any) -> Alone:
-    if not is_sharded(owner):
-        return Alone()
-    by_rows = [axis for axis, placement in enumerate(owner.placements) if placement.is_shard(0)]
-    replicated = [axis for axis, placement in enumerate(owner.placements) if placement.is_replicate()]
-    if max(len(by_rows), len(replicated)) > 1 or len(by_rows) + len(replicated) < owner.device_mesh.ndim:
-        return Alone()
-    return Shared(owner.device_mesh, *(axes[0] if axes else None for axes in (by_rows, replicated)))
+    is_by_rows = is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
+    return Shared(owner.device_mesh) if is_by_rows else Alone()
 
 
 # ── one matrix ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +165,7 @@ class Piece:
 
     Args:
         start: number of words (or rows of words) before the piece.
-        tensors: words and multipliers of rows, as a kernel takes them.
+        tensors: words, as a kernel takes them.
     """
 
     storage: Storage
@@ -200,20 +174,16 @@ class Piece:
     tensors: list[Tensor]
 
     def lanes(self) -> list[Lane]:
-        num_words = len(self.tensors) - num_scales(self.storage)
-        return lanes_of(self.storage, self.tensors[:num_words], self.tensors[num_words:])
+        return lanes_of(self.storage, self.tensors, ())
 
-    def elements(self, values: Tensor, *, of_rows: bool = False) -> list[Tensor]:
-        """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows.
-
-        With ``of_rows`` the tensor has one value per row.
-        """
+    def elements(self, values: Tensor) -> list[Tensor]:
+        """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows."""
         stop = self.start + self.tensors[0].shape[0]
         if not layout.by_rows(self.storage):
             per_word = layout.per_word(self.storage)
             return [values.view(-1)[self.start * per_word : stop * per_word]]
         group = layout.extent(self.storage, self.shape)[0]
-        matrix = values if of_rows else values.view(layout.matrix_of(self.storage, self.shape))
+        matrix = values.view(layout.matrix_of(self.storage, self.shape))
         return [
             matrix[part * group + self.start : part * group + stop] for part in range(layout.num_parts(self.storage))
         ]
@@ -245,7 +215,6 @@ class MatrixStep:
         self.owner, self.storage = state.owner, state.storage
         self.kernel, self.rule = state.kernel, state.kernel.rule
         self.skip: Tensor = numbers.values[1] != 0
-        self._set_scales({})  # for reading
 
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
@@ -271,8 +240,6 @@ class MatrixStep:
 
     def write(self, part: Tensor) -> Tensor | None:
         """Write this rank's shard. Return the sums of its audit, if it is audited and this rank has elements."""
-        if self.state.bounds:
-            self._set_scales(self._row_peaks())
         decay, totals = decay_of(self.options), []
         for chunk in self._pieces():
             decided: list[Tensor] = []
@@ -313,29 +280,3 @@ class MatrixStep:
             pieces = [tensor[start : start + size] for tensor in tensors]
             yield Piece(self.storage, tuple(state.parameter.shape), start, pieces)
         state.write_back(weight)
-
-    # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _set_scales(self, peaks: dict[str, Tensor]) -> None:
-        """Set the multipliers of the next pass over the words. With ``peaks``, bounds change to new ones."""
-        state = self.state
-        if state.bounds:
-            bounds = {name: peaks.get(name, bound) for name, bound in state.bounds.items()}
-            scales = {n: rescaled(self.storage.code(n), state.bounds[n], peak, self.skip) for n, peak in bounds.items()}
-            set_scales([state], scales)
-
-    def _row_peaks(self) -> dict[str, Tensor]:
-        """Return the bounds of each row's new states and weight, ``[rows, 1]``."""
-        state, per_word = self.state, layout.per_word(self.storage)
-        peaks = {name: torch.zeros_like(state.bounds[name]) for name in self.rule.beside if name in state.bounds}
-        for chunk in self._pieces() if peaks else ():
-            lanes = [self._average(lane)[1] for lane in chunk.lanes()]
-            for name, peak in peaks.items():
-                for part, rows in enumerate(chunk.elements(peak, of_rows=True)):
-                    row_maxima = [
-                        lane[name].abs().amax(1, keepdim=True) for lane in lanes[part * per_word :][:per_word]
-                    ]
-                    rows.copy_(torch.stack(row_maxima).amax(0)[: len(rows)])
-        if "weight" in state.bounds:
-            peaks["weight"] = weight_bound(state.peaks_of(state.parameter.detach()))
-        return peaks

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.compile import COMPILE_ELEMENTS
 from narrowgauge.errors import ChipError, RecipeError
@@ -49,7 +48,7 @@ from narrowgauge.optim.validation import (
     refuse_capture,
 )
 from narrowgauge.spec.storages import Storage, for_vectors
-from narrowgauge.spec.update_rules import Range, refuse_collage
+from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
@@ -67,12 +66,6 @@ def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
         return disabled[0](*args, **kwargs)
 
     return call
-
-
-_OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler")
-_HOOKS = (
-    "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post",
-)  # fmt: skip
 
 
 class Options(TypedDict, total=False):
@@ -150,25 +143,6 @@ class Optimizer(torch.optim.Optimizer):
         Range().check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
-        self._start(
-            rule=rule,
-            max_grad_norm=max_grad_norm,
-            audit_every=audit_every,
-            compile=compile,
-            loss_scaler=loss_scaler,
-        )
-        storage = known_row(USUAL_STORAGE if storage is None else storage).name
-        super().__init__(params, {**defaults, "storage": storage, "seed": seed, "maximize": maximize})
-
-    def _start(
-        self,
-        *,
-        rule: Rule | MatrixRule,
-        max_grad_norm: float | None,
-        audit_every: int,
-        compile: bool | None,
-        loss_scaler: LossScaler | None,
-    ) -> None:
         self.rule, self.compile = rule, compile
         self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
@@ -189,6 +163,8 @@ class Optimizer(torch.optim.Optimizer):
         self._stepped = False
         # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
         self._pending: tuple[HostCopy | None, list[ParameterState], Finite | None] | None = None
+        storage = known_row(USUAL_STORAGE if storage is None else storage).name
+        super().__init__(params, {**defaults, "storage": storage, "seed": seed, "maximize": maximize})
 
     @property
     def loss_scaler(self) -> LossScaler | None:
@@ -222,11 +198,8 @@ class Optimizer(torch.optim.Optimizer):
             require_float64(group["params"])
             check_options(group, self.rule)
             for parameter in group["params"]:
-                storage = self._storage_in(group, parameter)
                 check_real(parameter)
-                check_visible(parameter, storage)
-                if (rule := self.rule_in(group, parameter)) != ADAMW:
-                    refuse_collage(rule.name, storage)
+                self._pair_of(group, parameter)
         except (ChipError, RecipeError):
             self.param_groups.pop()
             raise
@@ -256,14 +229,6 @@ class Optimizer(torch.optim.Optimizer):
         """Return the storage of one of the optimizer's parameters."""
         return self._storage_in(self.group_of(parameter), parameter)
 
-    def rule_of(self, parameter: Tensor) -> str:
-        """Return the name of the rule that steps a parameter. It is AdamW's if a matrix rule does not support the parameter.
-
-        Raises:
-            KeyError: the optimizer does not have the parameter.
-        """
-        return self.rule_in(self.group_of(parameter), parameter).name
-
     def _storage_in(self, group: Group, parameter: Tensor) -> Storage:
         row = known_row(group["storage"])
         return for_vectors(row) if parameter.ndim < 2 else row
@@ -272,6 +237,13 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rule that steps a parameter under a group's options."""
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
         return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+
+    def _pair_of(self, group: Group, parameter: Tensor) -> tuple[Rule | MatrixRule, Storage]:
+        """Return the rule and the storage of a parameter. Refuse what they do not support."""
+        rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter)
+        check_visible(parameter, storage)
+        refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
+        return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
         """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``, ``"param 1"`` …"""
@@ -295,10 +267,8 @@ class Optimizer(torch.optim.Optimizer):
         states: dict[Tensor, ParameterState] = {}
         alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
         for parameter in parameters:
-            row = self._storage_in(group, parameter)
             require_float64([parameter])
-            check_visible(parameter, row)
-            rule = self.rule_in(group, parameter)
+            rule, row = self._pair_of(group, parameter)
             extras = rule.states(tuple(parameter.shape), group) if isinstance(rule, MatrixRule) else {}
             row = row.keeping(rule.kept)
             kernel = self._kernel(rule, row)
@@ -558,44 +528,21 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: a state was saved from another storage, rule or shape.
         """
         states = make_loaded_states(self, entries, self.param_groups)
-        self.__setstate__({"state": defaultdict(dict, {**self._free(), **states})})
+        state: dict[Any, Any] = self.state
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}  # of hooks and users
+        self.__setstate__({"state": defaultdict(dict, {**others, **states})})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy and a pickle.
-
-        A ``functools.partial`` hook is copied with its model. ``narrowgauge.prepare`` ties optimizer and model this way.
-        """
-        numbers = {p: number for number, p in enumerate(self._parameters())}
-        return {
-            **super().__getstate__(),
-            "state": self._free(),
-            "saved": {numbers[p]: entry for p, entry in self.states().items()},
-            "options": {name: getattr(self, name) for name in _OPTIONS},
-            "hooks": {n: [h for h in self._hooks(n).values() if isinstance(h, functools.partial)] for n in _HOOKS},
-        }
+        """Refuse copies and pickles."""
+        raise RecipeError(
+            "Cannot copy or pickle an optimizer, because its states belong to its own parameters.",
+            "Build another one, and pass it this one's state_dict().",
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "saved" not in state:  # of load_state_dict
-            super().__setstate__(state)
-            self._pending, self.auditor = None, Auditor(join=self.auditor.join)
-            return
-        self._start(**state.pop("options"))
-        saved, hooks = state.pop("saved"), state.pop("hooks")
+        """Replace states and groups. ``load_state_dict`` calls this."""
         super().__setstate__(state)
-        parameters = list(self._parameters())
-        self.load_states({parameters[number]: entry for number, entry in saved.items()})
-        for name in _HOOKS:
-            ours = self._hooks(name)
-            ours.update({RemovableHandle(ours).id: hook for hook in hooks[name]})
-
-    def _free(self) -> dict[Any, Any]:
-        """Return entries of ``state`` from hooks and users, without the states of parameters."""
-        state: dict[Any, Any] = self.state
-        return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-
-    def _hooks(self, name: str) -> OrderedDict[int, Any]:
-        hooks: OrderedDict[int, Any] = getattr(self, f"_optimizer_{name}_hooks")
-        return hooks
+        self._pending, self.auditor = None, Auditor(join=self.auditor.join)
 
 
 def _remove_repeated(group: Group) -> None:

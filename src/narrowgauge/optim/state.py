@@ -48,7 +48,7 @@ class ParameterState:
         words: the words of each plane, by plane name.
         bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A rounded
             value may exceed it: the window ends at 1.7 times the power of two above.
-        extras: the tensors of separate states, by state and saved name.
+        extras: the tensors of separate states, by state.
         step: number of steps taken.
         multipliers: for each code scaled by row, the factors into and out of its window in this step, float32 ``[rows, 1]``.
         scales: the same memory in the kernel's order.
@@ -75,10 +75,10 @@ class ParameterState:
         self.step, self.gradient = 0, NO_GRADIENT
         self.scales: list[Tensor] = []
         self._extra_codes: dict[str, Code] = {}
-        self.extras: dict[str, dict[str, Tensor]] = {}
+        self.extras: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
             self._extra_codes[name] = code = extra_code(storage, extra.role)
-            self.extras[name] = codes.alone_zeros(name, code, extra.shape, self.parameter.device)
+            self.extras[name] = torch.zeros(extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device)
         self._weight_at = -1
         self._weight_words: list[Tensor] | None = None
 
@@ -154,7 +154,7 @@ class ParameterState:
 
     def tensors_of_extras(self) -> dict[str, Tensor]:
         """Return the tensors of all extras, by saved name."""
-        return {name: tensor for tensors in self.extras.values() for name, tensor in tensors.items()}
+        return {codes.saved_as(name, self._extra_codes[name]): tensor for name, tensor in self.extras.items()}
 
     def tensors(self) -> list[Tensor]:
         """Return all live tensors."""
@@ -182,7 +182,7 @@ class ParameterState:
     def shapes_of_states(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each state of the rule, by name."""
         beside = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
-        return {**beside, **{name: tuple(next(iter(t.values())).shape) for name, t in self.extras.items()}}
+        return {**beside, **{name: tuple(tensor.shape) for name, tensor in self.extras.items()}}
 
     def code(self, name: str) -> Code:
         """Return the code of the weight or of a state."""
@@ -203,13 +203,12 @@ class ParameterState:
 
     def extra(self, name: str) -> Tensor:
         """Return the float32 values of an extra. For a float32 extra this is its own memory, not a copy."""
-        return codes.alone_value(name, self._extra_codes[name], self.extras[name])
+        return codes.alone_value(self._extra_codes[name], self.extras[name])
 
     def put_extra(self, name: str, values: Tensor, seed: Tensor | None = None, skip: Tensor | None = None) -> None:
         """Store values of an extra, unless ``skip`` (0-d bool)."""
-        tensors = self.extras[name]
-        for part, new in codes.encode_alone(name, self._extra_codes[name], tensors, values, seed).items():
-            tensors[part].copy_(new if skip is None else torch.where(skip, tensors[part], new))
+        tensor, new = self.extras[name], codes.encode_alone(self._extra_codes[name], values, seed)
+        tensor.copy_(new if skip is None else torch.where(skip, tensor, new))
 
     def adopt(self, values: Tensor, seed: Tensor | None = None) -> None:
         """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, PLAIN_SGD, Rule
+from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
@@ -34,8 +34,6 @@ FLAGS = {
     "differentiable": "A step here cannot be differentiated; leave it out.",
 }
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
-# torch's name for the difference between Adam and AdamW.
-_DECOUPLED = {ADAM.name: False, ADAMW.name: True}
 
 
 def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
@@ -55,12 +53,6 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
     for name, advice in FLAGS.items():
         if options.get(name):
             raise RecipeError(f"{name} = {options[name]} was requested, which this optimizer does not have.", advice)
-    decoupled = options.get("decoupled_weight_decay")
-    if decoupled is not None and decoupled is not _DECOUPLED.get(rule.name, decoupled):
-        raise RecipeError(
-            f"decoupled_weight_decay = {decoupled} was requested, and the rule is '{rule.name}'.",
-            f"Take ng.{'AdamW' if decoupled else 'Adam'}.",
-        )
     if rule == PLAIN_SGD and options.get("momentum"):
         raise RecipeError(
             f"momentum = {options['momentum']} was requested of an SGD that was built without momentum and has no buffer for it.",

@@ -16,7 +16,7 @@ from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture, Matmul
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
-from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_collage
+from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,18 @@ _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 
 
 def is_stepped(storage: Storage, optimizer: str) -> bool:
-    """Tell whether an optimizer supports a storage. Collage's arithmetic is AdamW's alone.
+    """Tell whether an optimizer supports a storage, see :func:`narrowgauge.spec.update_rules.refuse_pair`.
 
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
         >>> is_stepped(STORAGES["kahan"], "muon"), is_stepped(STORAGES["collage-plus"], "muon")
         (True, False)
     """
-    return optimizer == "adamw" or storage.arithmetic == "float32"
+    try:
+        refuse_pair(optimizer, storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
+    except RecipeError:
+        return False
+    return True
 
 
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
@@ -67,8 +71,7 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
     for storage in recipe.storages:
-        if not is_stepped(storage, optimizer):
-            refuse_collage(optimizer, storage)
+        refuse_pair(optimizer, storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
     states = OPTIMIZER_STATES[optimizer]
     overrides = tuple(
         override if override.storage is None else replace(override, storage=override.storage.keeping(states))

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowgauge.spec.formats import get_format
-from narrowgauge.spec.storages import STORAGES
 
 SHARDINGS = ("full", "none")
 """How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
@@ -29,7 +28,6 @@ class Accumulation:
         addition: the largest error of one addition, relative to its result.
         loses: what is lost, in a few words.
         source: the publication or library.
-        stalls_at: the sum of equal gradients, in units of one, that one more does not change; 0 if it never stalls.
     """
 
     name: str
@@ -38,7 +36,6 @@ class Accumulation:
     addition: float
     loses: str
     source: str
-    stalls_at: int = 0
 
     @property
     def bytes_per_param(self) -> float:
@@ -58,16 +55,6 @@ class Accumulation:
         """Return the largest error of a sum before the final rounding, relative to the sum of magnitudes."""
         return float((1 + self.addition) ** (num_micro_batches - 1) - 1)
 
-    @property
-    def most_micro_batches(self) -> int | None:
-        """Return how many micro-batches make a stalling sum lose more than the storage does; ``None`` for any number.
-
-        ``word`` stores the first moment with 5 mantissa bits, so a gradient error of 2^-5 is within its ulp. The k - 1
-        roundings of a sum in bfloat16, each up to 2^-8 of it, exceed that at k = 10.
-        """
-        spacing = 2.0 ** -STORAGES["word"].exp_avg.mantissa_bits
-        return 1 + int(spacing / self.addition) if self.stalls_at else None
-
 
 ACCUMULATIONS: dict[str, Accumulation] = {
     accumulation.name: accumulation
@@ -81,7 +68,6 @@ ACCUMULATIONS: dict[str, Accumulation] = {
             "bfloat16", "", ("bfloat16",), 2.0**-8,
             loses="2^-8 of the sum per addition, always in the same direction: 256 ones and any number more sum to 256",
             source="PyTorch's autograd, which adds into the gradient itself",
-            stalls_at=256,
         ),
     )
 }  # fmt: skip

@@ -298,13 +298,19 @@ def rule_title(recipe: str, rule: str) -> str:
     return recipe if rule == "adamw" else f"{recipe} by {rule}"
 
 
-def refuse_collage(rule: str, storage: Storage) -> None:
-    """Refuse a rule other than AdamW, by name, with a storage of Collage.
+def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool) -> None:
+    """Refuse a rule, by name, with a storage that cannot hold its states.
 
     Raises:
-        RecipeError: the storage's arithmetic is published for AdamW alone.
+        RecipeError: Collage's arithmetic is published for AdamW alone. Scales by row must be known before the step, and a
+            matrix rule's result is not.
     """
-    if storage.arithmetic == "expansion":
+    if is_matrix and storage.scaled:
+        raise RecipeError(
+            f"rule '{rule}' was requested with storage '{storage.name}', which has scales by row; matrix rules have none.",
+            "Take a storage such as 'word' or 'master'.",
+        )
+    if storage.arithmetic == "expansion" and not is_adamw:
         raise RecipeError(
             f"rule '{rule}' was requested with storage '{storage.name}', whose arithmetic is published for AdamW alone.",
             "Take rule 'adamw', or a storage such as 'kahan' or 'split'.",

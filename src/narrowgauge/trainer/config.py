@@ -32,7 +32,7 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_collage, rule_title
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_pair, rule_title
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
 _KIND_NAMES: dict[type, str] = {
@@ -410,6 +410,14 @@ class TrainConfig:
                 )
         if self.lr is None and (reason := self._why_no_rate()):
             refuse(f"rule '{rule.name}' has no learning rate, {reason}", "Set --lr; try several.", RecipeError)
+        sums = ACCUMULATIONS[self.accumulation_dtype].gradients
+        if (
+            parts > 1
+            and any(storage.visible == "float16" for storage in self.recipe.storages)
+            and "float16" not in sums
+        ):
+            message = f"accumulation_dtype '{self.accumulation_dtype}' sums no float16 gradients"
+            refuse(message, "Use --accumulation-dtype float32.", RecipeError)
         if self.batch_size % parts:
             message = f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches"
             refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
@@ -419,8 +427,8 @@ class TrainConfig:
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
             refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
-        for storage in self.recipe.storages if self.rule != "adamw" else ():
-            refuse_collage(self.rule, storage)
+        for storage in self.recipe.storages:
+            refuse_pair(self.rule, storage, is_matrix=rule.is_matrix, is_adamw=self.rule == "adamw")
 
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from narrowgauge.matmul.layer_matmuls import cast_to_slot, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import block_values, drawn_signs
 from narrowgauge.numerics.quantization import rotate
-from narrowgauge.optim.accumulation import AccumulationWarning
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, SLOTS
@@ -142,8 +140,7 @@ def rounding_places(
     data, recorded = data_of_run(run, config), {row["step"]: row for row in run.steps}
     # Sums inside a matmul depend on the number of threads.
     threads = threads_of(run.run.get("machine", {}).get("num_threads"), False)
-    with threads, tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
-        warnings.simplefilter("ignore", AccumulationWarning)
+    with threads, tempfile.TemporaryDirectory() as temporary:
         session = build(config, Path(temporary), data)
         if (checkpoint := latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)) is not None:
             session.load(checkpoint)

@@ -42,6 +42,7 @@ from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run
+from narrowgauge.spec.sums import ACCUMULATIONS
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_recorded, prepare_data
@@ -255,8 +256,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
-    if parts > 1 and not is_order_invariant:
-        accumulator = GradientAccumulator(model.parameters(), config.accumulation_dtype, num_micro_batches=parts)
+    if parts > 1 and not is_order_invariant and ACCUMULATIONS[config.accumulation_dtype].buffer:
+        accumulator = GradientAccumulator(model.parameters())
         accumulator.allocate()  # so that a run resumed at its end counts them too
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if mesh is not None or is_order_invariant else None

@@ -16,6 +16,7 @@ from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule, shapes_of_states
 from narrowgauge.optim.rules.subspaces import leading_basis
+from narrowgauge.spec.update_rules import UPDATE_RULES
 from oracles import matrix_rules as oracle
 from tensors import gaussian, step_gradients
 
@@ -34,7 +35,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def options_of(rule: MatrixRule, **options: Any) -> dict[str, Any]:
-    return {**rule.defaults, **SMALL[rule.name], **options}
+    make = getattr(optimizers, UPDATE_RULES[rule.name].optimizer)
+    defaults = make([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32").defaults
+    return {**defaults, **SMALL[rule.name], **options}
 
 
 def train(

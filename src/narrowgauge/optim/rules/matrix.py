@@ -58,7 +58,6 @@ class MatrixRule:
         states: ``(shape of the parameter, options) -> states by name``.
         direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new states)``; steps count from
             1. The gradient may be overwritten, states may not.
-        defaults: the group's options. ``betas`` and ``eps`` are also AdamW's, for parameters of fewer dims.
         decays: whether ``lr · weight_decay · weight`` is subtracted from the step: decoupled weight decay.
         beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
         average: ``(gradient, states, options) -> (gradient for direction, new states)``: an elementwise part that comes
@@ -69,7 +68,6 @@ class MatrixRule:
     name: str
     states: Callable[[tuple[int, ...], Options], dict[str, MatrixState]]
     direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
-    defaults: Options
     decays: bool = False
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Options], Result] | None = None
@@ -314,20 +312,7 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_ADAM: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-_SUBSPACE: Options = {**_ADAM, "rank": 128, "update_proj_gap": 200}
-_MUON: Options = {
-    **_ADAM, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16",
-    "adjust_lr_fn": None,
-}  # fmt: skip
-_ADAFACTOR: Options = {
-    **_ADAM, "lr": 1e-2, "weight_decay": 0.0, "eps": (_EPS_SQUARE, 1e-3), "adam_eps": 1e-8,
-    "beta2_decay": -0.8, "clip_threshold": 1.0, "scale_parameter": True, "relative_step": True,
-}  # fmt: skip
-
-MUON = MatrixRule("muon", _no_states, _muon, _MUON, decays=True, beside=("momentum_buffer",), average=_momentum)
-ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, _ADAFACTOR, decays=True, measure=_least_rms)
-GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25}, decays=True)
-GRADNORM_LORP = MatrixRule(
-    "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, {**_SUBSPACE, "scale": 1.0}, measure=_whole_weight
-)
+MUON = MatrixRule("muon", _no_states, _muon, decays=True, beside=("momentum_buffer",), average=_momentum)
+ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, decays=True, measure=_least_rms)
+GALORE = MatrixRule("galore", _galore_states, _galore, decays=True)
+GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_whole_weight)
