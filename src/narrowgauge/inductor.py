@@ -7,8 +7,6 @@
 ``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
     By default, code compiled before a hook was attached ignores the hook. It is compiled eight times at most. Instead: attach
     before compiling, and call ``torch.compiler.reset`` between models.
-``torch._inductor.exc.InductorError`` (``inner_exception``: ``CppCompileError.output``, ``InvalidCxxCompiler``)
-    The C++ compiler's message, out of PyTorch's report of 150 lines. Instead: the whole report.
 """
 
 from __future__ import annotations
@@ -183,23 +181,6 @@ def _value(node: Any) -> Any:
     from torch._inductor.virtualized import V
 
     return V.interpreter.env[node]
-
-
-def why_compiling_failed(error: BaseException) -> str:
-    """Return the message of a C++ compiler or the operating system in an error of ``torch.compile``, or an empty string.
-
-    PyTorch reports it on 150 lines, with the whole command and its own stack. Other errors are faults of the compiled code or
-    of PyTorch, and need all lines.
-    """
-    inner = getattr(error, "inner_exception", None)
-    if isinstance(inner, OSError):
-        return str(inner)
-    if type(inner).__name__ == "InvalidCxxCompiler":
-        return str(inner).splitlines()[0]
-    if type(inner).__name__ != "CppCompileError":
-        return ""
-    lines = [line.strip() for line in str(getattr(inner, "output", "")).splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "C++ compile error")
 
 
 MANY_VERSIONS = 64

@@ -10,6 +10,7 @@ All followers share one pair of hooks on an optimizer's step, since PyTorch's ow
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ def _absent() -> None:
 class _StepHooks:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.followers: list[Follower] = []
-        self._depth, self._has_begun, self.is_attached = 0, False, True
+        self._optimizer, self._has_begun, self.is_attached = weakref.ref(optimizer), False, True
         # A compiler that traces the step skips the hooks.
         self._handles = [
             optimizer.register_step_pre_hook(OwnHook(torch.compiler.disable(self._enter))),
@@ -104,15 +105,13 @@ class _StepHooks:
         if follower in self.followers:
             self.followers.remove(follower)
         # Within a step PyTorch iterates over the hooks. They stay, and do nothing.
-        if not self.followers and not self._depth:
+        if not self.followers and not calls_of_step(self._optimizer()):
             for handle in self._handles:
                 handle.remove()
             self.is_attached = False
 
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        # A step that raised has left the depth above 0. The stack says whether this step is within another.
-        self._depth = max(1, calls_of_step(optimizer)) if self._depth else 1
-        if self._depth > 1:
+        if calls_of_step(optimizer) > 1:
             return None
         self._has_begun = False
         if any(map(callable, [*args, *kwargs.values()])):  # a closure computes the gradients within the step
@@ -141,8 +140,7 @@ class _StepHooks:
                     follower.before(optimizer)
 
     def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth = max(0, calls_of_step(optimizer) - 1) if self._depth > 1 else 0
-        if self._depth:
+        if calls_of_step(optimizer) > 1:
             return
         for follower in list(self.followers):
             if follower.is_active:

@@ -25,7 +25,7 @@ from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane, Written
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import NEGATIVE_DECAY, MatrixRule
 from narrowgauge.spec.storages import Storage
 
 Step = Callable[..., Tensor]
@@ -118,10 +118,6 @@ def decay_by(rule: Rule, storage: Storage) -> Decay | None:
         return codes.read(storage, lane, ()).weight * audited, written.changes[1] - without.changes[1]
 
     return decay
-
-
-NEGATIVE_DECAY = "negative_decay"
-"""The scalar −lr · wd of a matrix rule's write; the audit needs it."""
 
 
 def decay_decided(storage: Storage) -> Decay:
@@ -243,31 +239,38 @@ def elementwise_steps(rule: Rule, storage: Storage) -> Steps:
 
 
 @lru_cache(None)
-def decided_steps(storage: Storage, *, decays: bool) -> Steps:
+def decided_steps(rule: MatrixRule, storage: Storage) -> Steps:
     """Return the steps that write a matrix rule's results: its change and the storage's states."""
-    names = [name for name, _ in storage.states]
-    options: dict[str, Any] = {"decay": decay_decided(storage), "scalars": (NEGATIVE_DECAY,)} if decays else {}
-    return _all_steps(partial(make_step, storage, write_decided(storage, names), num_decided=1 + len(names), **options))
+    names, decay = [name for name, _ in storage.states], decay_decided(storage) if rule.decay else None
+    advance = write_decided(storage, names)
+    return _all_steps(partial(make_step, storage, advance, rule.scalars, num_decided=1 + len(names), decay=decay))
 
 
-class WordKernel:
-    """Step the words of one storage: compiled, or eagerly in cache-sized chunks.
+class Kernel:
+    """Step the words of one (rule, storage): compiled, or eagerly in cache-sized chunks.
 
-    Both store the same bits. They add the audit's sums in different orders, so its last digits differ.
+    Both store the same bits. They add the audit's sums in different orders, so its last digits differ. Of a matrix rule it only
+    writes the change and the states that the rule computed on a whole matrix.
     """
 
     AUDIT, AUDIT_ON_GPU = 1 << 18, 1 << 24
     """Words per audited call. A compiled float32 sum of so many is within 1e-5. A float64 sum costs a third more."""
 
-    def __init__(
-        self, storage: Storage, steps: Steps, *, num_scalars: int, num_sums: int, num_decided: int = 0, compile: bool
-    ) -> None:
-        self.storage, self.compile = storage, compile
-        self.num_scalars, self.num_sums, self.num_decided = num_scalars, num_sums, num_decided
+    def __init__(self, rule: Rule | MatrixRule, storage: Storage, *, compile: bool) -> None:
+        self.rule, self.storage, self.compile = rule, storage, compile
+        self.is_matrix = isinstance(rule, MatrixRule)
+        self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
         # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
+        steps = decided_steps(rule, storage) if isinstance(rule, MatrixRule) else elementwise_steps(rule, storage)
         self._plain, self._audited, self._by_word = steps
         self._compiled: dict[tuple[torch.device, bool, int], Compiled | None] = {}
+
+    def decay(self, options: Mapping[str, Any], step: int) -> float:
+        """Return the fraction that a step's decay takes from each weight. It is 0 if decay is part of the gradient."""
+        if not self.rule.decay:
+            return 0.0
+        return -float(dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))[self.rule.decay])
 
     def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
         """Step tensors of one parameter in place, without gradients. Return the audit, float64 ``[num_sums]``, if ``audited``.
@@ -298,8 +301,12 @@ class WordKernel:
         return total if audited else None
 
     def compiles_for(self, device: torch.device) -> bool:
-        """Return whether to use compiled code on a device."""
-        return self.compile
+        """Return whether to use compiled code on a device.
+
+        On a CPU a matrix rule's own products take longer than its write. On a GPU that would be some eighty small operations for
+        each matrix.
+        """
+        return self.compile and not (self.is_matrix and device.type == "cpu")
 
     def _version(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, audited: bool) -> Compiled | None:
         """Return the compiled step, or ``None`` if there is none for such tensors."""
@@ -321,7 +328,7 @@ class WordKernel:
         storage, visible = self.storage, getattr(torch, self.storage.visible)
         parts, shape = layout.num_parts(storage), (32, 32) if layout.by_rows(storage) else (1024,)
         planes = sum(layout.num_tensors(storage, plane.bits) for plane in layout.planes(storage))
-        decided = self.num_decided * layout.num_lanes(storage)
+        decided = (1 + len(storage.states)) * layout.num_lanes(storage) if self.is_matrix else 0
         for edges, lowest, highest in ((False, 0.1, 0.9), (True, 0.5, 0.5)):
 
             def draw(dtype: torch.dtype, seed: int, edges: bool = edges) -> Tensor:
@@ -335,7 +342,7 @@ class WordKernel:
             states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(planes)]
             scales = [torch.ones(shape[0], 1, dtype=torch.float32, device=device) for _ in range(num_scales(storage))]
             rest = [draw(torch.float32, 7 + k).view(torch.float32) for k in range(decided)]
-            scalars = [1.0, 0.0, *torch.linspace(lowest, highest, self.num_scalars).tolist()]
+            scalars = [1.0, 0.0, *torch.linspace(lowest, highest, len(self.rule.scalars)).tolist()]
             numbers = torch.tensor(scalars, dtype=torch.float32, device=device)
             seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
             weights, first, then = words[:parts], words[parts : 2 * parts], words[2 * parts :]
@@ -343,26 +350,6 @@ class WordKernel:
             if edges:  # the step left its own NaN in the weights; other code may write other NaNs
                 weights = [with_nan(words.view(visible), -1 - k).view(torch.int32) for k, words in enumerate(weights)]
             yield [*weights, *then, *states, *scales, *rest, numbers, seed]
-
-
-class StepKernel(WordKernel):
-    """Step one (elementwise rule, storage)."""
-
-    def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
-        sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
-        steps = elementwise_steps(rule, storage)
-        super().__init__(storage, steps, num_scalars=len(rule.scalars), num_sums=sums, compile=compile)
-        self.rule = rule
-
-    def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """Return the rule's scalars for this step number and a param group's options."""
-        return self.rule.prepare(options, step)
-
-    def decay(self, options: Mapping[str, Any], step: int) -> float:
-        """Return the fraction that a step's decay takes from each weight. It is 0 if decay is part of the gradient."""
-        if not self.rule.decay:
-            return 0.0
-        return -float(dict(zip(self.rule.scalars, self.scalars(options, step), strict=True))[self.rule.decay])
 
     def run_bucket(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """Take an audited step of a bucket. Return the audits, float64 ``[segments, num_sums]``."""
@@ -373,41 +360,3 @@ class StepKernel(WordKernel):
             return values.new_zeros(len(segments), self.num_sums, dtype=torch.float64)
         table = self._by_word(*tensors, values, seed)
         return torch.stack([table[:, segment].sum(1) for segment in segments])
-
-
-class MatrixKernel(WordKernel):
-    """Write one (matrix rule, storage): store the change and states that the rule computed on a whole matrix.
-
-    The storage's states are the rule's states with the weight's shape. On a CPU it runs eagerly, since a matrix rule's own
-    products take longer. On a GPU that would be some eighty small operations for each matrix.
-    """
-
-    def __init__(self, rule: MatrixRule, storage: Storage, *, compile: bool) -> None:
-        sums, steps = (
-            len(CHANGE_SUMS) + len(DECAY_SUMS) * rule.decays,
-            decided_steps(storage, decays=rule.decays),
-        )
-        super().__init__(
-            storage,
-            steps,
-            num_scalars=int(rule.decays),
-            num_sums=sums,
-            num_decided=1 + len(storage.states),
-            compile=compile,
-        )
-        self.rule = rule
-
-    def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """Return the scalars of the audit. The rule reads its options itself."""
-        return (-self.decay(options, step),) if self.rule.decays else ()
-
-    def decay(self, options: Mapping[str, Any], step: int) -> float:
-        """Return the decay as :meth:`StepKernel.decay` does."""
-        return float(options["lr"]) * float(options["weight_decay"]) if self.rule.decays else 0.0
-
-    def compiles_for(self, device: torch.device) -> bool:
-        return self.compile and device.type != "cpu"
-
-
-Kernel = StepKernel | MatrixKernel
-"""The kernel of a parameter."""

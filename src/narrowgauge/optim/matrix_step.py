@@ -24,8 +24,8 @@ from torch import Tensor
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import MatrixKernel, lanes_of
-from narrowgauge.optim.rules.matrix import PIECE, Options, decay_of, matrix_shape
+from narrowgauge.optim.kernel import lanes_of
+from narrowgauge.optim.rules.matrix import PIECE, MatrixRule, Options, decay_of, matrix_shape
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import Storage
 
@@ -210,7 +210,7 @@ class MatrixStep:
     """Step this rank's shard of one matrix."""
 
     def __init__(self, state: ParameterState, options: Options, numbers: Any) -> None:
-        assert isinstance(state.kernel, MatrixKernel)
+        assert isinstance(state.kernel.rule, MatrixRule)
         self.state, self.options, self.numbers = state, options, numbers
         self.owner, self.storage = state.owner, state.storage
         self.kernel, self.rule = state.kernel, state.kernel.rule

@@ -25,7 +25,7 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
-from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
+from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, seed_of, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
@@ -137,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler | None = None,
         **flags: bool | None,
     ) -> None:
-        if unknown := flags.keys() - FLAGS.keys():
+        if unknown := flags.keys() - set(FLAGS):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
         check_options({**defaults, **flags}, rule)
         Range().check("audit_every", audit_every)
@@ -275,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
             alike.setdefault((kernel, state.parameter.device), []).append(state)
         for (kernel, _), members in alike.items():
-            layout.allocate_all(members, joined=isinstance(kernel, StepKernel))
+            layout.allocate_all(members, joined=not kernel.is_matrix)
             for state in members:
                 state.begin()
         return states
@@ -284,13 +284,9 @@ class Optimizer(torch.optim.Optimizer):
         key = rule.name, storage
         if key not in self._kernels:
             everyone = [(g, p) for g in self.param_groups for p in g["params"]]
-            if isinstance(rule, MatrixRule):
-                compile = self._is_worth_compiling(sum(p.numel() for _, p in everyone))
-                self._kernels[key] = MatrixKernel(rule, storage, compile=compile)
-            else:
-                alike = [p for g, p in everyone if self._storage_in(g, p).keeping(rule.kept) == storage]
-                compile = self._is_worth_compiling(sum(p.numel() for p in alike))
-                self._kernels[key] = StepKernel(rule, storage, compile=compile)
+            alike = [p for g, p in everyone if self._storage_in(g, p).keeping(rule.kept) == storage]
+            compile = self._is_worth_compiling(sum(p.numel() for p in alike))
+            self._kernels[key] = Kernel(rule, storage, compile=compile)
         return self._kernels[key]
 
     def _is_worth_compiling(self, num_elements: int) -> bool:

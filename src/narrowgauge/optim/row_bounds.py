@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim import codes
-from narrowgauge.optim.kernel import CONTROL, StepKernel
+from narrowgauge.optim.kernel import CONTROL, Kernel
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, peaks_of_all, weight_bound
 from narrowgauge.spec.storages import Code
@@ -48,12 +48,13 @@ def new_bounds(
     return new
 
 
-def bound_rows(kernel: StepKernel, batch: Sequence[ParameterState], values: Tensor) -> None:
+def bound_rows(kernel: Kernel, batch: Sequence[ParameterState], values: Tensor) -> None:
     """Set the new row bounds and this step's scales of one kernel's states, which have their gradients.
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
     """
     rule, storage = kernel.rule, kernel.storage
+    assert isinstance(rule, Rule)  # matrix rules refuse scales by row
     slopes = peaks_of_all(batch, [state.gradient for state in batch]).view(-1)
     weights = torch.zeros_like(slopes)
     if rule.coupled or "weight" in storage.scaled:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.audit import Auditor, audited_parts
-from narrowgauge.optim.kernel import MatrixKernel, StepKernel, least_decay
+from narrowgauge.optim.kernel import Kernel, least_decay
 from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.row_bounds import bound_rows
@@ -58,7 +58,7 @@ class Stepper:
         key = kernel.rule.name, count
         if key not in self._numbers:
             device = self.control.device
-            scalars = [1.0, 0.0, *kernel.scalars(self.group, count)]
+            scalars = [1.0, 0.0, *kernel.rule.prepare(self.group, count)]
             seed, values = on_device(
                 torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"),
                 torch.tensor(scalars, dtype=torch.float32, device="cpu"),
@@ -83,27 +83,23 @@ class Stepper:
                 full_buckets.append(bucket)
                 for member in bucket.members:
                     del waiting[member]
-        elementwise: list[tuple[ParameterState, StepKernel]] = []
-        for state in waiting:
-            if isinstance(state.kernel, StepKernel):
-                elementwise.append((state, state.kernel))
-        matrices = [state for state in waiting if isinstance(state.kernel, MatrixKernel)]
+        elementwise = [state for state in waiting if not state.kernel.is_matrix]
+        matrices = [state for state in waiting if state.kernel.is_matrix]
         for state, sums in step_matrices(matrices, self.group, self.numbers):
             self._note(state, sums, state.parameter.numel())
         self._bound_rows(elementwise)
         for bucket in full_buckets:
             self._step_bucket(bucket)
-        for state, kernel in elementwise:
+        for state in elementwise:
             (tensors, weight), numbers = state.kernel_tensors(), self.numbers(state)
             if numbers.audited:
                 self._step_audited(state, tensors, numbers)
             else:
-                kernel.run(tensors, numbers.values, numbers.seed)
+                state.kernel.run(tensors, numbers.values, numbers.seed)
             state.write_back(weight)
 
     def _step_bucket(self, bucket: Bucket) -> None:
         kernel, numbers = bucket.members[0].kernel, self.numbers(bucket.members[0])
-        assert isinstance(kernel, StepKernel)
         bucket.gather()
         if numbers.audited:
             rows = kernel.run_bucket(bucket.tensors, numbers.values, numbers.seed, bucket.segments)
@@ -129,10 +125,10 @@ class Stepper:
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _bound_rows(self, states: Sequence[tuple[ParameterState, StepKernel]]) -> None:
-        batches: dict[tuple[StepKernel, Numbers], list[ParameterState]] = {}
-        for state, kernel in states:
+    def _bound_rows(self, states: Sequence[ParameterState]) -> None:
+        batches: dict[tuple[Kernel, Numbers], list[ParameterState]] = {}
+        for state in states:
             if state.storage.scaled:
-                batches.setdefault((kernel, self.numbers(state)), []).append(state)
+                batches.setdefault((state.kernel, self.numbers(state)), []).append(state)
         for (kernel, numbers), batch in batches.items():
             bound_rows(kernel, batch, numbers.values)

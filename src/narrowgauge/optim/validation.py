@@ -26,13 +26,8 @@ if TYPE_CHECKING:
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
 
-FLAGS = {
-    "amsgrad": "No rule here stores the largest second moment; leave it out.",
-    "fused": "Every step here is one fused kernel; leave it out.",
-    "foreach": "Every step here is one fused kernel; leave it out.",
-    "capturable": "A step asks the host for its rates and cannot be captured in a graph; leave it out.",
-    "differentiable": "A step here cannot be differentiated; leave it out.",
-}
+FLAGS = ("amsgrad", "fused", "foreach", "capturable", "differentiable")
+"""Options of ``torch.optim`` that no rule here has. They may be false or ``None``."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
 
 
@@ -50,9 +45,12 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
 
 def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
     """Refuse options that were set later. A schedule may make a rate slightly negative."""
-    for name, advice in FLAGS.items():
+    for name in FLAGS:
         if options.get(name):
-            raise RecipeError(f"{name} = {options[name]} was requested, which this optimizer does not have.", advice)
+            raise RecipeError(
+                f"{name} = {options[name]} was requested, which this optimizer does not have.",
+                "Leave it out. Every step here is one fused kernel.",
+            )
     if rule == PLAIN_SGD and options.get("momentum"):
         raise RecipeError(
             f"momentum = {options['momentum']} was requested of an SGD that was built without momentum and has no buffer for it.",
@@ -101,10 +99,7 @@ def known_row(storage: object) -> Storage:
     """Return the row of a name."""
     row = STORAGES.get(storage) if isinstance(storage, str) else None
     if row is None:
-        belongs = [
-            name for name in STORAGES if name.endswith(f"/{storage}")
-        ]  # a compute whose name contains the storage
-        near = suggestion(belongs[0] if belongs else storage, STORAGES) if isinstance(storage, str) else ""
+        near = suggestion(storage, STORAGES) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
     return row
 

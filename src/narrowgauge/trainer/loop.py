@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import ChipError, CorruptionError, RecordError, Terminated
+from narrowgauge.errors import CorruptionError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.run_reporter import NullScreen, Reporter, Screen, first_writer
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, summary_of
-from narrowgauge.inductor import why_compiling_failed
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import read_run
@@ -204,13 +203,6 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
             reporter.event(
                 Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector="replicas")
             )
-            raise
-        except Exception as error:
-            if config.compile and (reason := why_compiling_failed(error)):
-                raise ChipError(
-                    f"the model could not be compiled in step {session.step + 1}: {reason.rstrip('.')}.",
-                    "Fix that, or pass --no-compile.",
-                ) from error
             raise
         finally:
             session.saver.leave()

@@ -33,6 +33,9 @@ States = Mapping[str, Tensor]
 Result = tuple[Tensor, dict[str, Tensor]]
 
 
+NEGATIVE_DECAY = "negative_decay"
+
+
 def _no_measure(options: Options) -> None:
     return None
 
@@ -72,6 +75,19 @@ class MatrixRule:
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Options], Result] | None = None
     measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = _no_measure
+
+    @property
+    def decay(self) -> str:
+        """Return the name of the scalar −lr · weight_decay, which the audit of the write needs. Empty without one."""
+        return NEGATIVE_DECAY if self.decays else ""
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """Return the names of the scalars of the write. The rule reads its options itself."""
+        return (NEGATIVE_DECAY,) if self.decays else ()
+
+    def prepare(self, options: Options, step: int) -> tuple[float, ...]:
+        return (-decay_of(options),) if self.decays else ()
 
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
