@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -95,7 +95,6 @@ class Compiled:
         return True
 
 
-Cases = Callable[[], Iterable[Sequence[Tensor]]]
 _COMPILED: dict[tuple[Any, ...], list[Compiled | None]] = {}
 
 
@@ -121,7 +120,6 @@ def compiled(
     function: Callable[..., Any],
     arguments: Sequence[Tensor | None],
     *,
-    cases: Cases | None = None,
     exact: bool = True,
     one_loop: bool = False,
 ) -> Compiled | None:
@@ -130,7 +128,6 @@ def compiled(
     Args:
         function: pure except for writing into its arguments, without Python branches on values.
         arguments: arguments of the first call. A compiled function takes those that are not ``None``.
-        cases: makes arguments to compare both on: usual ones first, then edge values. By default they are drawn by dtype.
         exact: compare returned floats bit for bit. ``False`` allows rounding of the first case's sums. Values written into
             arguments are always compared bit for bit.
         one_loop: write no intermediate to memory. The compiler repeats an expression for each path through it. Deep expressions
@@ -146,7 +143,7 @@ def compiled(
         versions[:] = [None]
         _warn_once(f"{_name(function)} was compiled for {MOST_VERSIONS} kinds of sizes")
         return None
-    versions.append(_compile_and_compare(function, arguments, cases, exact, one_loop))
+    versions.append(_compile_and_compare(function, arguments, exact, one_loop))
     return versions[-1]
 
 
@@ -168,7 +165,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _compile_and_compare(
-    function: Callable[..., Any], arguments: Sequence[Tensor | None], cases: Cases | None, exact: bool, one_loop: bool
+    function: Callable[..., Any], arguments: Sequence[Tensor | None], exact: bool, one_loop: bool
 ) -> Compiled | None:
     if not can_compile(_place(arguments)):
         return None
@@ -184,7 +181,7 @@ def _compile_and_compare(
             run = _compiled_code(of_tensors, tensors, one_loop)
             same = [
                 matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
-                for number, case in enumerate(cases() if cases is not None else _cases(run, tensors))
+                for number, case in enumerate(_cases(run, tensors))
             ]
     except Exception as error:  # a broken compiler or a full disk must not stop a training run
         line = (str(error).splitlines() or [""])[0][:160]

@@ -26,7 +26,16 @@ _TIES = (
 
 
 def draw(dtype: torch.dtype, shape: Sequence[int], *, edges: bool, seed: int = 0) -> Tensor:
-    """Draw normal values of a float dtype, or with ``edges`` finite edge values. Draw random bits for other dtypes."""
+    """Draw normal values of a float dtype, or with ``edges`` finite edge values.
+
+    An int32 holds two bfloat16: positive normal values, since a second moment is not negative, or edge values with infinities
+    and NaN. Draw random bits for other dtypes.
+    """
+    if dtype is torch.int32:
+        pairs = (*shape[:-1], 2 * shape[-1])
+        if not edges:
+            return normal_values(torch.bfloat16, pairs, seed).abs().view(torch.int32)
+        return with_nan(edge_values(torch.bfloat16, pairs, seed=seed), seed).view(torch.int32)
     if dtype.is_floating_point and edges:
         return edge_values(dtype, shape, seed=seed, finite=True)
     if dtype.is_floating_point:

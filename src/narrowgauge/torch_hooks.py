@@ -54,10 +54,8 @@ class Follower:
 
     def __init__(self, hooks: _StepHooks, before: Listener, after: Listener) -> None:
         self._hooks, self.before, self.after = hooks, before, after
-        self.is_active = True
 
     def remove(self) -> None:
-        self.is_active = False
         self._hooks.remove(self)
 
 
@@ -136,12 +134,12 @@ class _StepHooks:
         if not self._has_begun:
             self._has_begun = True
             for follower in list(self.followers):
-                if follower.is_active:
+                if follower in self.followers:  # else removed by another one
                     follower.before(optimizer)
 
     def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if calls_of_step(optimizer) > 1:
             return
         for follower in list(self.followers):
-            if follower.is_active:
+            if follower in self.followers:
                 follower.after(optimizer)

@@ -80,8 +80,7 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     names, rows = {healthy: "a", stalling: "b"}, {healthy: STORAGES["word"], stalling: STORAGES["naive"]}
     auditor, raised = Auditor(), []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
-        auditor.add(healthy, kernel_sums(1.0), 64)
-        auditor.add(stalling, kernel_sums(share), 64)
+        auditor.fresh += [(healthy, kernel_sums(1.0), (64.0, 0.0)), (stalling, kernel_sums(share), (64.0, 0.0))]
         total = auditor.collect()
         assert total[0] == 2.0 and total[1] == 1.0 + share
         raised += auditor.alarms(names, rows)

@@ -13,7 +13,9 @@ from narrowgauge.optim.clip import Decision, StepControl
 def decided(gradients: list[torch.Tensor], max_norm: float) -> Decision:
     control = StepControl(lambda _: False)
     device = torch.device("cpu")
-    return control(gradients, device, max_norm=max_norm, skip_above=math.inf, grad_scale=None, found_inf=None)
+    return control(
+        gradients, device, max_norm=max_norm, skip_above=math.inf, scaler=None, grad_scale=None, found_inf=None
+    )
 
 
 def test_clipping_scales_as_torch_does() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.storages import FLOAT32, STORAGES
-from optim.pairs import ELEMENTWISE, EVERY, FEW, RULES, SOME, Shape, build, everything, parameters
+from optim.pairs import ELEMENTWISE, EVERY, RULES, SOME, Shape, build, everything, parameters
 from tensors import assert_same_bits, bits, bytes_alone, parameters_of, step_gradients, take_steps
 
 TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
@@ -193,19 +193,6 @@ def test_odd_shapes_and_strides_have_the_same_bits(rule: str, storage: str) -> N
     assert places == [(p.data_ptr(), p.stride()) for p in parameters_of(odd)]
     for p, value in zip(parameters_of(plain), before, strict=True):
         assert p.numel() < 2 or not torch.equal(plain.stored(p), value)
-
-
-@FEW
-def test_to_maximise_is_to_descend_along_the_negative(rule: str, storage: str) -> None:
-    up, down = build(rule, parameters(storage), storage, maximize=True), build(rule, parameters(storage), storage)
-    for step in range(3):
-        for p, q, gradient in zip(
-            parameters_of(up), parameters_of(down), step_gradients(parameters_of(up), step), strict=True
-        ):
-            p.grad, q.grad = gradient, -gradient
-        up.step()
-        down.step()
-    assert_same_bits(everything(up), everything(down))
 
 
 # ── memory, and the page that says it ───────────────────────────────────────────────────────────────────────────────

@@ -16,14 +16,14 @@ from tensors import assert_same_bits, parameters_of, take_steps
 
 # ── read at every step ──────────────────────────────────────────────────────────────────────────────────────────────
 
-ADAM = {"lr": 0.07, "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.4, "maximize": True, "seed": 9}
+ADAM = {"lr": 0.07, "betas": (0.5, 0.6), "eps": 0.3, "weight_decay": 0.4, "seed": 9}
 LOW_RANK = {**ADAM, "scale": 0.1, "update_proj_gap": 1}
 LATER: dict[str, dict[str, Any]] = {
     "adamw": ADAM,
     "adam": ADAM,
     "sgd": {"lr": 0.07, "momentum": 0.3, "dampening": 0.4, "weight_decay": 0.4, "nesterov": True, "maximize": True},
-    "plain sgd": {"lr": 0.07, "weight_decay": 0.4, "maximize": True},
-    "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4, "maximize": True},
+    "plain sgd": {"lr": 0.07, "weight_decay": 0.4},
+    "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4},
     "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
     "muon": {**ADAM, "momentum": 0.3, "nesterov": False, "ns_steps": 2, "ns_dtype": "float32", "adjust_lr_fn": "original"},
     "adafactor": {**ADAM, "beta2_decay": -0.3, "clip_threshold": 0.1, "eps": (0.5, 1e-3),

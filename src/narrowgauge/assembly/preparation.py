@@ -31,8 +31,9 @@ from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart, linear_n
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.optimizer import Optimizer, Options
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.optim.validation import FLAGS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -264,7 +265,7 @@ def _checked_class(optimizer: type[Any], rule: str | None, options: Mapping[str,
         )
     declared = [name for base in optimizer.__mro__ for name in inspect.signature(base).parameters if base is not object]
     for name in options:
-        if name not in (known := [*declared, *Options.__annotations__]):
+        if name not in (known := [*declared, *FLAGS]):
             raise RecipeError(
                 f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no such option.",
                 suggestion(name, known) or "Leave it out.",

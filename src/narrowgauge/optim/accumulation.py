@@ -71,12 +71,6 @@ class GradientAccumulator:
         self._buffers: dict[Tensor, Tensor] = {}
         self._filled: set[Tensor] = set()
 
-    def allocate(self) -> None:
-        for parameter in self._summed:
-            if parameter.requires_grad:
-                self._buffer_of(parameter, local_of(parameter.detach()))
-        self._filled.clear()
-
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients of one micro-batch and set ``p.grad`` to ``None``. Gradients that autograd sums stay.
@@ -116,8 +110,8 @@ class GradientAccumulator:
         self._filled.clear()
 
     def bytes_per_param(self) -> float:
-        """Return the bytes per parameter of the live buffers."""
-        size = sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+        """Return the bytes per parameter of the buffers."""
+        size = sum(4 * local_of(p).numel() for p in self._summed if p.requires_grad)
         return size / max(1, sum(local_of(p).numel() for p in self.parameters))
 
     def _buffer_of(self, parameter: Tensor, like: Tensor) -> Tensor:

@@ -121,14 +121,16 @@ def read(rows: Iterable[Tensor]) -> Reading:
 
 
 Sums = tuple[Tensor, Tensor, tuple[float, ...]]
-"""A tensor, its kernel sums of one step (``KERNEL_SUMS``, or the first of them), and the ``HOST_SUMS``."""
+"""A tensor, its kernel sums of one step (``KERNEL_SUMS``, or the first of them), and the ``HOST_SUMS``: the number of elements,
+and their total decay in ulps of the stored weight. The kernel sums may still be in flight on a device."""
 
 
 @dataclass
 class Auditor:
     """Collect the audits of one optimizer's tensors and decide on alarms.
 
-    ``join`` adds the sums of sharded tensors over ranks. Every rank calls it at every audited step.
+    ``fresh`` holds the sums of the last step. ``join`` adds the sums of sharded tensors over ranks. Every rank calls it at every
+    audited step.
     """
 
     windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)
@@ -136,17 +138,6 @@ class Auditor:
     fresh: list[Sums] = field(default_factory=list)
     join: Callable[[list[Sums]], list[Sums]] | None = None
     _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
-
-    def add(self, parameter: Tensor, sums: Tensor, num_elements: int, spacings: float = 0.0) -> None:
-        """Add a kernel's sums over ``num_elements`` of a tensor. They may still be in flight on a device.
-
-        ``spacings`` is the total decay of the elements, in ulps of the stored weight.
-        """
-        self.fresh.append((parameter, sums, (float(num_elements), spacings)))
-
-    def discard(self) -> None:
-        """Discard the sums of this skipped step."""
-        self.fresh.clear()
 
     def collect(self) -> Tensor:
         """Move the new sums into the windows and return their total. The host waits for the device here."""

@@ -62,13 +62,7 @@ class StepControl:
 
     def __init__(self, worth_compiling: Callable[[int], bool]) -> None:
         self._worth_compiling = worth_compiling
-        self.loss_scaler: LossScaler | None = None
         self._request: object = None
-
-    def use(self, loss_scaler: LossScaler | None) -> None:
-        """Divide gradients by this scaler's scale from now on. It must scale a loss before each step."""
-        self.loss_scaler = loss_scaler
-        self._request = None if loss_scaler is None else loss_scaler.request
 
     @torch.no_grad()
     def __call__(
@@ -78,6 +72,7 @@ class StepControl:
         *,
         max_norm: float | None,
         skip_above: float,
+        scaler: LossScaler | None,
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> Decision:
@@ -85,14 +80,15 @@ class StepControl:
 
         Args:
             max_norm: clip to it, as ``torch.nn.utils.clip_grad_norm_`` does; ``None`` does not clip.
+            scaler: divide gradients by its scale. It must scale a loss before each step.
             grad_scale, found_inf: the loss scale of a ``torch.amp.GradScaler``, and not 0 if it found a gradient that is not
                 finite; 0-d.
 
         Raises:
             RecipeError: the loss was not scaled.
         """
-        scale, is_ours = self._scale_of_loss(gradients, grad_scale, found_inf)
-        needs_norm = not (max_norm is None and self.loss_scaler is None and skip_above == math.inf)
+        scale, is_ours = self._scale_of_loss(gradients, scaler, grad_scale, found_inf)
+        needs_norm = not (max_norm is None and scaler is None and skip_above == math.inf)
         if not needs_norm and scale is found_inf is None:
             unchanged = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu")
             return Decision(to_device(unchanged, device), None, None)
@@ -108,15 +104,18 @@ class StepControl:
         compile = self._worth_compiling(sum(g.numel() for g in gradients))
         squares = exact_squares(gradients, peaks=peaks, compile=compile)
         decided = decide(sqrt(squares).to(options.dtype), options)
-        if is_ours and self.loss_scaler is not None:
-            self.loss_scaler.update_(decided[3])
+        if is_ours and scaler is not None:
+            scaler.update_(decided[3])
         return Decision(decided[:2], decided[2], finite)
 
     def _scale_of_loss(
-        self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        gradients: Sequence[Tensor],
+        scaler: LossScaler | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
     ) -> tuple[Tensor | None, bool]:
         """Return the divisor of the gradients, and whether our own scaler is used."""
-        scaler = self.loss_scaler
         if scaler is None:
             return grad_scale, False
         if scaler.request is self._request:

@@ -8,7 +8,7 @@ writes its result. Eager, this code is the reference. Compiled, it is one fused 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from narrowgauge.compile import Compiled, compiled
-from narrowgauge.edge_values import edge_values, normal_values, with_nan
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
@@ -314,42 +313,9 @@ class Kernel:
             return None
         key, arguments = (values.device, audited, torch.get_num_threads()), [*tensors, values, seed]
         if key not in self._compiled or not ((run := self._compiled[key]) is None or run.accepts(arguments)):
-            step, cases = self._audited if audited else self._plain, partial(self._cases, values.device)
-            self._compiled[key] = compiled(
-                step, arguments, cases=cases, exact=not audited, one_loop=self.one_loop and not audited
-            )
+            step = self._audited if audited else self._plain
+            self._compiled[key] = compiled(step, arguments, exact=not audited, one_loop=self.one_loop and not audited)
         return self._compiled[key]
-
-    def _cases(self, device: torch.device) -> Iterator[list[Tensor]]:
-        """Yield usual arguments, then edge values, both with the states after one step.
-
-        With all of the rule's scalars a half, results are exact and tie.
-        """
-        storage, visible = self.storage, getattr(torch, self.storage.visible)
-        parts, shape = layout.num_parts(storage), (32, 32) if layout.by_rows(storage) else (1024,)
-        planes = sum(layout.num_tensors(storage, plane.bits) for plane in layout.planes(storage))
-        decided = (1 + len(storage.states)) * layout.num_lanes(storage) if self.is_matrix else 0
-        for edges, lowest, highest in ((False, 0.1, 0.9), (True, 0.5, 0.5)):
-
-            def draw(dtype: torch.dtype, seed: int, edges: bool = edges) -> Tensor:
-                size = (*shape[:-1], 4 // dtype.itemsize * shape[-1])
-                values = (
-                    with_nan(edge_values(dtype, size, seed=seed), seed) if edges else normal_values(dtype, size, seed)
-                )
-                return values.view(torch.int32).to(device)
-
-            words = [draw(visible, seed) for seed in range(3 * parts)]
-            states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(planes)]
-            scales = [torch.ones(shape[0], 1, dtype=torch.float32, device=device) for _ in range(num_scales(storage))]
-            rest = [draw(torch.float32, 7 + k).view(torch.float32) for k in range(decided)]
-            scalars = [1.0, 0.0, *torch.linspace(lowest, highest, len(self.rule.scalars)).tolist()]
-            numbers = torch.tensor(scalars, dtype=torch.float32, device=device)
-            seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
-            weights, first, then = words[:parts], words[parts : 2 * parts], words[2 * parts :]
-            self._plain(*weights, *first, *states, *scales, *rest, numbers, seed)
-            if edges:  # the step left its own NaN in the weights; other code may write other NaNs
-                weights = [with_nan(words.view(visible), -1 - k).view(torch.int32) for k, words in enumerate(weights)]
-            yield [*weights, *then, *states, *scales, *rest, numbers, seed]
 
     def run_bucket(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """Take an audited step of a bucket. Return the audits, float64 ``[segments, num_sums]``."""

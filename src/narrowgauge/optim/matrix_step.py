@@ -77,21 +77,17 @@ class Alone:
 
     count = 1
 
-    def owns(self, place: int) -> bool:
-        """Return whether this rank computes the matrix at a position of the batch."""
-        return True
-
     def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-        """Return a whole tensor shaped like ``owner``, as a matrix, on the rank that owns ``place``. Else return ``None``."""
+        """Return a whole tensor shaped like ``owner``, as a matrix, on the rank ``place``. Else return ``None``."""
         return gathered(owner, part).reshape(matrix_shape(owner.shape))
 
     def scatter(self, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
-        """Return this rank's part of a float32 matrix from the rank that owns ``place``."""
+        """Return this rank's part of a float32 matrix from the rank ``place``."""
         assert matrix is not None
         return own_part(owner, matrix.view(owner.shape))
 
     def broadcast(self, place: int, tensor: Tensor) -> None:
-        """Overwrite a tensor by the copy of the rank that owns ``place``."""
+        """Overwrite a tensor by the copy of the rank ``place``."""
 
 
 class Shared(Alone):
@@ -100,15 +96,12 @@ class Shared(Alone):
     def __init__(self, mesh: Any) -> None:
         self.group, self.rank, self.count = mesh.get_group(), mesh.get_local_rank(), mesh.size()
 
-    def owns(self, place: int) -> bool:
-        return bool(place == self.rank)
-
     def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
         import torch.distributed as dist
 
         rows, columns = matrix_shape(owner.shape)
         height = -(-rows // self.count)
-        buffer = part.new_empty(height * self.count, columns) if self.owns(place) else None
+        buffer = part.new_empty(height * self.count, columns) if place == self.rank else None
         into = None if buffer is None else list(buffer.split(height))
         dist.gather(_padded(part.reshape(len(part), columns), height), into, group=self.group, group_dst=place)
         return None if buffer is None else buffer[:rows]

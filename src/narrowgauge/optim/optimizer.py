@@ -12,7 +12,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, seed_of, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
-from narrowgauge.optim.state import NO_GRADIENT, ParameterState, read_leading
+from narrowgauge.optim.state import NO_GRADIENT, ParameterState
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
     FLAGS,
@@ -52,6 +52,8 @@ from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
+
+
 Returned = TypeVar("Returned")
 
 
@@ -66,23 +68,6 @@ def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
         return disabled[0](*args, **kwargs)
 
     return call
-
-
-class Options(TypedDict, total=False):
-    """List the options of every optimizer here, without those of its rule; see :class:`Optimizer`."""
-
-    storage: str | None
-    max_grad_norm: float | None
-    seed: int
-    audit_every: int
-    compile: bool | None
-    maximize: bool
-    loss_scaler: LossScaler | None
-    amsgrad: bool | None
-    fused: bool | None
-    foreach: bool | None
-    capturable: bool | None
-    differentiable: bool | None
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -109,11 +94,11 @@ class Optimizer(torch.optim.Optimizer):
         seed: seed of the stochastic rounding.
         audit_every: steps between audits; 0 never audits.
         compile: compile the kernels; ``None`` decides by size.
-        maximize: maximize instead of minimize.
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too. Do not pass it here.
-        flags: ``amsgrad``, ``fused``, ``foreach``, ``capturable``, ``differentiable`` of ``torch.optim``; false or ``None``.
+        flags: ``amsgrad``, ``maximize``, ``fused``, ``foreach``, ``capturable``, ``differentiable`` of ``torch.optim``; false or
+            ``None``.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its visible format, or the rule
@@ -133,7 +118,6 @@ class Optimizer(torch.optim.Optimizer):
         seed: int = 0,
         audit_every: int = 10,
         compile: bool | None = None,
-        maximize: bool = False,
         loss_scaler: LossScaler | None = None,
         **flags: bool | None,
     ) -> None:
@@ -159,21 +143,12 @@ class Optimizer(torch.optim.Optimizer):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._control = StepControl(self._is_worth_compiling)
-        self.loss_scaler = loss_scaler
+        self.loss_scaler = loss_scaler  # frameworks that make the scaler later set it before the first step
         self._stepped = False
         # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
         self._pending: tuple[HostCopy | None, list[ParameterState], Finite | None] | None = None
         storage = known_row(USUAL_STORAGE if storage is None else storage).name
-        super().__init__(params, {**defaults, "storage": storage, "seed": seed, "maximize": maximize})
-
-    @property
-    def loss_scaler(self) -> LossScaler | None:
-        """Return the scaler of the loss. Frameworks that make the scaler later set it before the first step."""
-        return self._control.loss_scaler
-
-    @loss_scaler.setter
-    def loss_scaler(self, scaler: LossScaler | None) -> None:
-        self._control.use(scaler)
+        super().__init__(params, {**defaults, "storage": storage, "seed": seed})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -352,9 +327,10 @@ class Optimizer(torch.optim.Optimizer):
             One float32 ``[count]`` per parameter, shorter for small ones. ``None`` if nothing is stored under that name yet.
         """
         states = [self.state_of(parameter) for parameter in parameters]
-        readable = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
-        values = dict(zip(readable, read_leading(readable, count, name), strict=True))
-        return [None if state is None else values.get(state) for state in states]
+        is_stored = [s is not None and (name == "weight" or name in dict(s.storage.states)) for s in states]
+        return [
+            s.leading(count, name) if s is not None and has else None for s, has in zip(states, is_stored, strict=True)
+        ]
 
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
@@ -417,6 +393,7 @@ class Optimizer(torch.optim.Optimizer):
             device,
             max_norm=self.max_grad_norm,
             skip_above=self.skip_above,
+            scaler=self.loss_scaler,
             # torch.amp.GradScaler sets these two during a step.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
@@ -464,7 +441,7 @@ class Optimizer(torch.optim.Optimizer):
             ]
             for state in states:
                 state.step -= 1
-            self.auditor.discard()
+            self.auditor.fresh.clear()
             return
         self._take_audit(states)
 

@@ -8,7 +8,7 @@ output heads into a group with ``"rule": "adamw"``. Each of their rows is a toke
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -17,11 +17,6 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, PLAIN_SGD
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from narrowgauge.optim.optimizer import Options
 
 
 class AdamW(Optimizer):
@@ -35,7 +30,7 @@ class AdamW(Optimizer):
         weight_decay: decoupled decay, multiplied by ``lr``.
         options: as in :class:`Optimizer`. ``storage`` is one of ``narrowgauge.spec.STORAGES``, or its name. ``max_grad_norm``
             clips to this L2 norm over all parameters, and skips steps whose norm is not finite. The others are ``seed``,
-            ``audit_every``, ``compile``, ``maximize`` and ``loss_scaler``.
+            ``audit_every``, ``compile`` and ``loss_scaler``.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, or parameters are not in its visible format.
@@ -60,7 +55,7 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         super().__init__(params, ADAMW, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
 
@@ -91,7 +86,7 @@ class Adam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         super().__init__(params, ADAM, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}, **options)
 
@@ -129,7 +124,7 @@ class SGD(Optimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         if nesterov and (momentum == 0 or dampening != 0):
             raise RecipeError(
@@ -167,7 +162,7 @@ class Lion(Optimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         super().__init__(params, LION, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
 
@@ -218,7 +213,7 @@ class Muon(Optimizer):
         ns_dtype: str = "bfloat16",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
@@ -272,7 +267,7 @@ class Adafactor(Optimizer):
         relative_step: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         adam_eps: float = 1e-8,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "beta2_decay": beta2_decay, "eps": eps, "clip_threshold": clip_threshold, "weight_decay": weight_decay,
@@ -322,7 +317,7 @@ class GaLore(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
@@ -368,7 +363,7 @@ class GradNormLoRP(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> None:
         defaults = {
             "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,

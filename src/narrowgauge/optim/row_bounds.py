@@ -16,16 +16,6 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Kernel
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, peaks_of_all, weight_bound
-from narrowgauge.spec.storages import Code
-
-Scale = tuple[Tensor, Tensor, Tensor]
-"""New bounds of rows, and the multipliers into and out of the window in this step."""
-
-
-def rescaled(code: Code, old: Tensor, new: Tensor, skip: Tensor) -> Scale:
-    """Return the scale of rows for the ``old`` bounds and the ``new`` ones. Keep the old if ``skip`` (bool, 0-d)."""
-    bound = torch.where(skip, old, new)
-    return bound, codes.multipliers(code, bound)[0], codes.multipliers(code, old)[1]
 
 
 def new_bounds(
@@ -62,17 +52,14 @@ def bound_rows(kernel: Kernel, batch: Sequence[ParameterState], values: Tensor) 
     old = {name: torch.cat([state.bounds[name] for state in batch]).view(-1) for name in storage.scaled}
     new = new_bounds(rule, slopes, weights, old, values)
     skip = values[CONTROL.index("skip")] != 0
-    set_scales(batch, {name: rescaled(storage.code(name), old[name], new[name], skip) for name in old})
-
-
-def set_scales(batch: Sequence[ParameterState], scales: Mapping[str, Scale]) -> None:
-    """Set the scales of states of one storage. A :data:`Scale` has the rows of all states in order."""
     sizes = [state.num_rows for state in batch]
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    for name, scale in scales.items():
+    for name, before in old.items():
+        code, bound = storage.code(name), torch.where(skip, before, new[name])
+        scale = bound, codes.multipliers(code, bound)[0], codes.multipliers(code, before)[1]
         for memory in zip(*((state.bounds[name], *state.multipliers[name]) for state in batch), strict=True):
             targets += memory
-        for values in scale:
-            sources += values.view(-1, 1).split(sizes)
+        for rows in scale:
+            sources += rows.view(-1, 1).split(sizes)
     torch._foreach_copy_(targets, sources)

@@ -79,8 +79,6 @@ class ParameterState:
         for name, extra in (extras or {}).items():
             self._extra_codes[name] = code = extra_code(storage, extra.role)
             self.extras[name] = torch.zeros(extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device)
-        self._weight_at = -1
-        self._weight_words: list[Tensor] | None = None
 
     def begin(self) -> None:
         """Set the bounds and the master from the parameter. Allocate words first."""
@@ -201,6 +199,17 @@ class ParameterState:
             value = codes.read_state(self.storage, lane, name)
         return value.reshape(self.parameter.shape).clone()
 
+    def leading(self, count: int, name: str) -> Tensor:
+        """Return the first ``count`` values of :meth:`stored`. Storages in rows are unpacked whole."""
+        if layout.by_rows(self.storage):
+            return self.stored(name).reshape(-1)[:count]
+        lanes = layout.num_lanes(self.storage)
+        places = -(-count // lanes)
+        weight = self.parameter.detach().reshape(-1)[: places * lanes]
+        part = ParameterState(torch.nn.functional.pad(weight, (0, -len(weight) % lanes)), self.storage, self.kernel)
+        part.words = {plane: words[:, :places] for plane, words in self.words.items()}
+        return part.stored(name)[: min(count, self.parameter.numel())]
+
     def extra(self, name: str) -> Tensor:
         """Return the float32 values of an extra. For a float32 extra this is its own memory, not a copy."""
         return codes.alone_value(self._extra_codes[name], self.extras[name])
@@ -288,10 +297,7 @@ class ParameterState:
             self.parameter.detach().copy_(weight.reshape(self.parameter.shape))
 
     def _in_place(self) -> list[Tensor] | None:
-        place = self.parameter.data_ptr()
-        if place != self._weight_at:  # the weight has moved, or this is the first call
-            self._weight_words, self._weight_at = layout.parts_of(self.storage, self.parameter.detach()), place
-        weight = self._weight_words if self.parameter.is_contiguous() else None
+        weight = layout.parts_of(self.storage, self.parameter.detach())
         slopes = None if weight is None else layout.parts_of(self.storage, self.gradient)
         if weight is None or slopes is None:
             return None
@@ -336,28 +342,3 @@ def _peaks(state: ParameterState, values: Tensor) -> Tensor:
 
 def _row_maxima(matrix: Tensor) -> Tensor:
     return matrix.abs().amax(1).float()
-
-
-def read_leading(states: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:
-    """Return the first ``count`` values of each state's ``stored(name)``.
-
-    Unpacking costs the same for one value as for a thousand. So join the leading words of all states of a storage, and unpack
-    them at once. Unpack storages in rows whole, since their scales differ.
-    """
-    values: dict[ParameterState, Tensor] = {}
-    alike: dict[Storage, list[ParameterState]] = {}
-    for state in states:
-        if layout.by_rows(state.storage):
-            values[state] = state.stored(name)
-        else:
-            alike.setdefault(state.storage, []).append(state)
-    for storage, members in alike.items():
-        lanes = layout.num_lanes(storage)
-        places = -(-count // lanes)
-        first = [m.parameter.detach().reshape(-1)[: places * lanes] for m in members]
-        first = [torch.nn.functional.pad(w, (0, -len(w) % lanes)) for w in first]
-        joined = ParameterState(torch.cat(first), storage, members[0].kernel)
-        joined.words = {key: torch.cat([m.words[key][:, :places] for m in members], 1) for key in members[0].words}
-        split = joined.stored(name).split([len(weight) for weight in first])
-        values.update({m: value[: m.parameter.numel()] for m, value in zip(members, split, strict=True)})
-    return [values[state].reshape(-1)[:count] for state in states]

@@ -65,8 +65,6 @@ class Stepper:
                 device,
             )
             values[:2] = self.control
-            if self.group.get("maximize"):
-                values[0] = -values[0]
             self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
         return self._numbers[key]
 
@@ -121,7 +119,8 @@ class Stepper:
         """Pass a kernel's sums over some elements of a parameter to the auditor, with the host's own sums."""
         decay = state.kernel.decay(self.group, state.step + 1)
         audited = max(decay, least_decay(state.storage)) if decay > 0 else 0.0
-        self.auditor.add(state.owner, sums, num_elements, num_elements * audited * state.storage.weight.spacings)
+        counts = float(num_elements), num_elements * audited * state.storage.weight.spacings
+        self.auditor.fresh.append((state.owner, sums, counts))
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 

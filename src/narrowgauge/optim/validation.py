@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
 
-FLAGS = ("amsgrad", "fused", "foreach", "capturable", "differentiable")
+FLAGS = ("amsgrad", "maximize", "fused", "foreach", "capturable", "differentiable")
 """Options of ``torch.optim`` that no rule here has. They may be false or ``None``."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
 
@@ -49,7 +49,7 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
         if options.get(name):
             raise RecipeError(
                 f"{name} = {options[name]} was requested, which this optimizer does not have.",
-                "Leave it out. Every step here is one fused kernel.",
+                "Leave it out. Every step here is one fused kernel, and minimizes.",
             )
     if rule == PLAIN_SGD and options.get("momentum"):
         raise RecipeError(

@@ -182,18 +182,13 @@ class UpdateRule:
         """
         options = {option.name: option for option in self.options}
         values: dict[str, Any] = {}
-        for word in text.split(",") if text.strip() else ():
-            name, equals, value = (part.strip() for part in word.partition("="))
-            if name not in options:
-                have = f"has {', '.join(options)}" if options else "has no options of its own"
+        for word in filter(str.strip, text.split(",")):
+            name, _, value = (part.strip() for part in word.partition("="))
+            if name not in options or name in values or not value:
                 raise RecipeError(
-                    f"rule_options gives {name!r} to rule '{self.name}', which {have}.",
-                    suggestion(name, options) or "narrowgauge show rules lists them; --lr, --beta1 … are flags.",
-                )
-            if not equals or name in values:
-                raise RecipeError(
-                    f"rule_options gives {name!r} {'twice' if name in values else 'without a value'}.",
-                    f"Write {name}={option_text(options[name].in_training)}.",
+                    f"rule_options gives {word.strip()!r} to rule '{self.name}', which takes each of its options once: "
+                    f"{', '.join(f'{o.name}={option_text(o.in_training)}' for o in self.options) or 'none'}.",
+                    suggestion(name, options.keys() - {name}) or "--lr, --beta1 … are flags.",
                 )
             values[name] = options[name].read(value)
         return values

@@ -258,7 +258,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     accumulator = None
     if parts > 1 and not is_order_invariant and ACCUMULATIONS[config.accumulation_dtype].buffer:
         accumulator = GradientAccumulator(model.parameters())
-        accumulator.allocate()  # so that a run resumed at its end counts them too
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if mesh is not None or is_order_invariant else None
     if reduction is not None:
