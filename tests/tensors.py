@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from narrowgauge.spec.storages import Code, width_alone
+from narrowgauge.spec.storages import Code, width_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -120,7 +120,7 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.
 
 def bytes_alone(code: Code, shape: Sequence[int]) -> int:
     """Return the bytes of a tensor of ``shape`` in a code, where no value shares its word."""
-    return math.prod(shape) * width_alone(code) // 8
+    return math.prod(shape) * width_of([(code.name, code.bits)]) // 8
 
 
 def tensors_in(checkpoint: Path) -> dict[str, Tensor]:

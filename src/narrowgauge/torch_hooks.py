@@ -1,11 +1,11 @@
 """Hooks on modules and optimizers of other libraries, which copy and pickle their hooks.
 
-All followers share one pair of hooks on an optimizer's step, since PyTorch's own hooks break a loop in two ways:
+PyTorch's own hooks on an optimizer's step break a loop in two ways, which a :class:`Follower` avoids:
 
 * PyTorch hooks ``step`` of each class. A subclass that calls ``super().step()`` runs its hooks twice for one step, the inner
   pair within the outer one. Only the outer pair counts here.
 * PyTorch iterates over its hooks while it calls them. A hook that removes another raises ``RuntimeError: OrderedDict mutated
-  during iteration``. Here followers come and go in our own list, at any time.
+  during iteration``. A follower that is removed within a step only falls silent.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class OwnHook:
     def __call__(self, *args: Any) -> Any:
         return self._call(*args)
 
-    def __deepcopy__(self, _: Any) -> OwnHook:
-        return OwnHook(_ignore)
-
     def __reduce__(self) -> tuple[type[OwnHook], tuple[Any]]:
         return OwnHook, (_ignore,)
 
@@ -45,22 +42,11 @@ def _ignore(*_: Any) -> None:
     pass
 
 
-_PLACE = "_narrowgauge_step_hooks"
 Listener = Callable[[torch.optim.Optimizer], object]
 
 
 class Follower:
-    """Call two functions around each step of an optimizer, until :meth:`remove`. It may be called within a step."""
-
-    def __init__(self, hooks: _StepHooks, before: Listener, after: Listener) -> None:
-        self._hooks, self.before, self.after = hooks, before, after
-
-    def remove(self) -> None:
-        self._hooks.remove(self)
-
-
-def follow_steps(optimizer: torch.optim.Optimizer, before: Listener, after: Listener) -> Follower:
-    """Call a function before and one after each step of an optimizer, in the order of adding.
+    """Call a function before and one after each step of an optimizer, until :meth:`remove`, in the order of adding.
 
     Args:
         optimizer: without wrappers.
@@ -70,43 +56,29 @@ def follow_steps(optimizer: torch.optim.Optimizer, before: Listener, after: List
     Example:
         >>> calls = []
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-        >>> follower = follow_steps(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
+        >>> follower = Follower(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
         >>> optimizer.step(), follower.remove(), optimizer.step()
         (None, None, None)
         >>> calls
         ['before', 'after']
     """
-    hooks = optimizer.__dict__.get(_PLACE, _absent)()  # None also in a copy of the optimizer, which has no hooks either
-    if hooks is None or not hooks.is_attached:
-        hooks = _StepHooks(optimizer)
-        optimizer.__dict__[_PLACE] = OwnHook(lambda: hooks)
-    follower = Follower(hooks, before, after)
-    hooks.followers.append(follower)
-    return follower
 
-
-def _absent() -> None:
-    return None
-
-
-class _StepHooks:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.followers: list[Follower] = []
-        self._optimizer, self._has_begun, self.is_attached = weakref.ref(optimizer), False, True
+    def __init__(self, optimizer: torch.optim.Optimizer, before: Listener, after: Listener) -> None:
+        self._optimizer, self.before, self.after = weakref.ref(optimizer), before, after
+        self._has_begun, self._is_active = False, True
         # A compiler that traces the step skips the hooks.
         self._handles = [
             optimizer.register_step_pre_hook(OwnHook(torch.compiler.disable(self._enter))),
             optimizer.register_step_post_hook(OwnHook(torch.compiler.disable(self._leave))),
         ]
 
-    def remove(self, follower: Follower) -> None:
-        if follower in self.followers:
-            self.followers.remove(follower)
+    def remove(self) -> None:
+        """Stop the calls, also within a step."""
+        self._is_active = False
         # Within a step PyTorch iterates over the hooks. They stay, and do nothing.
-        if not self.followers and not calls_of_step(self._optimizer()):
+        if not calls_of_step(self._optimizer()):
             for handle in self._handles:
                 handle.remove()
-            self.is_attached = False
 
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if calls_of_step(optimizer) > 1:
@@ -131,15 +103,10 @@ class _StepHooks:
         return call
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._has_begun:
+        if self._is_active and not self._has_begun:
             self._has_begun = True
-            for follower in list(self.followers):
-                if follower in self.followers:  # else removed by another one
-                    follower.before(optimizer)
+            self.before(optimizer)
 
     def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if calls_of_step(optimizer) > 1:
-            return
-        for follower in list(self.followers):
-            if follower in self.followers:
-                follower.after(optimizer)
+        if self._is_active and calls_of_step(optimizer) == 1:
+            self.after(optimizer)

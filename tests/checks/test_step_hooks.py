@@ -17,7 +17,7 @@ from torch import nn
 import narrowgauge as ng
 from checks.audited_loop import Loop
 from narrowgauge.checks.step_check import StepCheck
-from narrowgauge.torch_hooks import follow_steps
+from narrowgauge.torch_hooks import Follower
 
 
 class Derived(torch.optim.AdamW):
@@ -51,7 +51,7 @@ def a_plain_optimizer_was_made() -> None:
 
 def followed(optimizer: torch.optim.Optimizer) -> list[str]:
     calls: list[str] = []
-    follow_steps(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
+    Follower(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
     return calls
 
 
@@ -75,7 +75,7 @@ def test_a_copy_or_a_pickle_of_an_optimizer_has_no_followers() -> None:
     calls = followed(optimizer)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         other.step()
-        follow_steps(other, lambda _: None, lambda _: None)
+        Follower(other, lambda _: None, lambda _: None)
         other.step()
     assert not calls
 

@@ -29,8 +29,10 @@ def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Opt
     """Return weights, states and audits by name, without copying. Sharded parameters give DTensors."""
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_parameters}
     names = optimizer.parameter_names()
-    for parameter, entry in optimizer.states().items():
-        tensors.update({f"optimizer.{names[parameter]}.{key}": value for key, value in entry.items()})
+    optimizer.settle()
+    for parameter, name in names.items():
+        if (state := optimizer.state_of(parameter)) is not None:
+            tensors.update({f"optimizer.{name}.{key}": value for key, value in state.saved().items()})
     for parameter, window in optimizer.auditor.windows.items():
         tensors[f"audit.{names[parameter]}"] = torch.stack(list(window))
     return tensors

@@ -34,7 +34,7 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import CODES
-from narrowgauge.torch_hooks import follow_steps
+from narrowgauge.torch_hooks import Follower
 from narrowgauge.torch_names import plain_name, unwrapped_model
 
 _UNEXPLAINED_SHARE = 1e-2
@@ -87,7 +87,7 @@ class StepCheck:
         self._report, self._limit, self._ignored = report, max_grad_norm, frozenset(ignore)
         self._step: SampledStep | None = None
         self._done: SampledStep | None = None
-        self._follower = follow_steps(optimizer, self._before_step, self._after_step)
+        self._follower = Follower(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
         """Forget the last step: weights and states are loaded before the next one."""

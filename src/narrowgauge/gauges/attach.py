@@ -37,7 +37,7 @@ from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import COMPUTES, first_of_input
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.torch_hooks import follow_steps
+from narrowgauge.torch_hooks import Follower
 from narrowgauge.torch_names import plain_name
 
 
@@ -98,7 +98,7 @@ class Gauges:
         matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
         self.shadow = MomentShadow(optimizer, matrices if every else {})
         self._undos.append(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
-        self._undos.append(follow_steps(optimizer, self._before_step, self._after_step).remove)
+        self._undos.append(Follower(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
 
     @property

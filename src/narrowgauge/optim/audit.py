@@ -137,7 +137,6 @@ class Auditor:
     alarmed: dict[Tensor, bool] = field(default_factory=dict)
     fresh: list[Sums] = field(default_factory=list)
     join: Callable[[list[Sums]], list[Sums]] | None = None
-    _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
 
     def collect(self) -> Tensor:
         """Move the new sums into the windows and return their total. The host waits for the device here."""
@@ -145,29 +144,28 @@ class Auditor:
             return torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64)
         host_sums = torch.tensor([counts for _, _, counts in self.fresh], dtype=torch.float64)
         table = torch.cat([torch.stack([_filled(sums) for _, sums, _ in self.fresh]).cpu(), host_sums], 1)
-        for (parameter, *_), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
+        for (parameter, *_), row in zip(self.fresh, table, strict=True):
             self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)
-            self._products.setdefault(parameter, deque(maxlen=WINDOW)).append((dd, de))
         self.fresh.clear()
         return table.sum(0)
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
         """Restore a saved window. A tensor that stalls in it raises no second alarm."""
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
-        self._products[parameter] = deque(((dd, de) for dd, de, *_ in rows.tolist()), maxlen=WINDOW)
         self.alarmed[parameter] = read(rows.unbind(0)).stalls
 
     def alarms(self, names: dict[Tensor, str], storages: dict[Tensor, Storage]) -> list[Alarm]:
         """Return the tensors that began to stall since the last call."""
         result = []
-        for parameter, products in self._products.items():
+        for parameter, window in self.windows.items():
             if parameter not in names:
                 continue  # replaced since
             # A tensor whose EDQ is above the threshold cannot stall. In a healthy run this test is the only cost.
             was_alarmed, self.alarmed[parameter] = self.alarmed.get(parameter), False
-            if not sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products):
+            dd, de = torch.stack(list(window))[:, :2].sum(0).tolist()
+            if not de < MIN_EDQ * dd:
                 continue
-            reading, storage = read(self.windows[parameter]), storages[parameter]
+            reading, storage = read(window), storages[parameter]
             # Stochastic rounding stores rare updates on average. A window may still contain none.
             is_stochastic = storage.weight.rounding == "stochastic"
             if not reading.stalls or (reading.lost_fraction == 1 and is_stochastic):

@@ -34,7 +34,7 @@ from narrowgauge.numerics.rounding import (
     random_bits,
     reciprocal,
 )
-from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_alone
+from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
 INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
@@ -492,7 +492,7 @@ def _inverse(into: Tensor | None) -> Tensor | None:
 
 def alone_dtype(code: Code) -> torch.dtype:
     """Return PyTorch's dtype with the same bits, if there is one."""
-    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[width_alone(code)]
+    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[width_of([(code.name, code.bits)])]
 
 
 def saved_as(name: str, code: Code) -> str:
@@ -516,4 +516,5 @@ def encode_alone(code: Code, values: Tensor, seed: Tensor | None = None) -> Tens
     if seed is not None and code.rounding == "stochastic":
         place = torch.arange(value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
         addend = dither(random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped)
-    return encode(code, value, addend, 0).to(INTEGER[width_alone(code)]).view(alone_dtype(code))
+    dtype = alone_dtype(code)
+    return encode(code, value, addend, 0).to(INTEGER[8 * dtype.itemsize]).view(dtype)

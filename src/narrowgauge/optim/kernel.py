@@ -66,12 +66,6 @@ ARITHMETICS: dict[str, Callable[..., Written]] = {
 }
 
 
-def advance_by(rule: Rule, storage: Storage) -> Advance:
-    """Return the step of an element-wise rule, in the arithmetic of the storage."""
-    step = ARITHMETICS[storage.arithmetic]
-    return lambda lane, decided, scalars, seed: step(rule, storage, lane, scalars, seed)
-
-
 def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
     """Return the step of a rule that has already run. It writes the rule's change and new ``states``."""
 
@@ -146,11 +140,6 @@ def term_table(terms: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(terms)).double()
 
 
-def num_scales(storage: Storage) -> int:
-    """Return the number of multiplier tensors of a step: two for each scaled code and part of the rows."""
-    return 2 * len(storage.scaled) * layout.num_parts(storage)
-
-
 def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]) -> list[Lane]:
     """Return the lanes of words: the parts of the weight, then of the gradient, then the tensors of each plane.
 
@@ -195,7 +184,8 @@ def make_step(
     parts, visible = layout.num_parts(storage), storage.visible
     names, num_lanes = (*CONTROL, *scalars), layout.num_lanes(storage)
     num_words = 2 * parts + sum(layout.num_tensors(storage, plane.bits) for plane in layout.planes(storage))
-    ends = num_words + num_scales(storage), num_words + num_scales(storage) + num_decided * num_lanes
+    num_scales = 2 * len(storage.scaled) * parts
+    ends = num_words + num_scales, num_words + num_scales + num_decided * num_lanes
 
     def step(*arguments: Tensor) -> Tensor:
         words, decided = arguments[:num_words], arguments[ends[0] : ends[1]]
@@ -233,8 +223,12 @@ def _all_steps(definition: Callable[..., Step]) -> Steps:
 @lru_cache(None)
 def elementwise_steps(rule: Rule, storage: Storage) -> Steps:
     """Return the steps of a rule. Return the same function objects each time, so that they are compiled once."""
-    decay = decay_by(rule, storage)
-    return _all_steps(partial(make_step, storage, advance_by(rule, storage), rule.scalars, decay=decay))
+    step, decay = ARITHMETICS[storage.arithmetic], decay_by(rule, storage)
+
+    def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
+        return step(rule, storage, lane, scalars, seed)
+
+    return _all_steps(partial(make_step, storage, advance, rule.scalars, decay=decay))
 
 
 @lru_cache(None)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim import codes
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.state import ParameterState, extra_code
@@ -50,11 +49,6 @@ def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, value in entry.items()
         if value != {}
     }
-
-
-def seed_of(group: Mapping[str, Any], state: ParameterState, index: int) -> Tensor:
-    """Return the seed that rounds a group's parameter state on loading. No step uses it."""
-    return torch.tensor(step_seed(group["seed"], -1 - index), dtype=torch.int32, device=state.parameter.device)
 
 
 # ── torch.optim's protocol ──────────────────────────────────────────────────────────────────────────────────────────────

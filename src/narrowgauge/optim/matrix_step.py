@@ -39,20 +39,21 @@ def step_matrices(
     """
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: -state.owner.numel())
-        for first in range(0, len(members), ranks.count):
-            batch = members[first : first + ranks.count]
+        count = 1 if ranks is None else ranks.count
+        for first in range(0, len(members), count):
+            batch = members[first : first + count]
             yield from _step_batch(ranks, [MatrixStep(s, options, numbers_of(s)) for s in batch])
 
 
-def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[ParameterState, Tensor]]:
+def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tuple[ParameterState, Tensor]]:
     """Step at most one matrix per rank. All ranks compute between the last gather and the first scatter."""
     measures: list[Tensor | None] = []
     for place, step in enumerate(steps):
         measure = step.rule.measure(step.options)
-        weight = None if measure is None else ranks.gather(place, step.owner, step.weight())
+        weight = None if measure is None else _gather(ranks, place, step.owner, step.weight())
         measures.append(None if measure is None or weight is None else measure(weight))
         del weight
-    gradients = [ranks.gather(place, step.owner, step.averaged()) for place, step in enumerate(steps)]
+    gradients = [_gather(ranks, place, step.owner, step.averaged()) for place, step in enumerate(steps)]
     changes: list[Tensor | None] = []
     for place, step in enumerate(steps):
         gradient = gradients.pop(0)
@@ -60,10 +61,12 @@ def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[Par
         del gradient
     for place, step in enumerate(steps):
         change, changes[place] = changes[place], None
-        part = ranks.scatter(place, step.owner, change)
+        part = _scatter(ranks, place, step.owner, change)
         del change
-        for tensor in step.state.tensors_of_extras().values():
-            ranks.broadcast(place, tensor)
+        if ranks is not None:
+            for tensor in step.state.extras.values():
+                # Neither gloo nor NCCL sends integers of 16 bits.
+                torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), group=ranks.group, group_src=place)
         sums = step.write(part)
         if sums is not None:
             yield step.state, sums
@@ -72,55 +75,42 @@ def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[Par
 # ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Alone:
-    """Compute every matrix in this process. The parameters are plain tensors, or have an unsupported sharding."""
+@dataclass(frozen=True)
+class Ranks:
+    """Describe the ranks of a mesh that share a parameter's rows: its process group, and this rank's number."""
 
-    count = 1
+    group: Any
+    rank: int
+    count: int
 
-    def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-        """Return a whole tensor shaped like ``owner``, as a matrix, on the rank ``place``. Else return ``None``."""
-        return gathered(owner, part).reshape(matrix_shape(owner.shape))
 
-    def scatter(self, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
-        """Return this rank's part of a float32 matrix from the rank ``place``."""
+def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
+    """Return a whole tensor shaped like ``owner``, as a matrix, on the rank ``place``. Else return ``None``."""
+    import torch.distributed as dist
+
+    rows, columns = matrix_shape(owner.shape)
+    if ranks is None:
+        return gathered(owner, part).reshape(rows, columns)
+    height = -(-rows // ranks.count)
+    buffer = part.new_empty(height * ranks.count, columns) if place == ranks.rank else None
+    into = None if buffer is None else list(buffer.split(height))
+    dist.gather(_padded(part.reshape(len(part), columns), height), into, group=ranks.group, group_dst=place)
+    return None if buffer is None else buffer[:rows]
+
+
+def _scatter(ranks: Ranks | None, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
+    """Return this rank's part of a float32 matrix from the rank ``place``."""
+    import torch.distributed as dist
+
+    if ranks is None:
         assert matrix is not None
         return own_part(owner, matrix.view(owner.shape))
-
-    def broadcast(self, place: int, tensor: Tensor) -> None:
-        """Overwrite a tensor by the copy of the rank ``place``."""
-
-
-class Shared(Alone):
-    """Distribute matrices over the ranks of a mesh that shard their rows."""
-
-    def __init__(self, mesh: Any) -> None:
-        self.group, self.rank, self.count = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-
-    def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-        import torch.distributed as dist
-
-        rows, columns = matrix_shape(owner.shape)
-        height = -(-rows // self.count)
-        buffer = part.new_empty(height * self.count, columns) if place == self.rank else None
-        into = None if buffer is None else list(buffer.split(height))
-        dist.gather(_padded(part.reshape(len(part), columns), height), into, group=self.group, group_dst=place)
-        return None if buffer is None else buffer[:rows]
-
-    def scatter(self, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
-        import torch.distributed as dist
-
-        rows, columns = matrix_shape(owner.shape)
-        height, local = -(-rows // self.count), local_of(owner)
-        part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
-        pieces = None if matrix is None else list(_padded(matrix, height * self.count).split(height))
-        dist.scatter(part, pieces, group=self.group, group_src=place)
-        return part[: len(local)].view(local.shape)
-
-    def broadcast(self, place: int, tensor: Tensor) -> None:
-        import torch.distributed as dist
-
-        # Neither gloo nor NCCL sends integers of 16 bits.
-        dist.broadcast(tensor.view(-1).view(torch.uint8), group=self.group, group_src=place)
+    rows, columns = matrix_shape(owner.shape)
+    height, local = -(-rows // ranks.count), local_of(owner)
+    part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
+    pieces = None if matrix is None else list(_padded(matrix, height * ranks.count).split(height))
+    dist.scatter(part, pieces, group=ranks.group, group_src=place)
+    return part[: len(local)].view(local.shape)
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
@@ -130,23 +120,20 @@ def _padded(part: Tensor, rows: int) -> Tensor:
     return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
 
 
-def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Alone, list[ParameterState]]]:
-    """Group states by the mesh that shards them. Every rank sees the meshes in the same order."""
-    batches: dict[Any, tuple[Alone, list[ParameterState]]] = {}
+def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list[ParameterState]]]:
+    """Group states by the mesh that shards their rows; ``None`` for all others. Every rank sees the same order."""
+    batches: dict[Any, tuple[Ranks | None, list[ParameterState]]] = {}
     for state in states:
         owner: Any = state.owner
         if owner.numel() == 0:
             continue
-        key = (owner.device_mesh, owner.placements) if is_sharded(owner) else None
-        if key not in batches:
-            batches[key] = _ranks_of(owner), []
-        batches[key][1].append(state)
+        is_by_rows = is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
+        mesh = owner.device_mesh if is_by_rows else None
+        if mesh not in batches:
+            ranks = None if mesh is None else Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+            batches[mesh] = ranks, []
+        batches[mesh][1].append(state)
     return list(batches.values())
-
-
-def _ranks_of(owner: Any) -> Alone:
-    is_by_rows = is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
-    return Shared(owner.device_mesh) if is_by_rows else Alone()
 
 
 # ── one matrix ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -165,9 +152,6 @@ class Piece:
     shape: tuple[int, ...]
     start: int
     tensors: list[Tensor]
-
-    def lanes(self) -> list[Lane]:
-        return lanes_of(self.storage, self.tensors, ())
 
     def elements(self, values: Tensor) -> list[Tensor]:
         """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows."""
@@ -213,14 +197,16 @@ class MatrixStep:
         """Return the stored weight of this rank's shard."""
         weight = self._empty()
         for chunk in self._pieces():
-            chunk.fill(weight, [codes.read_weight(self.storage, lane) for lane in chunk.lanes()])
+            chunk.fill(
+                weight, [codes.read_weight(self.storage, lane) for lane in lanes_of(self.storage, chunk.tensors, ())]
+            )
         return weight
 
     def averaged(self) -> Tensor:
         """Return the direction's gradient for this rank's shard."""
         gradient = self._empty()
         for chunk in self._pieces():
-            chunk.fill(gradient, [self._average(lane)[0] for lane in chunk.lanes()])
+            chunk.fill(gradient, [self._average(lane)[0] for lane in lanes_of(self.storage, chunk.tensors, ())])
         return gradient
 
     def direction(self, gradient: Tensor, measure: Tensor | None) -> Tensor:
@@ -236,7 +222,7 @@ class MatrixStep:
         decay, totals = decay_of(self.options), []
         for chunk in self._pieces():
             decided: list[Tensor] = []
-            for change, lane in zip(chunk.pick(part), chunk.lanes(), strict=True):
+            for change, lane in zip(chunk.pick(part), lanes_of(self.storage, chunk.tensors, ()), strict=True):
                 if self.rule.decays:
                     change = change - codes.read_weight(self.storage, lane) * decay
                 states = self._average(lane)[1] if self.rule.beside else {}

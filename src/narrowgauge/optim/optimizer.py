@@ -7,12 +7,11 @@ gradients, one skips a step with a non-finite gradient. The host reads the decis
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +20,19 @@ from narrowgauge.compile import COMPILE_ELEMENTS
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
+from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import make_loaded_states, seed_of, show_states, take_states
+from narrowgauge.optim.loading import make_loaded_states, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
     FLAGS,
-    USUAL_STORAGE,
     check_fits,
     check_in_use,
     check_one_device,
@@ -52,22 +51,6 @@ from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_names import HostCopy, plain_name
 
 Group = dict[str, Any]
-
-
-Returned = TypeVar("Returned")
-
-
-def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
-    """Apply ``torch.compiler.disable`` at the first call, since its import takes a second."""
-    disabled: list[Callable[..., Returned]] = []
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Returned:
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
-
-    return call
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -145,10 +128,12 @@ class Optimizer(torch.optim.Optimizer):
         self._control = StepControl(self._is_worth_compiling)
         self.loss_scaler = loss_scaler  # frameworks that make the scaler later set it before the first step
         self._stepped = False
+        self._uncompiled: Callable[..., Any] | None = None
         # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
         self._pending: tuple[HostCopy | None, list[ParameterState], Finite | None] | None = None
-        storage = known_row(USUAL_STORAGE if storage is None else storage).name
+        storage = known_row("word" if storage is None else storage).name
         super().__init__(params, {**defaults, "storage": storage, "seed": seed})
+        self.register_state_dict_post_hook(show_states)  # before other hooks see the states
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -285,7 +270,8 @@ class Optimizer(torch.optim.Optimizer):
                 state, entry = self.state[parameter], (states or {}).get(parameter, {})
                 state.adopt(local_of(values[parameter]))
                 state.step = int(entry.get("step", state.step))
-                seed = seed_of(group, state, index)
+                number = step_seed(group["seed"], -1 - index)  # no step uses it
+                seed = torch.tensor(number, dtype=torch.int32, device=state.parameter.device)
                 for name, value in entry.items():
                     if isinstance(value, Tensor) and name != "step":
                         state.put(name, local_of(value), seed)
@@ -327,10 +313,7 @@ class Optimizer(torch.optim.Optimizer):
             One float32 ``[count]`` per parameter, shorter for small ones. ``None`` if nothing is stored under that name yet.
         """
         states = [self.state_of(parameter) for parameter in parameters]
-        is_stored = [s is not None and (name == "weight" or name in dict(s.storage.states)) for s in states]
-        return [
-            s.leading(count, name) if s is not None and has else None for s, has in zip(states, is_stored, strict=True)
-        ]
+        return [None if state is None else state.leading(count, name) for state in states]
 
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
@@ -347,7 +330,6 @@ class Optimizer(torch.optim.Optimizer):
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.
 
@@ -362,6 +344,11 @@ class Optimizer(torch.optim.Optimizer):
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
             largest matrix: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
         """
+        if self._uncompiled is None:  # not earlier, since the import takes a second
+            self._uncompiled = torch.compiler.disable(self._close_and_step)
+        return self._uncompiled(closure)
+
+    def _close_and_step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -469,17 +456,8 @@ class Optimizer(torch.optim.Optimizer):
             Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
-        handle = self.register_state_dict_post_hook(show_states, prepend=True)  # before other hooks see it
-        try:
-            result: dict[str, Any] = super().state_dict()
-            return result
-        finally:
-            handle.remove()
-
-    def states(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return each parameter's part of :meth:`state_dict`."""
-        self.settle()
-        return {p: state.saved() for p in self._parameters() if (state := self.state_of(p)) is not None}
+        result: dict[str, Any] = super().state_dict()
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict` without casts. A refused state changes nothing.
@@ -495,7 +473,7 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def load_states(self, entries: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace all states by states from :meth:`states`. A refused state changes nothing.
+        """Replace all states by saved ones, each parameter's part of :meth:`state_dict`. A refused state changes nothing.
 
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.

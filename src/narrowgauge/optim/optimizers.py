@@ -232,7 +232,7 @@ class Adafactor(Optimizer):
         params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in every storage.
         lr: learning rate, or its bound with ``relative_step``.
         beta2_decay: the second moments' decay rate at step ``t`` is ``1 - t^beta2_decay``; below 0.
-        eps: a pair, as in transformers. The first is added to every squared gradient (``None`` is 1e-30). The second is the
+        eps: a pair, as in transformers. The first is added to every squared gradient. The second is the
             smallest root mean square of a weight with ``scale_parameter``.
         clip_threshold: largest root mean square of a step; torch's ``d``.
         scale_parameter: multiply ``lr`` by the weight's root mean square.
@@ -259,7 +259,7 @@ class Adafactor(Optimizer):
         params: Iterable[Any],
         lr: float | Tensor = 1e-2,
         beta2_decay: float = -0.8,
-        eps: tuple[float | None, float] = (1e-30, 1e-3),
+        eps: tuple[float, float] = (1e-30, 1e-3),
         clip_threshold: float = 1.0,
         weight_decay: float = 0.0,
         *,

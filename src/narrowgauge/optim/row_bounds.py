@@ -52,7 +52,7 @@ def bound_rows(kernel: Kernel, batch: Sequence[ParameterState], values: Tensor) 
     old = {name: torch.cat([state.bounds[name] for state in batch]).view(-1) for name in storage.scaled}
     new = new_bounds(rule, slopes, weights, old, values)
     skip = values[CONTROL.index("skip")] != 0
-    sizes = [state.num_rows for state in batch]
+    sizes = [len(state.bounds[storage.scaled[0]]) for state in batch]
     targets: list[Tensor] = []
     sources: list[Tensor] = []
     for name, before in old.items():

@@ -90,7 +90,7 @@ class ParameterState:
             self.bounds[name], self.multipliers[name] = torch.zeros_like(into), (into, back)
             self.scales += [part for pair in zip(parts_into, parts_back, strict=True) for part in pair]
         if "weight" in self.bounds:
-            self.bounds["weight"].copy_(weight_bound(self.peaks_of(self.parameter.detach())))
+            self.bounds["weight"].copy_(weight_bound(peaks_of_all([self], [self.parameter.detach()])))
         if self.storage.master:
             self.adopt(self.parameter)
 
@@ -182,16 +182,10 @@ class ParameterState:
         beside = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
         return {**beside, **{name: tuple(tensor.shape) for name, tensor in self.extras.items()}}
 
-    def code(self, name: str) -> Code:
-        """Return the code of the weight or of a state."""
-        return self._extra_codes.get(name) or self.storage.code(name)
-
     def stored(self, name: str) -> Tensor:
         """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32."""
         if name in self.extras:
             return self.extra(name).clone()
-        if name != "weight" and name not in dict(self.storage.states):
-            raise KeyError(f"storage '{self.storage.name}' has no '{name}'")
         lane = self._lane()
         if name == "weight":
             value = codes.read_weight(self.storage, lane)
@@ -199,8 +193,10 @@ class ParameterState:
             value = codes.read_state(self.storage, lane, name)
         return value.reshape(self.parameter.shape).clone()
 
-    def leading(self, count: int, name: str) -> Tensor:
-        """Return the first ``count`` values of :meth:`stored`. Storages in rows are unpacked whole."""
+    def leading(self, count: int, name: str) -> Tensor | None:
+        """Return the first ``count`` values of :meth:`stored`, if the name is stored. Storages in rows are unpacked whole."""
+        if name != "weight" and name not in dict(self.storage.states):
+            return None
         if layout.by_rows(self.storage):
             return self.stored(name).reshape(-1)[:count]
         lanes = layout.num_lanes(self.storage)
@@ -258,7 +254,7 @@ class ParameterState:
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
         value = values.detach().float().contiguous().reshape(matrix)
         if name in self.bounds:
-            peaks = self.peaks_of(value)
+            peaks = peaks_of_all([self], [value])
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
         return value
 
@@ -302,15 +298,6 @@ class ParameterState:
         if weight is None or slopes is None:
             return None
         return [*weight, *slopes, *self.plane_words, *self.scales]
-
-    def peaks_of(self, values: Tensor) -> Tensor:
-        """Return the largest magnitude of each row, float32 ``[rows, 1]``."""
-        return peaks_of_all([self], [values])
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of rows of the parameter as a matrix, for storages that are matrices."""
-        return layout.matrix_of(self.storage, self.parameter.shape)[0]
 
 
 def extra_code(storage: Storage, role: str | None) -> Code:

@@ -104,10 +104,6 @@ def known_row(storage: object) -> Storage:
     return row
 
 
-USUAL_STORAGE = "word"
-"""The default storage of parameters."""
-
-
 def check_visible(parameter: Tensor, storage: Storage) -> None:
     """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):

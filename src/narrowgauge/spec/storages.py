@@ -115,11 +115,6 @@ def width_of(group: Sequence[tuple[str, int]]) -> int:
     return next(width for width in (8, 16, 32) if bits <= width)
 
 
-def width_alone(code: Code) -> int:
-    """Return the bits of the word that holds one part of a code and nothing else."""
-    return width_of((("", code.bits),))
-
-
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
     """Pack fields, ``(name, bits)`` each, into words: those of 16 or 32 bits alone, others in the fewest bits, then words.

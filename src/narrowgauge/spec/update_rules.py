@@ -29,7 +29,6 @@ class Range:
     low: float = 0.0
     high: float = math.inf
     above: bool = False
-    or_none: bool = False
     is_integer: bool = False
 
     def check(self, name: str, value: Any) -> None:
@@ -37,8 +36,6 @@ class Range:
         parts = value if isinstance(value, (tuple, list)) else (value,)
         for place, part in enumerate(parts):
             label = name if part is value else f"{'beta' if name == 'betas' else name}{place + 1}"
-            if part is None and self.or_none:
-                continue
             try:
                 if isinstance(part, bool):
                     raise TypeError
@@ -245,7 +242,7 @@ _RULES = (
         "adafactor", "Adafactor", "second moments as one value per row and per column", _ADAM,
         (
             Option("beta2_decay", -0.8, Range(-math.inf, 0, above=True)),
-            Option("eps", (1e-30, 1e-3), Range(or_none=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
+            Option("eps", (1e-30, 1e-3), Range()), Option("clip_threshold", 1.0, Range(0, above=True)),
             Option("scale_parameter", True, FLAG, trained=False), Option("relative_step", True, FLAG, trained=False),
         ),
         is_matrix=True, moments=(), source="Shazeer & Stern, ICML 2018 (1804.04235)",

@@ -38,7 +38,7 @@ from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_hooks import follow_steps
+from narrowgauge.torch_hooks import Follower
 from narrowgauge.torch_names import plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -327,7 +327,7 @@ class LoopFingerprints(Fingerprints):
         self._places = {plain_name(name): place for place, name in enumerate(trained, 1)}
         self._pass, self._backward, self._hooks = ExitStack(), ExitStack(), ExitStack()
         self._hooks.callback(hooks.follow_passes(called, self._before_pass, self._after_pass))
-        self._hooks.callback(follow_steps(optimizer, self._before_step, self._after_step).remove)
+        self._hooks.callback(Follower(optimizer, self._before_step, self._after_step).remove)
 
     def start(self, step: int) -> None:
         """Record the state after ``step`` steps: the first weights, or a checkpoint's."""

@@ -33,7 +33,7 @@ from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import STEP, Row
-from narrowgauge.torch_hooks import Follower, follow_steps
+from narrowgauge.torch_hooks import Follower
 
 
 class StepReader:
@@ -58,7 +58,7 @@ class StepReader:
         self.audit_sums: Tensor | None = None
         self._follower: Follower | None = None
         if self.optimizer is not None and self.ours is None:  # ours counts its skipped steps itself
-            self._follower = follow_steps(self.optimizer, lambda _: None, self._taken)
+            self._follower = Follower(self.optimizer, lambda _: None, self._taken)
         self.begin()
 
     def remove(self) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import is_widened, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule
-from narrowgauge.optim.rules.subspaces import coordinates_shape, is_tall, lift, project, refreshed
+from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
 
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
@@ -34,10 +34,6 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 
 NEGATIVE_DECAY = "negative_decay"
-
-
-def _no_measure(options: Options) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class MatrixRule:
     decays: bool = False
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Options], Result] | None = None
-    measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = _no_measure
+    measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = lambda options: None
 
     @property
     def decay(self) -> str:
@@ -192,10 +188,6 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> 
     return result
 
 
-def _no_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
-    return {}
-
-
 def _momentum(g: Tensor, states: States, options: Options) -> Result:
     momentum, m = options["momentum"], states["momentum_buffer"]
     m = m + (g - m) * (1 - momentum)
@@ -208,8 +200,6 @@ def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, s
 
 
 # ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_EPS_SQUARE = 1e-30
 
 
 def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
@@ -225,10 +215,9 @@ def _least_rms(options: Options) -> Callable[[Tensor], Tensor] | None:
 
 def _adafactor(g: Tensor, rms: Tensor | None, states: States, options: Options, step: int) -> Result:
     # The second moment is an outer product: row means times column means, over the mean of all.
-    eps = _EPS_SQUARE if options["eps"][0] is None else options["eps"][0]
     row_means, column_sums = [], []
     for rows in row_pieces(g):
-        squares = rows * rows + eps
+        squares = rows * rows + options["eps"][0]
         row_means.append(squares.mean(1))
         column_sums.append(squares.sum(0))
     one_minus_beta2 = step ** options["beta2_decay"]
@@ -262,7 +251,7 @@ def adam_step(
 def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     rows, cols = matrix_shape(shape)
     rank = min(options["rank"], rows, cols)
-    coordinates = coordinates_shape(rows, cols, rank)
+    coordinates = (rows, rank) if is_tall(rows, cols) else (rank, cols)
     return {
         "projector": MatrixState((min(rows, cols), rank), "exp_avg"),
         "projected_exp_avg": MatrixState(coordinates, "exp_avg"),
@@ -304,10 +293,6 @@ def _gradnorm_lorp(g: Tensor, w: Tensor | None, states: States, options: Options
     return w * scale + turn * (scale + 1), {**new, "magnitude_exp_avg": m, "magnitude_exp_avg_sq": v}
 
 
-def _whole_weight(options: Options) -> Callable[[Tensor], Tensor]:
-    return lambda w: w
-
-
 def _column_lengths(x: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)
     return norms
@@ -328,7 +313,9 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-MUON = MatrixRule("muon", _no_states, _muon, decays=True, beside=("momentum_buffer",), average=_momentum)
+MUON = MatrixRule("muon", lambda shape, options: {}, _muon, decays=True, beside=("momentum_buffer",), average=_momentum)
 ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, decays=True, measure=_least_rms)
 GALORE = MatrixRule("galore", _galore_states, _galore, decays=True)
-GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_whole_weight)
+GRADNORM_LORP = MatrixRule(
+    "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=lambda options: lambda weight: weight
+)

@@ -20,11 +20,6 @@ def is_tall(rows: int, cols: int) -> bool:
     return rows >= cols
 
 
-def coordinates_shape(rows: int, cols: int, rank: int) -> tuple[int, int]:
-    """Return the shape of a matrix's coordinates."""
-    return (rows, rank) if is_tall(rows, cols) else (rank, cols)
-
-
 def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
     """Return the basis for this step: recomputed at steps 1, gap + 1, 2 gap + 1 …, and while it is zero.
 
