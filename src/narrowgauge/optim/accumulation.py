@@ -28,14 +28,6 @@ from narrowgauge.numerics.rounding import cut, float_of, half
 from narrowgauge.optim.validation import gradient_of, refuse_capture
 
 
-def nearest(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round a float32 sum to the nearest float32 values that a 16-bit format can hold. Ties go away from zero."""
-    # Sums of float16 values are multiples of 2^-24, so float16 subnormals need no rounding. Dropping 13 bits is right
-    # everywhere.
-    dropped = 13 if dtype is torch.float16 else 16
-    return float_of(cut(total, dropped, half(dropped)))
-
-
 class GradientAccumulator:
     """Sum micro-batch gradients in float32.
 
@@ -98,8 +90,10 @@ class GradientAccumulator:
             if parameter in self._filled:
                 buffer = self._buffers[parameter]
                 gradient = torch.empty(buffer.shape, dtype=parameter.dtype, device=buffer.device)
+                # To nearest, ties away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals need no rounding.
+                dropped = 13 if parameter.dtype is torch.float16 else 16
                 for chunk, total in flat_chunks(gradient, buffer):
-                    chunk.copy_(nearest(total, chunk.dtype))
+                    chunk.copy_(float_of(cut(total, dropped, half(dropped))))
                 parameter.grad = placed_like(parameter, gradient)
         self._filled.clear()
 

@@ -182,6 +182,10 @@ class ParameterState:
         beside = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
         return {**beside, **{name: tuple(tensor.shape) for name, tensor in self.extras.items()}}
 
+    def code(self, name: str) -> Code:
+        """Return the code of the weight or of a state."""
+        return self._extra_codes.get(name) or self.storage.code(name)
+
     def stored(self, name: str) -> Tensor:
         """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32."""
         if name in self.extras:
