@@ -90,7 +90,7 @@ class GradientAccumulator:
             if parameter in self._filled:
                 buffer = self._buffers[parameter]
                 gradient = torch.empty(buffer.shape, dtype=parameter.dtype, device=buffer.device)
-                # To nearest, ties away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals need no rounding.
+                # Ties go away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals are not rounded.
                 dropped = 13 if parameter.dtype is torch.float16 else 16
                 for chunk, total in flat_chunks(gradient, buffer):
                     chunk.copy_(float_of(cut(total, dropped, half(dropped))))

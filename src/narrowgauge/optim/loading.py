@@ -51,9 +51,6 @@ def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-# ── torch.optim's protocol ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Replace packed states by tensors in the parameter's shape. This is a hook on ``state_dict``."""
     state_dict["state"] = {
@@ -77,9 +74,6 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         "state": {**extra_entries, **{key: states[p] for key, p in parameters.items() if p in states}},
         "param_groups": saved,
     }
-
-
-# ── names and tensors ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
