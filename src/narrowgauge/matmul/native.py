@@ -11,9 +11,7 @@ multiplies two small matrices whose product is exact in any order. If it raises 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge import torch_names
-from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
@@ -71,12 +69,6 @@ def architecture_of(device: torch.device) -> str | None:
         return name.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
-
-
-def takes(kernel: Kernel, lhs: Operand, rhs: Operand) -> bool:
-    """Return whether the kernel reads two operands' dtypes. It does not if a cast is shared with an emulated product."""
-    dtypes = (torch.float32,) if kernel.name == "tfloat32" else CODES
-    return lhs.data.dtype in dtypes and rhs.data.dtype in dtypes
 
 
 def multiply_codes(
@@ -194,11 +186,6 @@ def _nvfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     return _micro_scaled(lhs, rhs, dtype, torch.float8_e4m3fn)
 
 
-def _tfloat32(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    with tensor_cores():
-        return Sums(torch.mm(lhs.data, rhs.data.t()))
-
-
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by the GPU's ``torch._int_mm``.
 
@@ -220,30 +207,7 @@ _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
     "mxfp8": _mxfp8,
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
-    "tfloat32": _tfloat32,
 }
-
-
-_SWITCH = threading.Lock()
-
-
-@contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Allow CUDA's float32 matmuls to round operands to tfloat32. Operands already rounded so do not change.
-
-    PyTorch has one switch per process, so only one thread at a time enters. A float32 matmul that another thread starts
-    meanwhile may be rounded, too. This window lasts for the launch of one kernel.
-    """
-    switch = torch.backends.cuda.matmul
-    with _SWITCH:
-        before = switch.fp32_precision
-        if before != "tf32":
-            switch.fp32_precision = "tf32"
-        try:
-            yield
-        finally:
-            if before != "tf32":
-                switch.fp32_precision = before
 
 
 # ── the trial of a kernel ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,8 +258,6 @@ def specimen(side: _Side, rows: int, terms: int) -> Operand:
     """
     rows = _SQUARE_ROWS if side.granularity == "128x128" else rows
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
-    if side.format == "tfloat32":
-        return Operand(values, None)
     pairs = side.format.startswith("float4")
     data = packed_pairs(four_bit_codes(values), 1) if pairs else values.to(getattr(torch, side.format))
     if side.granularity not in BLOCKS:

@@ -25,7 +25,6 @@ from narrowgauge.numerics.quantization import (
     four_bit_values,
     packed_pairs,
     padded,
-    random_signs,
     sides_of,
     smoothing,
     spread,
@@ -33,7 +32,7 @@ from narrowgauge.numerics.quantization import (
     words_of,
 )
 from narrowgauge.numerics.rounding import random_bits
-from narrowgauge.spec.computes import PLACES, ROTATION_SIZE, Cast
+from narrowgauge.spec.computes import Cast
 
 Words = tuple[Tensor, Tensor]
 PAIRS = torch.uint8
@@ -78,7 +77,7 @@ def cast_matrix(
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
-    if cast.is_wide and cast.format != "tfloat32":
+    if cast.is_wide:
         return Operand(x.detach().to(dtype))
     x = padded(x.detach(), cast, dim)
     size = x.numel()
@@ -90,7 +89,7 @@ def cast_matrix(
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":
-        x = fused(size, _definition(_rotate, cast, dim), x)
+        x = fused(size, _definition(_rotate, dim), x)
     sides = sides_of(cast, dim)
     chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
     data, inner, _, *scale = fused(size, _definition(_blocks, cast, dim, dtype), blocked(x, sides), *chances, amax)
@@ -141,9 +140,9 @@ def _smooth(cast: Cast) -> Callable[..., Any]:
     return channel_factors
 
 
-def _rotate(cast: Cast, dim: int) -> Callable[..., Any]:
+def _rotate(dim: int) -> Callable[..., Any]:
     def rotate_blocks(x: Tensor) -> Tensor:
-        return quantization.rotate(x, dim, cast.rotation)
+        return quantization.rotate(x, dim)
 
     return rotate_blocks
 
@@ -239,15 +238,3 @@ def key_of(keys: Keys, operand: int) -> Tensor:
     """Mix seed, step, layer and operand into the key of a cast's random bits: int32 ``[]``."""
     salt = (operand * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
     return random_bits(keys.layer + salt, keys.clock[STEP_SEED])
-
-
-def drawn_signs(cast: Cast, size: int, dim: int, keys: Keys | None, matmul: str) -> Tensor | None:
-    """Return a rotation's signs along ``size`` places, drawn anew in each step; ``None`` if the rotation draws none.
-
-    They depend on the step and the matmul, not on the layer: layers that share a weight share its cast.
-    """
-    if cast.rotation != "hadamard-drawn" or keys is None:
-        return None
-    size += -size % ROTATION_SIZE
-    place = torch.full_like(keys.layer, PLACES.index(matmul))
-    return random_signs(size, dim, random_bits(place, keys.clock[STEP_SEED]))

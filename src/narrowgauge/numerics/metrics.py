@@ -273,7 +273,7 @@ def cast_and_sum(
         words = random_words(values.shape[0], values.shape[1], torch.zeros((), dtype=torch.int32, device=x.device))
     quantized = quantize(values, cast, dim, words=words, fold=fold, amax=amax)
     values = values if fold is None else values * fold
-    values = values if cast.rotation == "none" else rotate(values, dim, cast.rotation)
+    values = values if cast.rotation == "none" else rotate(values, dim)
     scaled = values if quantized.inner is None else values / spread(quantized.inner, values.shape)
     scaled = scaled if quantized.outer is None else scaled / quantized.outer
     rounded = quantized.values()
