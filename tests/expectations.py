@@ -160,7 +160,6 @@ COMPUTES: dict[str, Compute] = {
     "nvfp4": Compute(2, has=("stochastic",)),
     "scalify": Compute(1, _ALL),
     "scalify-float16": Compute(2),
-    "unit": Compute(1, _ALL),
 }
 
 

@@ -408,12 +408,6 @@ _COMPUTES = (
         purpose="float16 throughout without a loss scale: gradients carry power-of-two scales of their own",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
-    Compute(
-        "unit", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="unit", native=_SM89,
-        fallback="float8-row",
-        purpose="float8 without scales: the model is built so that tensors have unit variance; one learning rate for all widths",
-        source="Blake et al. 2023, 2024: unit scaling (2303.11257), u-muP (2407.17465)",
-    ),
 )  # fmt: skip
 
 COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}

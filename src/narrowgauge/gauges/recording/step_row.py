@@ -108,7 +108,7 @@ class StepReader:
         if self.optimizer is None:
             return {}
         group = self.optimizer.param_groups[0]
-        row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
+        row: Row = {"lr": float(group["lr"])}
         if self.ours is None:
             self.was_skipped = self._before == self._num_changes()
             return row | ({"skipped": True} if self.was_skipped else {})
