@@ -128,8 +128,8 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
 
 def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tensor | None = None) -> Quantized:
     """A matrix cast as the definition says, filled up to whole blocks."""
-    x = x.detach()
-    return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key), fold=fold)
+    x = x.detach() if fold is None else x.detach().float() * fold
+    return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key))
 
 
 def key_of(layer: Linear, place: str) -> Tensor:

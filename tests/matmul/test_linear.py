@@ -89,7 +89,7 @@ def test_a_step_s_bits_come_back_and_another_s_differ(row: Compute) -> None:
     assert not torch.equal(found[7].grad_weight, found[8].grad_weight)
     assert torch.equal(found[7].output, found[8].output)
     other, others = make_layer(row)
-    others.seed = 1
+    others.clock.set(seed=1)
     others.step = 7
     assert not torch.equal(passed(other, x, grad).grad_input, found[7].grad_input)
 

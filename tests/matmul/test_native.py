@@ -83,7 +83,6 @@ def test_which_computes_each_chip_multiplies_itself() -> None:
             row.name
             for row in COMPUTES.values()
             if any(map(needs_kernel, row.products.values()))
-            and not row.output.left.smooth
             and all(kernel_for(product, architecture) for product in row.products.values() if needs_kernel(product))
         }
         assert found == computes, architecture

@@ -36,9 +36,8 @@ from oracles.codes import hashed
 from tables import exhaustive
 from tensors import gaussian
 
-CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values() if not cast.smooth))
+CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values()))
 NARROW = [cast for cast in CASTS if not cast.is_wide]
-SMOOTH = COMPUTES["float8-tensor+smooth"].output.left
 # Ways to combine the table's words that no row goes yet.
 UNUSED = [
     Cast("int8", "row", rotation="hadamard"),
@@ -199,22 +198,17 @@ def ours(
     *,
     key: int = -77,
     first_row: int = 0,
-    fold: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Quantized:
     words = random_words(x.shape[0], x.shape[1], torch.tensor(key, dtype=torch.int32), first_row)
-    return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, fold=fold, amax=amax)
+    return quantize(x, cast, dim, words=None if cast.rounding == "nearest" else words, amax=amax)
 
 
-def theirs(
-    x: Tensor, cast: Cast, dim: int, *, fold: Tensor | None = None, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def theirs(x: Tensor, cast: Cast, dim: int, *, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """What the oracle says, turned as the matrix lies."""
     drawn = uniform(random_words(*x.shape, KEY))
-    turned = [v if v is None else (v if dim == 1 else v.t()).contiguous().numpy() for v in (x.float(), drawn, fold)]
-    found = oracle.quantize(
-        turned[0], **asdict(cast), uniform=turned[1], fold=turned[2], amax=None if amax is None else float(amax)
-    )
+    turned = [(v if dim == 1 else v.t()).contiguous().numpy() for v in (x.float(), drawn)]
+    found = oracle.quantize(turned[0], **asdict(cast), uniform=turned[1], amax=None if amax is None else float(amax))
     codes, inner, outer = (torch.from_numpy(np.ascontiguousarray(v)) for v in found)
     return (codes, inner, outer) if dim == 1 else (codes.t(), inner.t(), outer.t())
 
@@ -421,7 +415,7 @@ def is_bfloat16(x: Tensor) -> Tensor:
     return x.double() == x.double().bfloat16().double()
 
 
-@exhaustive("cast", [*NARROW, SMOOTH])
+@each_narrow
 def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
     """Every code and every scale; the product in float64, rounded to nothing narrower than 2^-126."""
     codes = numbers(cast.format).double()

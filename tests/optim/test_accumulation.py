@@ -224,7 +224,7 @@ def test_losses_are_made_one_at_a_time_and_scaled(row: str | None) -> None:
             seen.append(weight.grad is None)
             yield weight.float().sum() * factor
 
-    total = backward_in_parts(losses(), accumulator, LossScaler.static(8.0))
+    total = backward_in_parts(losses(), accumulator, LossScaler(8.0))
     assert float(total) == 14.0 and not total.requires_grad
     assert weight.grad is not None and weight.grad.tolist() == [56.0, 56.0]
     assert seen == [True, row in OURS, row in OURS]

@@ -89,7 +89,6 @@ def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> 
         {"recipe": "bf16/word"},
         {"recipe": "float8-row/split", "name": "no part of what it is"},
         {"recipe": "bfloat16/tail8+e6m5+float32"},
-        {"recipe": "float8-tensor+smooth/word"},
     ],
 )
 def test_a_plain_recipe_is_written_as_its_name(table: dict[str, str]) -> None:

@@ -112,7 +112,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two meanings": (lambda: get_compute("float8"), RecipeError, "float8-row.*float8/collage-plus"),
     "no such storage of a weight": (lambda: parse("float8/float32"), RecipeError, "'collage-light'"),
     "no such code": (lambda: parse("bfloat16/tail8+e7m5+float32"), RecipeError, r"'tail8\+e7m5\+float32'"),
-    "a variant": (lambda: parse("float8-row+smooth/word"), RecipeError, "Take 'float8-row'"),
     # optimizers
     "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),
     "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),

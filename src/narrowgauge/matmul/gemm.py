@@ -18,7 +18,6 @@ from narrowgauge.compile import fused
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
-from narrowgauge.numerics.rounding import power_below
 from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import Kernel, needs_kernel
@@ -76,25 +75,8 @@ def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
 
 def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
     """Return whether the product is opaque to compilers: a native kernel, or the CPU's products by tiles."""
-    if _kernel(lhs, rhs, product) is not None:
-        return True
-    return lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
-
-
-def with_channels_back(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
-    """Move the channel scales of a smoothed left operand into the right one. The product stays the same.
-
-    A factor per channel cannot leave the sum, and codes cannot hold it. A code times a power of two is exact in bfloat16. So
-    16-bit numbers are multiplied, even on a chip that multiplies the codes.
-
-    Args:
-        lhs: codes, and scales ``[1, channels]``: one number times a power of two per channel.
-        rhs: ``[columns, channels]``.
-    """
-    assert lhs.outer is not None
-    powers = power_below(lhs.outer)
-    columns = rhs.data.to(torch.bfloat16) * powers.to(torch.bfloat16)
-    return Operand(lhs.data.to(torch.bfloat16), (lhs.outer / powers)[:, :1]), Operand(columns, rhs.outer)
+    is_by_tiles = lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
+    return is_by_tiles or _kernel(lhs, rhs, product) is not None
 
 
 def is_native(product: Product, device: torch.device) -> bool:

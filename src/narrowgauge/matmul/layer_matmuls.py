@@ -25,7 +25,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
 from narrowgauge.matmul.delayed_scaling import delayed_amax
-from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype, with_channels_back
+from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype
 from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, random_words
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
@@ -124,8 +124,6 @@ def multiply_slots(
         rhs = rhs._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
     if is_traced() and is_opaque(lhs, rhs, product):
         return cast(Tensor, _multiply_opaque(*lhs, *rhs, register(compute), matmul, list(shape), dtype, bias))
-    if product.left.smooth:
-        lhs, rhs = with_channels_back(lhs, rhs)
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
     return multiply(lhs, rhs, dims, product, dtype, bias)[: shape[0], : shape[1]].contiguous()
 

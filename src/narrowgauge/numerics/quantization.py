@@ -26,7 +26,6 @@ from narrowgauge.numerics.rounding import (
     binade,
     bits_of,
     float_of,
-    power_below,
     random_bits,
     reciprocal,
     round_nearest,
@@ -47,7 +46,7 @@ class Quantized(NamedTuple):
         codes: float32, each a value of the format.
         inner: float32, the scales of blocks, broadcastable over ``codes`` once :func:`spread`. ``None`` without blocks.
         outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul. For granularity
-            ``column`` and smoothed channels it is multiplied into the other operand. ``None`` without one.
+            ``column`` it is multiplied into the other operand. ``None`` without one.
     """
 
     codes: Tensor
@@ -69,7 +68,6 @@ def quantize(
     dim: int = 1,
     *,
     words: tuple[Tensor, Tensor] | None = None,
-    fold: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
@@ -81,7 +79,6 @@ def quantize(
         x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
         dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
         words: for stochastic rounding, from :func:`random_words`.
-        fold: float32, broadcastable, multiplied into ``x`` first. It holds the other operand's ``column`` scales.
         amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
@@ -93,13 +90,10 @@ def quantize(
     """
     if cast.rounding != "nearest" and words is None:
         raise FormatError(f"Cannot cast to {cast} without random words.", "Give words = random_words(…).")
-    values = x if fold is None else x.float() * fold
-    if cast.rotation != "none":
-        values = rotate(values, dim)
+    values = x if cast.rotation == "none" else rotate(x, dim)
     if cast.block is None:
-        factors, amax = smoothing(values, cast, amax)
-        codes, outer = quantize_whole(values, cast, dim, words, fold=factors, amax=amax)
-        return Quantized(codes, None, outer if factors is None or outer is None else outer / factors)
+        codes, outer = quantize_whole(values, cast, dim, words, amax=amax)
+        return Quantized(codes, None, outer)
     sides = sides_of(cast, dim)
     chances = None if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
     codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, chances, amax)
@@ -141,27 +135,6 @@ def quantize_blocks(
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)
     return _codes(values, inverse, cast, words), inner, inverse, outer
-
-
-def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the factors of channels in a smooth cast of ``[rows, channels]``, and the largest magnitude for the scale.
-
-    Invariant: afterwards the largest of each channel is in [1, 2). The scale keeps the mantissa of the tensor's largest
-    magnitude, so codes have the same significant bits as without. The cast only gains bits that the format's subnormals lost.
-
-    Returns:
-        Powers of two, float32 ``[1, channels]``: 1 for channels of zeros or subnormals, or with an infinity or a NaN. And
-        float32 ``[1, 1]``. For other casts ``None`` and ``amax``.
-    """
-    if not cast.smooth:
-        return None, amax
-    largest = x.abs().amax(0, keepdim=True).float()
-    return reciprocal(_power_of(largest)), 2 * (peak := largest.amax(1, keepdim=True)) / _power_of(peak)
-
-
-def _power_of(magnitude: Tensor) -> Tensor:
-    power = power_below(magnitude)
-    return torch.where((power > 0) & (power < torch.inf), power, 1.0).clamp(2.0**-64, 2.0**64)
 
 
 def sides_of(cast: Cast, dim: int) -> tuple[int, int]:

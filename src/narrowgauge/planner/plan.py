@@ -32,7 +32,7 @@ MOST_CHIPS = 1 << 14
 """Maximum number of chips that a deadline tries, as for Llama 3 405B (arXiv 2407.21783)."""
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "accumulation_dtype")
-_TUNING = ("int8-outlier", "int8-outlier-codes", "float8-tensor+smooth")
+_TUNING = ("int8-outlier", "int8-outlier-codes")
 _SEQUENCE_LENGTH = 4096
 
 
@@ -201,7 +201,7 @@ def _default_recipes(recipes: Sequence[Any] | str, chip: Chip, optimizer: str) -
     # Every storage of 16-bit weights, and every other compute with its storage.
     is_wide = "bfloat16" in chip.peak_tflops
     names = _of_storages() if is_wide else [name for name in STORAGES if name.startswith("float16/")]
-    # Users must request computes that change the whole model or are for some models alone.
+    # Users must request computes that change the whole model or are for fine-tuning.
     names += [
         f"{compute.name}/{compute.default_storage}"
         for compute in COMPUTES.values()

@@ -12,13 +12,10 @@ operand's cast.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
@@ -53,7 +50,6 @@ class Cast:
         rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs.
         outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0: none).
         outlier_weights: these columns multiply the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
-        smooth: divide each channel of the input by its own power of two first (Smooth-SwiGLU, below).
     Attributes:
         element: the format of the codes.
         block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
@@ -68,7 +64,6 @@ class Cast:
     scaling: Scaling = "current"
     rotation: Rotation = "none"
     outliers: float = 0.0
-    smooth: bool = False
     outlier_weights: OutlierWeights = "16 bits"
     element: Format = field(init=False, compare=False, repr=False)
     block: tuple[int, int] | None = field(init=False, compare=False, repr=False)
@@ -109,7 +104,6 @@ class Cast:
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
         words += [word for word in (self.rounding, self.rotation) if word not in ("nearest", "none")]
-        words += ["channels smoothed"] * self.smooth
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
             words += ["times weights from codes"] * (self.outlier_weights == "codes")
@@ -268,13 +262,6 @@ def _four_bits(granularity: Granularity, scale: Scale) -> Products:
     )
 
 
-def _smooth() -> Products:
-    """Smooth both casts of ``float8-tensor``'s input. The product of the output then runs in 16 bits."""
-    cast = Cast("float8_e4m3fn", "tensor")
-    smooth = replace(cast, smooth=True)
-    return Product(smooth, cast), Product(cast, cast, "promoted"), Product(cast, smooth, "promoted")
-
-
 def _int8() -> Products:
     """Quantize x and w once, by row, for all three matmuls. Quantize gradients twice, stochastically."""
     column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
@@ -326,12 +313,6 @@ _COMPUTES = (
         fallback="float8-row",
         purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
         source=f"{_TE}, current scaling, E4M3; Micikevicius et al. 2022 (2209.05433) have e5m2 for gradients",
-    ),
-    Compute(
-        "float8-tensor+smooth", *_smooth(), native=_SM89,
-        fallback="float8-row",
-        purpose="float8-tensor with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
-        source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517); over {_TE}, current scaling, E4M3",
     ),
     Compute(
         "float8-delayed", *_uniform("float8_e4m3fn", "tensor", scaling="delayed"), native=_SM89,
@@ -491,7 +472,7 @@ def first_of_input(layer: str) -> str:
 
 
 def stores_codes(compute: Compute) -> bool:
-    """Return whether a weight can be stored as one byte a value, and an input cast without other information.
+    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor.
 
     Example:
         >>> [name for name in ("int8-outlier-codes", "int8-outlier", "float8-delayed") if stores_codes(COMPUTES[name])]
@@ -500,8 +481,7 @@ def stores_codes(compute: Compute) -> bool:
     left, right = compute.output.left, compute.output.right
     if keeps_outlier_weights(compute):
         return False
-    is_one_level = right.scale != "float8_e4m3fn" and right.rotation == "none"
-    return right.element.bits == 8 and is_one_level and right.scaling == left.scaling == "current" and not left.smooth
+    return right.element.bits == 8 and right.block is None and right.scaling == left.scaling == "current"
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:
@@ -514,50 +494,11 @@ def keeps_outlier_weights(compute: Compute) -> bool:
     return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"
 
 
-# ── Smooth-SwiGLU ──────────────────────────────────────────────────────────────────────────────────────────────────────
-#
-# Each channel of a down projection's input is divided by its own power of two before the cast, and the weight's column is
-# multiplied by it after *its* cast. So a channel with outliers neither saturates nor costs the other channels precision. With
-# scales per row or block it brings no measurable gain (docs/scaled-models.md).
-
-
-SMOOTHED = ("down_proj", "*.down_proj")
-"""Patterns of the layers whose input is the product of a gate and another projection."""
-_SMOOTH = "+smooth"
-
-
 def fallback_of(name: str) -> str:
     """Return the compute that an alarm recommends instead of another one: ``bfloat16`` for an unknown name.
 
     Example:
-        >>> fallback_of("float8-tensor+smooth"), fallback_of("float8-row")
-        ('float8-row', 'float8-block')
+        >>> fallback_of("float8-row"), fallback_of("a future compute")
+        ('float8-block', 'bfloat16')
     """
     return COMPUTES[name].fallback if name in COMPUTES else "bfloat16"
-
-
-def at_layer(compute: Compute, layer: str) -> Compute:
-    """Return the compute of the linear layer of that dotted name. Only the layers of ``SMOOTHED`` are smoothed.
-
-    Example:
-        >>> compute = COMPUTES["float8-tensor+smooth"]
-        >>> [at_layer(compute, name).name for name in ("layers.0.mlp.down_proj", "layers.0.mlp.up_proj")]
-        ['float8-tensor+smooth', 'float8-tensor']
-    """
-    is_plain = not compute.name.endswith(_SMOOTH) or _is_smoothed(layer)
-    return compute if is_plain else COMPUTES[compute.name.removesuffix(_SMOOTH)]
-
-
-def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
-    """Refuse a smooth compute for a model if none of its linear ``layers`` is in ``SMOOTHED``."""
-    names = list(layers)
-    if compute.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
-        raise RecipeError(
-            f"compute '{compute.name}' smooths the input of a gated MLP's down projection, and {model} has no layer named "
-            f"'down_proj'{f' among {names[0]}, …' if names else ''}.",
-            f"Take '{compute.name.removesuffix(_SMOOTH)}'.",
-        )
-
-
-def _is_smoothed(layer: str) -> bool:
-    return any(fnmatch.fnmatchcase(layer, pattern) for pattern in SMOOTHED)

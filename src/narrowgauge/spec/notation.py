@@ -108,12 +108,6 @@ def get_compute(compute: str | Compute, *, has_storage: bool = False) -> Compute
         return row
     if choices:
         _refuse_ambiguous(compute, choices if row else tuple(dict.fromkeys(c.partition("/")[0] for c in choices)))
-    base, plus, _ = name.partition("+")
-    if plus and base in COMPUTES:
-        raise RecipeError(
-            f"compute '{base}' has no variant '{name}'.",
-            f"Take '{base}', or 'float8-tensor+smooth', the only variant. {_SEE}",
-        )
     raise _no_part("compute", name, COMPUTES)
 
 
