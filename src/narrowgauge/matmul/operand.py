@@ -28,7 +28,6 @@ from narrowgauge.numerics.quantization import (
     sides_of,
     spread,
     unpacked_pairs,
-    words_of,
 )
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
@@ -211,8 +210,8 @@ def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, sequ
     if cast.rounding == "nearest":
         return None
     rows, columns = (-(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True))
-    row, column = (torch.arange(size, dtype=torch.int32, device=x.device) for size in (rows, columns))
-    return words_of(row, column, key_of(keys, operand), keys.clock[FIRST_SEQUENCE] * sequence_length)
+    first_row = keys.clock[FIRST_SEQUENCE] * sequence_length
+    return quantization.random_words(rows, columns, key_of(keys, operand), first_row)
 
 
 def key_of(keys: Keys, operand: int) -> Tensor:
