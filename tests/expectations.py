@@ -128,7 +128,6 @@ _ALL: tuple[Literal["input", "weight", "gradient"], ...] = ("input", "weight", "
 
 COMPUTES: dict[str, Compute] = {
     "float32": Compute(4, default_storage="float32"),
-    "tfloat32": Compute(4, default_storage="float32"),
     "bfloat16": Compute(2),
     "float16": Compute(2, default_storage="split", has=("scaled loss",)),
     "float16-throughout": Compute(2, default_storage="naive", has=("scaled loss",)),
@@ -136,21 +135,17 @@ COMPUTES: dict[str, Compute] = {
     "float8-tensor": Compute(1, _ALL, has=("served",)),
     "float8-delayed": Compute(1, _ALL, has=("delayed",)),
     "float8-row": Compute(2, has=("served",)),
-    "float8-block": Compute(2, ("weight",), has=("served",)),
+    "float8-block": Compute(2, ("weight",)),
     "float8-tensor-e5m2": Compute(1, _ALL, has=("served",)),
     "float8-delayed-e5m2": Compute(1, _ALL, has=("delayed",)),
-    "float8-row-e5m2": Compute(2, has=("served",)),
-    "float8-block-e5m2": Compute(2, ("weight",), has=("served",)),
     "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "served")),
     "int8-outlier": Compute(2, ("gradient",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
-    "mxfp8": Compute(2, has=("served",)),
-    "mxfp6": Compute(2),
+    "mxfp8": Compute(2),
     "mxfp4": Compute(2, has=("stochastic",)),
     "nvfp4": Compute(2, has=("stochastic",)),
     "scalify": Compute(1, _ALL),
     "scalify-float16": Compute(2),
-    "unit": Compute(1, _ALL),
 }
 
 

@@ -65,8 +65,6 @@ def _losses(recipe: str) -> list[float]:
 
 def _rate(recipe: str) -> float:
     """Small enough that processors agree within the tolerance: a different order of summation changes some roundings."""
-    if ng.parse(recipe).compute.transform == "unit":
-        return 0.05  # unit-scaled models need larger rates
     return 1e-4 if "fp4" in recipe or "weight8" in recipe else 5e-4
 
 

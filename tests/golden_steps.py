@@ -25,7 +25,6 @@ from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import optimizers
 from narrowgauge.spec import show
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
-from narrowgauge.spec.notation import get_compute
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_toml
@@ -142,9 +141,9 @@ def operand(shape: tuple[int, ...], key: int, amax: float = 1.75) -> Tensor:
 
 
 def computes() -> dict[str, Compute]:
-    """Every compute and variant that ``narrowgauge show computes`` lists."""
+    """Every compute that ``narrowgauge show computes`` lists."""
     names = [str(row["name"]) for row in show.rows("computes")]
-    return {name: COMPUTES.get(name) or get_compute(name) for name in names}
+    return {name: COMPUTES[name] for name in names}
 
 
 def linear(compute: Compute) -> str:
@@ -270,10 +269,7 @@ def quantization(cast: Cast) -> str:
     for dim in (0, 1):
         x = padded(values((70, 150), 4, binades=20, top=3), cast, dim)
         words = random_words(*x.shape, torch.tensor(17)) if cast.rounding != "nearest" else None
-        fold = None
-        if cast.rotation == "hadamard-drawn":
-            fold = (1 - 2 * (hashed((x.shape[dim],), 5) & 1)).float().reshape((-1, 1) if dim == 0 else (1, -1))
-        quantized = quantize(x, cast, dim, words=words, fold=fold)
+        quantized = quantize(x, cast, dim, words=words)
         results += [part for part in quantized if part is not None]
     return fingerprint(results)
 

@@ -32,7 +32,7 @@ RECIPES = (
     "bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8",
     "float8-row/word", "int8-row/states8", "float16/split", "bfloat16/collage-plus",
 )  # fmt: skip
-MORE = ("float8-delayed/split", "mxfp8/states8", "unit/word", "scalify/split")
+MORE = ("float8-delayed/split", "mxfp8/states8", "scalify/split")
 """Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when it is resumed."""
 STEPS, HALF, MICRO_BATCHES = 6, 3, 4
 SHAPE = {

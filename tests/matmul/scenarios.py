@@ -27,7 +27,6 @@ from oracles.linear import ROUNDING, Product, product
 from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
-SMOOTH = [computes.VARIANTS[name] for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
 STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
 DELAYED = [row for row in ROWS if row.is_delayed]
 EIGHT = [COMPUTES[name] for name in (
@@ -122,7 +121,6 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
         zip((matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True)
     ):
         x = gaussian(*((side, contraction) if dim == 1 else (contraction, side)), seed=seed)
-        x = x.float() if cast.format == "tfloat32" else x
         words = words_for(x, cast, dim, KEY)
         operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), words=words))
     return operands
@@ -130,8 +128,8 @@ def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list
 
 def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tensor | None = None) -> Quantized:
     """A matrix cast as the definition says, filled up to whole blocks."""
-    x = x.detach()
-    return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key), fold=fold)
+    x = x.detach() if fold is None else x.detach().float() * fold
+    return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key))
 
 
 def key_of(layer: Linear, place: str) -> Tensor:
@@ -197,7 +195,7 @@ def off(exactly: Product, row: Compute, place: str, num_terms: int, dtype: torch
 def roundings(row: Compute, place: str, dtype: torch.dtype) -> list[float]:
     """What is done to a sum, each within half a spacing: the CPU's matmul rounds, two scales, the result's dtype."""
     formats = {row.products[place].left.format, row.products[place].right.format}
-    own = ROUNDING[torch.float32 if formats <= {"int8", "float32", "tfloat32", "float16"} else torch.bfloat16]
+    own = ROUNDING[torch.float32 if formats <= {"int8", "float32", "float16"} else torch.bfloat16]
     return [own, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]]
 
 

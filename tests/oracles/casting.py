@@ -69,7 +69,6 @@ def quantize(
     scaling: str = "current",
     rotation: str = "none",
     uniform: Floats | None = None,
-    fold: Floats | None = None,
     amax: float | None = None,
     **_: object,
 ) -> Result:
@@ -78,11 +77,9 @@ def quantize(
     Args:
         x: ``[rows, contraction]``.
         uniform: for stochastic rounding, a number in [0, 1) for each place.
-        fold: multiplied into ``x`` first, rounded to float32.
         amax: the largest magnitude to make a tensor's scale from, in place of its own.
     """
-    values = x if fold is None else product(x, fold)
-    values = rotated(values) if rotation == "hadamard" else values
+    values = rotated(x) if rotation == "hadamard" else x
     codes, inner, outer = np.empty_like(values), np.ones_like(values), np.ones_like(values)
     whole = None
     if scale == "float8_e4m3fn":

@@ -24,8 +24,8 @@ SHAPE = {
 WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "import", "lazy", "dog", "self", "None"]
 
 
-def reading(x: torch.Tensor, cast: Cast, dim: int = 1, **options: torch.Tensor) -> Loss:
-    return Loss("layer", "input", *cast_loss(cast_sums(x, cast, dim, **options).sum(0)))
+def reading(x: torch.Tensor, cast: Cast, **options: torch.Tensor) -> Loss:
+    return Loss("layer", "input", *cast_loss(cast_sums(x, cast, **options).sum(0)))
 
 
 def test_what_a_format_holds_loses_nothing() -> None:

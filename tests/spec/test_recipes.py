@@ -47,18 +47,11 @@ def computes_of(recipe: Recipe) -> list[str]:
     return [recipe.compute_of(name).name for name in LINEARS]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "head"),
-    [
-        ("float8-row/word", "bfloat16"),
-        ("tfloat32/word", "float32"),
-    ],
-)
-def test_what_a_row_keeps_is_a_plain_layer_of_the_models_dtype(recipe: str, head: str) -> None:
-    policy = parse(recipe)
-    assert computes_of(policy) == [policy.compute.name] * 2 + [head]
-    assert policy.compute_of("draft.lm_head.inner").name == head  # what lies under it goes with it
-    assert policy.compute_of("lm_head_other").name == policy.compute.name
+def test_what_a_row_keeps_is_a_plain_layer_of_the_models_dtype() -> None:
+    policy = parse("float8-row/word")
+    assert computes_of(policy) == ["float8-row", "float8-row", "bfloat16"]
+    assert policy.compute_of("draft.lm_head.inner").name == "bfloat16"  # what lies under it goes with it
+    assert policy.compute_of("lm_head_other").name == "float8-row"
 
 
 def test_what_the_recipe_keeps_is_float32_before_all_else() -> None:
@@ -95,7 +88,6 @@ def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> 
     [
         {"recipe": "bf16/word"},
         {"recipe": "float8-row/split", "name": "no part of what it is"},
-        {"recipe": "float8-delayed+smooth/word"},
     ],
 )
 def test_a_plain_recipe_is_written_as_its_name(table: dict[str, str]) -> None:

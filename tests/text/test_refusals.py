@@ -110,7 +110,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a compute": (lambda: parse("float8-rwo"), RecipeError, "mean 'float8-row'"),
     "two meanings": (lambda: get_compute("float8"), RecipeError, "float8-row.*float8/collage-plus"),
     "no such storage of a weight": (lambda: parse("float8/float32"), RecipeError, "'collage-plus'"),
-    "a variant": (lambda: parse("float8-row+smooth/word"), RecipeError, "take 'float8-row'"),
     # optimizers
     "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),
     "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),
@@ -176,7 +175,7 @@ FILES = [
     (f'{WORD}keep = "lm_head"', "list"),
     (f'{WORD}[[override]]\nstorage = "split"', "pattern"),
     (f'{WORD}[[override]]\npattern = "*"\ncompute = "mxpf8"', "mean 'mxfp8'"),
-    (f'{WORD}[[override]]\npattern = "*"\ncompute = "unit"', "transform"),
+    (f'{WORD}[[override]]\npattern = "*"\ncompute = "scalify"', "transform"),
     ("not toml", r"mine\.toml"),
 ]
 CLUSTERS = [

@@ -19,7 +19,7 @@ from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
-from narrowgauge.spec.notation import parse, parse_names
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.compare import RunLog, compare, define, run_comparison
@@ -213,12 +213,6 @@ def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, tmp_pat
     with pytest.raises(DataError, match="bfloat16-word-seed0: "):
         done(replace(base, data=str(tmp_path / "text")), tmp_path / "deep" / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"text"}
-
-
-def test_unit_scaled_recipes_among_others_take_their_own_rate(base: TrainConfig) -> None:
-    settings = {name: value for name, value in base.to_dict().items() if name not in ("recipe", "seed", "out")}
-    assert [config.lr for config in define(parse_names("bfloat16/word,unit/word"), settings)] == [3e-3, None]
-    assert [config.lr for config in define(parse_names("unit/word"), settings)] == [3e-3]
 
 
 def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfig) -> None:

@@ -81,6 +81,6 @@ CASES: dict[str, dict[str, Any]] = {
         "recipe": "bfloat16/float32", "activation_checkpointing": True, "schedule": "linear", "warmup_steps": 3,
     },
     "delayed, accumulated": {
-        "recipe": "float8-delayed+smooth/split", "gradient_accumulation_steps": 2,
+        "recipe": "float8-delayed/split", "gradient_accumulation_steps": 2,
     },
 }  # fmt: skip

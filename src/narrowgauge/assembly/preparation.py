@@ -41,9 +41,6 @@ from narrowgauge.spec.update_rules import get_rule
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 
-# The learning rate at which weight decay has the same strength in a unit-scaled model as in any other.
-_DECAYED_AT = 1e-3
-
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter has two dims or more. Language models decay these."""
@@ -154,7 +151,6 @@ def prepare(
 
     if mesh is not None:
         sharding.make_equal(inner, mesh)
-    factors = _unit_scaled(inner, policy, seed)
     values = round_parameters(inner, policy)
     linears = narrow_linears(inner, policy, seed)
     keep_ranks_apart(inner)
@@ -165,7 +161,7 @@ def prepare(
 
     if loss_scaler is None and any(compute.scales_loss for compute in policy.computes):
         loss_scaler = LossScaler()
-    groups = _groups(inner, policy, decays, extra_options, factors)
+    groups = _groups(inner, policy, decays, extra_options)
     stepper = optimizer(
         [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
         storage=policy.storage.name,
@@ -176,7 +172,7 @@ def prepare(
         loss_scaler=loss_scaler,
         **options,
     )
-    _set_rates(stepper, groups, bool(factors))
+    _set_decay(stepper, groups)
     stepper.name_parameters(inner)
     stepper.adopt(values)
     if linears is not None:
@@ -193,17 +189,6 @@ def prepare(
 
 
 # ── the model ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _unit_scaled(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
-    """Redraw the weights for unit scaling; return the learning-rate factor of each parameter."""
-    if recipe.compute.transform != "unit":
-        return {}
-    # Import it here, since it imports transformers, which takes seconds.
-    from narrowgauge.transforms import unit_scaling
-
-    unit_scaling.unit_scale(model, seed)
-    return unit_scaling.learning_rate_factors(model)
 
 
 def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:
@@ -288,9 +273,8 @@ def _groups(
     recipe: Recipe,
     decays: Callable[[str, Tensor], bool],
     extra_options: Mapping[str, dict[str, Any]],
-    factors: Mapping[str, float],
 ) -> list[dict[str, Any]]:
-    """Return parameters grouped by storage, decay, learning-rate factor and their own options."""
+    """Return parameters grouped by storage, decay and their own options."""
     groups: list[dict[str, Any]] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -299,7 +283,6 @@ def _groups(
             # The optimizer derives the storage of vectors from the storage of their group.
             "storage": recipe.storage_of(name, max(2, parameter.ndim)).name,
             "decays": decays(name, parameter),
-            "factor": factors.get(name, 1.0),
             "extra": extra_options[name],
         }
         group = next((group for group in groups if _are_equal(key, group)), None)
@@ -317,14 +300,14 @@ def _are_equal(key: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
 
     extra, theirs = key["extra"], group["extra"]
     return (
-        all(key[name] == group[name] for name in ("storage", "decays", "factor"))
+        all(key[name] == group[name] for name in ("storage", "decays"))
         and extra.keys() == theirs.keys()
         and all(same(extra[name], theirs[name]) for name in extra)
     )
 
 
-def _set_rates(optimizer: Optimizer, groups: list[dict[str, Any]], is_unit_scaled: bool) -> None:
-    """Set the decay and the learning rate of each group. Refuse options that the optimizer would never read."""
+def _set_decay(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Set the decay of each group. Refuse options that the optimizer would never read."""
     known = {*optimizer.defaults, "rule"}
     for group, described in zip(optimizer.param_groups, groups, strict=True):
         if strange := sorted(map(str, described["extra"].keys() - known)):
@@ -335,9 +318,3 @@ def _set_rates(optimizer: Optimizer, groups: list[dict[str, Any]], is_unit_scale
             )
         if not described["decays"]:
             group["weight_decay"] = 0.0
-        if is_unit_scaled:
-            # Weight decay independent of the learning rate.
-            factor = described["factor"]
-            rate = group["lr"] * factor
-            decay = float(group["weight_decay"] * _DECAYED_AT / rate)
-            group.update(lr=rate, lr_factor=factor, weight_decay=decay)

@@ -94,5 +94,5 @@ def restore(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) ->
         optimizer.reduction.set_step(state["reduction_step"], seed)
     linears = linears_of(model)
     if linears is not None and "matmul_step" in state:
-        linears.seed = seed
+        linears.clock.set(seed=seed)
         linears.load_state_dict(state)

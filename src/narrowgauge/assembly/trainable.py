@@ -16,7 +16,6 @@ from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.swapping import linear_names
-from narrowgauge.spec import computes
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 
@@ -45,8 +44,6 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
             )
     _check_tied(inner, recipe)
     _check_patterns(inner, recipe, list(parameters))
-    for compute in recipe.computes:
-        computes.check_layers(compute, linear_names(inner), kind)
     for owner, module in inner.named_modules():
         _check_module(owner, module, recipe)
     _check_ranks(model, recipe, mesh)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from narrowgauge import torch_names
 from narrowgauge.numerics.exact_sums import largest_magnitude
-from narrowgauge.numerics.metrics import attention_statistics, nonfinite_count, rms
+from narrowgauge.numerics.metrics import attention_statistics, rms
 from narrowgauge.transforms.scaled_tensor import Scaled
 
 SAMPLE = 1 << 13
@@ -120,7 +120,9 @@ class Recorder:
         largest = largest_magnitude(x)
         # Counting costs more than the two reductions. On the CPU a finite amax shows for free that the count is 0.
         bad = (
-            torch.zeros_like(largest) if not x.is_cuda and math.isfinite(largest.item()) else nonfinite_count(x).float()
+            torch.zeros_like(largest)
+            if not x.is_cuda and math.isfinite(largest.item())
+            else (~x.isfinite()).sum().float()
         )
         self.stats_of[index] = largest, rms(x), bad
         self.samples[index] = sample_rows(x)

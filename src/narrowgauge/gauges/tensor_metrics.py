@@ -217,7 +217,7 @@ class Casts:
 def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
     """``[samples, 6]``, as :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
-    if cast.block is not None or cast.smooth:
+    if cast.block is not None:
         scales = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
         sums = [metrics.cast_sums(x, cast, amax=scale).sum(0) for x, scale in zip(samples, scales, strict=True)]
         return torch.stack(sums)

@@ -193,11 +193,24 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
 
 def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
     """Swap the experts whose projections get a compute from ``choose``. Return the projections by name."""
-    layers: dict[str, GroupedLinear] = {}
-    for name, module in list(model.named_modules()):
-        if is_experts(module):
-            layers |= _swapped(name, module, choose)
-    return layers
+    swapped: dict[str, GroupedLinear] = {}
+    for name, module in [(name, module) for name, module in model.named_modules() if is_experts(module)]:
+        names, experts = _full_names(name, module), cast(Any, module)
+        computes = {projection: compute for projection, full in names.items() if (compute := choose(full)) is not None}
+        if not computes:
+            continue
+        _require_reachable(name, module)
+        layers = {
+            projection: GroupedLinear(experts.num_experts, names[projection], compute, experts.down_proj.device)
+            for projection, compute in computes.items()
+        }
+        module.add_module(NARROW, _Projections(layers))
+        _register()
+        # A copy: other models of this config, and experts that are not swapped, use transformers' own function.
+        experts.config = copy.copy(experts.config)
+        experts.config._experts_implementation = IMPLEMENTATION
+        swapped |= {names[projection]: layer for projection, layer in layers.items()}
+    return swapped
 
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
@@ -223,24 +236,6 @@ def is_experts(module: nn.Module) -> bool:
     return any(parameter.ndim == 3 for parameter in module._parameters.values() if parameter is not None) and any(
         projection in module._parameters for projection in PROJECTIONS
     )
-
-
-def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    names = _full_names(name, module)
-    computes = {projection: compute for projection, full in names.items() if (compute := choose(full)) is not None}
-    if not computes:
-        return {}
-    _require_reachable(name, module)
-    layers = {
-        projection: GroupedLinear(module.num_experts, names[projection], compute, module.down_proj.device)
-        for projection, compute in computes.items()
-    }
-    module.add_module(NARROW, _Projections(layers))
-    _register()
-    # A copy: other models of this config, and experts that are not swapped, use transformers' own function.
-    module.config = copy.copy(module.config)
-    module.config._experts_implementation = IMPLEMENTATION
-    return {names[projection]: layer for projection, layer in layers.items()}
 
 
 def _require_reachable(name: str, module: Any) -> None:

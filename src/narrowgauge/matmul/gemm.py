@@ -18,10 +18,9 @@ from narrowgauge.compile import fused
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
-from narrowgauge.numerics.rounding import power_below
 from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
-from narrowgauge.spec.kernels import needs_kernel
+from narrowgauge.spec.kernels import Kernel, needs_kernel
 
 # Size of one panel of sums: 4 MiB. Sums, values and result then fit a last-level cache.
 _PANEL_ELEMENTS = 1 << 20
@@ -48,8 +47,8 @@ def multiply(
     columns = rhs.data.shape[1 - dims[1]]
     if bias is not None and len(bias) < columns:
         bias = F.pad(bias, (0, columns - len(bias)))
-    kernel = native.kernel_here(product, lhs.data.device)
-    if kernel is not None and native.takes(kernel, lhs, rhs):
+    kernel = _kernel(lhs, rhs, product)
+    if kernel is not None:
         # Add the bias before the result is rounded.
         result_dtype = dtype if bias is None else torch.float32
         fast = product.accumulation == "fast"
@@ -68,28 +67,16 @@ def multiply(
     return _scaled(torch.mm(a, b), by_row, by_column, bias, dtype)
 
 
+def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
+    """Return this device's kernel for two operands; ``None`` for values, as of a cast shared with an emulated product."""
+    are_codes = lhs.data.dtype in CODES and rhs.data.dtype in CODES
+    return native.kernel_here(product, lhs.data.device) if are_codes else None
+
+
 def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
     """Return whether the product is opaque to compilers: a native kernel, or the CPU's products by tiles."""
-    kernel = native.kernel_here(product, lhs.data.device)
-    if kernel is not None and native.takes(kernel, lhs, rhs):
-        return True
-    return lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
-
-
-def with_channels_back(lhs: Operand, rhs: Operand) -> tuple[Operand, Operand]:
-    """Move the channel scales of a smoothed left operand into the right one. The product stays the same.
-
-    A factor per channel cannot leave the sum, and codes cannot hold it. A code times a power of two is exact in bfloat16. So
-    16-bit numbers are multiplied, even on a chip that multiplies the codes.
-
-    Args:
-        lhs: codes, and scales ``[1, channels]``: one number times a power of two per channel.
-        rhs: ``[columns, channels]``.
-    """
-    assert lhs.outer is not None
-    powers = power_below(lhs.outer)
-    columns = rhs.data.to(torch.bfloat16) * powers.to(torch.bfloat16)
-    return Operand(lhs.data.to(torch.bfloat16), (lhs.outer / powers)[:, :1]), Operand(columns, rhs.outer)
+    is_by_tiles = lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
+    return is_by_tiles or _kernel(lhs, rhs, product) is not None
 
 
 def is_native(product: Product, device: torch.device) -> bool:
@@ -106,8 +93,6 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_code
     """
     if cast.format == "int8":
         return torch.int8
-    if cast.format == "tfloat32":
-        return torch.float32
     if cast.is_wide:
         return getattr(torch, cast.format)  # type: ignore[no-any-return]
     if (as_codes and cast.block is None) or is_native(product, device):

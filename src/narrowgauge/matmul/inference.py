@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.experts import is_experts
-from narrowgauge.matmul.gemm import is_native, warn_if_emulated
+from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import REGISTERED, add_outliers, cast_to_slot, multiply_slots, register
 from narrowgauge.matmul.linear import ExactBuffers, is_linear, matrix_of
-from narrowgauge.matmul.operand import Operand, block_values
+from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import chooser
-from narrowgauge.numerics.quantization import padded, quantize
+from narrowgauge.numerics.quantization import quantize
 from narrowgauge.numerics.widening import bias_gradient, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
@@ -38,23 +38,17 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        ctx.compute = compute
         registered = REGISTERED[compute]
-        product = registered.output
-        lhs = cast_to_slot(x, registered, "output.left")
-        if product.right.block is not None and is_native(product, codes.device):
-            rhs = _in_blocks(codes, scales, product.right)
-        else:
-            rhs = _widened(codes, scales, product.right)
+        lhs, rhs = cast_to_slot(x, registered, "output.left"), Operand(codes, scales)
         y = multiply_slots(lhs, rhs, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
-        return add_outliers(y, x, registered, None, rhs) if product.left.outliers else y
+        return add_outliers(y, x, registered, None, rhs) if registered.output.left.outliers else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         codes, scales = ctx.saved_tensors
-        weight = dequantized(codes, scales, REGISTERED[ctx.compute])
+        weight = (codes.float() * scales).to(grads[0].dtype)
         by_bias = bias_gradient(grads[0]) if ctx.needs_input_grad[3] else None
-        return matmul(grads[0], weight.to(grads[0].dtype)), None, None, by_bias, None
+        return matmul(grads[0], weight), None, None, by_bias, None
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -65,21 +59,6 @@ def multiply_codes(*arguments: Any) -> Tensor:
     the output's gradient times the widened codes, as of a frozen weight.
     """
     return cast(Callable[..., Tensor], _Product.apply)(*arguments)
-
-
-def _widened(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
-    return Operand(codes, scales) if right.block is None else Operand(block_values(_in_blocks(codes, scales, right), 1))
-
-
-def _in_blocks(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
-    return Operand(padded(codes.view(torch.int8), right, 1).view(codes.dtype), None, scales)
-
-
-def dequantized(codes: Tensor, scales: Tensor, compute: Compute) -> Tensor:
-    """Return the weight that codes and scales represent, float32 ``[out, in]``."""
-    operand = _widened(codes, scales, compute.output.right)
-    values = operand.data.float() if operand.outer is None else operand.data.float() * operand.outer
-    return values[: codes.shape[0], : codes.shape[1]]
 
 
 # ── the layer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,7 +73,7 @@ class QuantizedLinear(ExactBuffers):
     Attributes:
         compute: the layer computes its ``output``.
         weight_codes: ``[out, in]`` in the compute's format.
-        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``; for blocks one float8_e8m0fnu each.
+        weight_scales: float32 ``[out, 1]`` or ``[1, 1]``.
     """
 
     exact = EXACT
@@ -118,7 +97,7 @@ class QuantizedLinear(ExactBuffers):
 
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
-        return dequantized(self.weight_codes, self.weight_scales, self.compute)
+        return self.weight_codes.float() * self.weight_scales
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -157,13 +136,13 @@ def quantize_for_inference(
         model: any module with ``nn.Linear`` or transformers' ``Conv1D``. On the meta device, codes are empty: load them with
             ``load_state_dict(…, assign=True)``.
         compute: a compute, or its name, whose weights are 8-bit codes with their own scales: ``int8-outlier-codes``,
-            ``int8-row``, ``float8-row``, ``float8-tensor``, ``float8-block``, ``mxfp8``.
+            ``int8-row``, ``float8-row``, ``float8-tensor``.
         keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head).
     Returns:
         The model, in evaluation mode. It computes in the dtype of its input. Its weights are frozen.
     Raises:
         RecipeError: an unknown compute, or one without such codes; no linear layer to quantize; experts of a mixture.
-    Cost: some float32 copies of one weight at a time. In use, a bfloat16 copy too if the product is emulated or in blocks.
+    Cost: some float32 copies of one weight at a time. In use, a bfloat16 copy too if the product is emulated.
     Source: Dettmers et al. 2022, LLM.int8() (2208.07339).
     Example:
         >>> model = quantize_for_inference(nn.Sequential(nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)))
@@ -203,7 +182,7 @@ def with_codes(compute: str | Compute) -> Compute:
         names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
         raise RecipeError(
             f"Cannot store weights as codes of compute '{compute.name}' because its output takes more than 8-bit codes with "
-            f"scales of their own: it multiplies ({compute.output.left}) by ({compute.output.right}).",
+            f"a scale per row or tensor: it multiplies ({compute.output.left}) by ({compute.output.right}).",
             f"Use one of {names}.",
         )
     return compute
@@ -232,9 +211,6 @@ def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, tuple[Ten
 
 
 def _codes_of(weight: Tensor, right: Cast) -> tuple[Tensor, Tensor]:
-    quantized = quantize(padded(weight, right, 1), right)
-    codes = quantized.codes[: weight.shape[0], : weight.shape[1]].to(getattr(torch, right.format)).contiguous()
-    if quantized.inner is not None:
-        return codes, quantized.inner.to(torch.float8_e8m0fnu)  # exact: all are powers of two
+    quantized = quantize(weight, right)
     assert quantized.outer is not None
-    return codes, quantized.outer
+    return quantized.codes.to(getattr(torch, right.format)).contiguous(), quantized.outer

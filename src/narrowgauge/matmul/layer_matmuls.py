@@ -25,8 +25,8 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
 from narrowgauge.matmul.delayed_scaling import delayed_amax
-from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype, with_channels_back
-from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, drawn_signs, random_words
+from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype
+from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, random_words
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
 from narrowgauge.torch_names import is_traced
@@ -46,7 +46,7 @@ def register(compute: Compute) -> str:
     if compute.output.left.needs_bits:
         raise RecipeError(
             f"compute '{compute.name}' takes random bits for the input of output, in a cast that several layers share.",
-            "Round it to nearest, rotated without random signs or not at all; weights and gradients may be stochastic.",
+            "Round it to nearest; weights and gradients may be stochastic.",
         )
     if compute.output.right.granularity == "column":
         raise RecipeError(
@@ -97,9 +97,6 @@ def cast_to_slot(
             amax = delayed_amax(x, cast, history, slot_row.history_index, keys.clock[STEP], record)
         length = 0 if slot_row.tensor == "weight" else sequence_length
         words = random_words(cast, x, slot_row.dim, keys, slot_row.random_key, length)
-        signs = drawn_signs(cast, x.shape[slot_row.dim], slot_row.dim, keys, slot_row.matmul)
-        if signs is not None:
-            fold = signs if fold is None else fold * signs
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
     return cast_matrix(x, cast, slot_row.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
@@ -127,8 +124,6 @@ def multiply_slots(
         rhs = rhs._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
     if is_traced() and is_opaque(lhs, rhs, product):
         return cast(Tensor, _multiply_opaque(*lhs, *rhs, register(compute), matmul, list(shape), dtype, bias))
-    if product.left.smooth:
-        lhs, rhs = with_channels_back(lhs, rhs)
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
     return multiply(lhs, rhs, dims, product, dtype, bias)[: shape[0], : shape[1]].contiguous()
 

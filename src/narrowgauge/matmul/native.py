@@ -11,9 +11,7 @@ multiplies two small matrices whose product is exact in any order. If it raises 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge import torch_names
-from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
@@ -30,7 +28,7 @@ from narrowgauge.numerics.quantization import (
     square_scales_in_columns,
     tiled_scales,
 )
-from narrowgauge.spec.computes import BLOCKS, Cast, Product
+from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 
 _SIDE = 16
@@ -58,7 +56,7 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
     if architecture is None:
         return None
     kernel = kernel_for(product, architecture)
-    return kernel if kernel is not None and _works(kernel, _side(product.left), _side(product.right), device) else None
+    return kernel if kernel is not None and _works(kernel, product.left, product.right, device) else None
 
 
 @lru_cache(None)
@@ -71,12 +69,6 @@ def architecture_of(device: torch.device) -> str | None:
         return name.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
-
-
-def takes(kernel: Kernel, lhs: Operand, rhs: Operand) -> bool:
-    """Return whether the kernel reads two operands' dtypes. It does not if a cast is shared with an emulated product."""
-    dtypes = (torch.float32,) if kernel.name == "tfloat32" else CODES
-    return lhs.data.dtype in dtypes and rhs.data.dtype in dtypes
 
 
 def multiply_codes(
@@ -194,11 +186,6 @@ def _nvfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     return _micro_scaled(lhs, rhs, dtype, torch.float8_e4m3fn)
 
 
-def _tfloat32(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    with tensor_cores():
-        return Sums(torch.mm(lhs.data, rhs.data.t()))
-
-
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     """Return exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by the GPU's ``torch._int_mm``.
 
@@ -220,59 +207,24 @@ _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
     "mxfp8": _mxfp8,
     "mxfp4": _mxfp4,
     "nvfp4": _nvfp4,
-    "tfloat32": _tfloat32,
 }
 
 
-_SWITCH = threading.Lock()
-
-
-@contextmanager
-def tensor_cores() -> Iterator[None]:
-    """Allow CUDA's float32 matmuls to round operands to tfloat32. Operands already rounded so do not change.
-
-    PyTorch has one switch per process, so only one thread at a time enters. A float32 matmul that another thread starts
-    meanwhile may be rounded, too. This window lasts for the launch of one kernel.
-    """
-    switch = torch.backends.cuda.matmul
-    with _SWITCH:
-        before = switch.fp32_precision
-        if before != "tf32":
-            switch.fp32_precision = "tf32"
-        try:
-            yield
-        finally:
-            if before != "tf32":
-                switch.fp32_precision = before
-
-
 # ── the trial of a kernel ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Side(NamedTuple):
-    """The properties of a cast that a trial needs."""
-
-    format: str
-    granularity: str
-    scale: str
 
 
 # Several tiles of scales in each direction, none of them full; padded columns of scales; odd rows.
 _TERMS, _ROWS, _SQUARE_ROWS = 640, (137, 269), 256
 
 
-def _side(cast: Cast) -> _Side:
-    return _Side(cast.format, cast.granularity, cast.scale)
-
-
 @lru_cache(None)
-def _works(kernel: Kernel, lhs: _Side, rhs: _Side, device: torch.device) -> bool:
+def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
     """Return whether a kernel multiplies two small matrices without error.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
-        a, b = (specimen(side, rows, _TERMS) for side, rows in zip((lhs, rhs), _ROWS, strict=True))
+        a, b = (specimen(cast, rows, _TERMS) for cast, rows in zip((lhs, rhs), _ROWS, strict=True))
         exactly = _values(a) @ _values(b).t()
         there = [Operand(*(None if part is None else part.to(device) for part in operand)) for operand in (a, b)]  # type: ignore[arg-type]
         try:
@@ -287,24 +239,21 @@ def _works(kernel: Kernel, lhs: _Side, rhs: _Side, device: torch.device) -> bool
             return False
 
 
-def specimen(side: _Side, rows: int, terms: int) -> Operand:
+def specimen(cast: Cast, rows: int, terms: int) -> Operand:
     """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2, and scales of 1/2, 1 and 2.
 
     All sums of their products are multiples of 2^-4 below 2^17, so they are exact in float32 in any order.
     """
-    rows = _SQUARE_ROWS if side.granularity == "128x128" else rows
+    rows = _SQUARE_ROWS if cast.granularity == "128x128" else rows
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
-    if side.format == "tfloat32":
-        return Operand(values, None)
-    pairs = side.format.startswith("float4")
-    data = packed_pairs(four_bit_codes(values), 1) if pairs else values.to(getattr(torch, side.format))
-    if side.granularity not in BLOCKS:
-        outer = torch.tensor([[2.0]], dtype=torch.float32) if side.granularity == "tensor" else _powers(rows, 1)
+    is_packed = cast.element.bits == 4
+    data = packed_pairs(four_bit_codes(values), 1) if is_packed else values.to(getattr(torch, cast.format))
+    if cast.block is None:
+        outer = torch.tensor([[2.0]], dtype=torch.float32) if cast.granularity == "tensor" else _powers(rows, 1)
         return Operand(data, outer)
-    block = BLOCKS[side.granularity]
-    inner = _powers(math.ceil(rows / block[0]), math.ceil(terms / block[1]))
-    has_outer = side.scale == "float8_e4m3fn"
-    dtype = getattr(torch, side.scale) if side.scale.startswith("float8") else torch.float32
+    inner = _powers(math.ceil(rows / cast.block[0]), math.ceil(terms / cast.block[1]))
+    has_outer = cast.scale == "float8_e4m3fn"
+    dtype = getattr(torch, cast.scale) if cast.scale.startswith("float8") else torch.float32
     return Operand(data, torch.tensor([[2.0]], dtype=torch.float32) if has_outer else None, inner.to(dtype))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial, update_wrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +25,12 @@ from narrowgauge.numerics.quantization import (
     four_bit_values,
     packed_pairs,
     padded,
-    random_signs,
     sides_of,
-    smoothing,
     spread,
     unpacked_pairs,
-    words_of,
 )
 from narrowgauge.numerics.rounding import random_bits
-from narrowgauge.spec.computes import PLACES, ROTATION_SIZE, Cast
+from narrowgauge.spec.computes import Cast
 
 Words = tuple[Tensor, Tensor]
 PAIRS = torch.uint8
@@ -49,7 +46,7 @@ class Operand(NamedTuple):
     Attributes:
         data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a wider dtype. Four-bit codes are
             in pairs along the contracted dimension, which is half as long.
-        outer: float32 ``[rows, 1]``, ``[1, columns]`` (also of a smooth cast) or ``[1, 1]``; ``None`` without such a scale.
+        outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``; ``None`` without such a scale.
         inner: block scales ``[row blocks, column blocks]``, in their own format, for codes of a cast in blocks; else ``None``.
     """
 
@@ -78,22 +75,20 @@ def cast_matrix(
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: scale by this instead of the tensor's own amax.
     """
-    if cast.is_wide and cast.format != "tfloat32":
+    if cast.is_wide:
         return Operand(x.detach().to(dtype))
     x = padded(x.detach(), cast, dim)
     size = x.numel()
-    if cast.smooth:
-        fold, amax = fused(size, _definition(_smooth, cast), x)
     if cast.block is None:
-        data, *scale = fused(size, _definition(_unblocked, cast, dim, dtype), x, *(words or (None, None)), fold, amax)
-        return Operand(data, (scale[0] / fold if cast.smooth else scale[0]) if scale else None)
+        data, *scale = fused(size, _bound(_cast_whole, cast, dim, dtype), x, *(words or (None, None)), fold, amax)
+        return Operand(data, scale[0] if scale else None)
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":
-        x = fused(size, _definition(_rotate, cast, dim), x)
+        x = fused(size, _bound(_rotate, dim), x)
     sides = sides_of(cast, dim)
     chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
-    data, inner, _, *scale = fused(size, _definition(_blocks, cast, dim, dtype), blocked(x, sides), *chances, amax)
+    data, inner, _, *scale = fused(size, _bound(_cast_blocks, cast, dtype), blocked(x, sides), *chances, amax)
     data, outer = data.view(x.shape), scale[0] if scale else None
     if dtype not in CODES:
         return Operand(data, outer)
@@ -108,55 +103,39 @@ def block_values(operand: Operand, dim: int) -> Tensor:
     return (codes * spread(operand.inner.float(), codes.shape)).to(torch.bfloat16)
 
 
-# Functions that casts are compiled from: first bind a cast, a dimension and a dtype, then call with tensors.
+# Functions that casts are compiled from. Their first arguments are bound.
 
 
 @lru_cache(None)
-def _definition(make: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+def _bound(function: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
-    definition: Callable[..., Any] = make(*settings)
-    return definition
+    return update_wrapper(partial(function, *settings), function)
 
 
 def _words(by_row: Tensor | None, by_column: Tensor | None) -> Words | None:
     return None if by_row is None or by_column is None else (by_row, by_column)
 
 
-def _unblocked(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
-    def cast_whole(
-        x: Tensor, by_row: Tensor | None, by_column: Tensor | None, fold: Tensor | None, amax: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        codes, outer = quantization.quantize_whole(x, cast, dim, _words(by_row, by_column), fold, amax)
-        if dtype == torch.int8:
-            codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
-        return (codes.to(dtype),) if outer is None else (codes.to(dtype), outer)
-
-    return cast_whole
+def _cast_whole(
+    cast: Cast, dim: int, dtype: torch.dtype,
+    x: Tensor, by_row: Tensor | None, by_column: Tensor | None, fold: Tensor | None, amax: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    codes, outer = quantization.quantize_whole(x, cast, dim, _words(by_row, by_column), fold, amax)
+    if dtype == torch.int8:
+        codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
+    return (codes.to(dtype),) if outer is None else (codes.to(dtype), outer)
 
 
-def _smooth(cast: Cast) -> Callable[..., Any]:
-    def channel_factors(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return smoothing(x, cast)
-
-    return channel_factors
+def _rotate(dim: int, x: Tensor) -> Tensor:
+    return quantization.rotate(x, dim)
 
 
-def _rotate(cast: Cast, dim: int) -> Callable[..., Any]:
-    def rotate_blocks(x: Tensor) -> Tensor:
-        return quantization.rotate(x, dim, cast.rotation)
-
-    return rotate_blocks
-
-
-def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
-    def cast_blocks(
-        x: Tensor, by_row: Tensor | None, by_column: Tensor | None, amax: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, _words(by_row, by_column), amax)
-        data = four_bit_codes(codes) if dtype == PAIRS else (codes if dtype in CODES else codes * inner).to(dtype)
-        return (data, inner, inverse) if outer is None else (data, inner, inverse, outer)
-
-    return cast_blocks
+def _cast_blocks(
+    cast: Cast, dtype: torch.dtype, x: Tensor, by_row: Tensor | None, by_column: Tensor | None, amax: Tensor | None
+) -> tuple[Tensor, ...]:
+    codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, _words(by_row, by_column), amax)
+    data = four_bit_codes(codes) if dtype == PAIRS else (codes if dtype in CODES else codes * inner).to(dtype)
+    return (data, inner, inverse) if outer is None else (data, inner, inverse, outer)
 
 
 # ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
@@ -231,23 +210,11 @@ def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, sequ
     if cast.rounding == "nearest":
         return None
     rows, columns = (-(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True))
-    row, column = (torch.arange(size, dtype=torch.int32, device=x.device) for size in (rows, columns))
-    return words_of(row, column, key_of(keys, operand), keys.clock[FIRST_SEQUENCE] * sequence_length)
+    first_row = keys.clock[FIRST_SEQUENCE] * sequence_length
+    return quantization.random_words(rows, columns, key_of(keys, operand), first_row)
 
 
 def key_of(keys: Keys, operand: int) -> Tensor:
     """Mix seed, step, layer and operand into the key of a cast's random bits: int32 ``[]``."""
     salt = (operand * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
     return random_bits(keys.layer + salt, keys.clock[STEP_SEED])
-
-
-def drawn_signs(cast: Cast, size: int, dim: int, keys: Keys | None, matmul: str) -> Tensor | None:
-    """Return a rotation's signs along ``size`` places, drawn anew in each step; ``None`` if the rotation draws none.
-
-    They depend on the step and the matmul, not on the layer: layers that share a weight share its cast.
-    """
-    if cast.rotation != "hadamard-drawn" or keys is None:
-        return None
-    size += -size % ROTATION_SIZE
-    place = torch.full_like(keys.layer, PLACES.index(matmul))
-    return random_signs(size, dim, random_bits(place, keys.clock[STEP_SEED]))

@@ -21,7 +21,6 @@ from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, narrowed
 from narrowgauge.matmul.operand import Clock
 from narrowgauge.numerics.widening import is_widened
-from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import get_compute
 from narrowgauge.torch_names import leave_out_of_ddp, plain_name
@@ -50,15 +49,6 @@ class NarrowLayers:
         for layer in self.layers.values():
             if layer.clock is not clock:
                 layer.set_clock(clock)
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of the stochastic casts."""
-        return self.clock.seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self.clock.set(seed=seed)
 
     @property
     def step(self) -> int:
@@ -161,8 +151,6 @@ def swap_linears(
     """
     require_float64(model.parameters())
     choose = chooser(compute, keep)
-    if isinstance(compute, (str, Compute)):
-        computes.check_layers(get_compute(compute), linear_names(model), type(model).__name__)
     layers: dict[str, Layer] = {}
     for name, module in list(model.named_modules()):
         chosen = choose(name) if is_linear(module) else None
@@ -223,7 +211,7 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
 
     def choose(name: str) -> Compute | None:
         is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        return None if is_kept else computes.at_layer(chosen, name)
+        return None if is_kept else chosen
 
     return choose
 
@@ -233,10 +221,9 @@ def _swap_slow_layers(model: nn.Module) -> list[Linear]:
     slow = {
         name: module
         for name, module in model.named_modules()
-        if is_linear(module) and not isinstance(module, Linear) and _is_slow(module.weight)
+        if is_linear(module)
+        and not isinstance(module, Linear)
+        and module.weight.dtype is torch.bfloat16
+        and is_widened(torch.bfloat16, module.weight.device.type)
     }
     return [narrowed(plain_name(name), module, COMPUTES["bfloat16"]) for name, module in slow.items()]
-
-
-def _is_slow(weight: Tensor) -> bool:
-    return weight.dtype is torch.bfloat16 and is_widened(weight.dtype, weight.device.type)

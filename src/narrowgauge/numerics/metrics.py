@@ -171,11 +171,6 @@ def power_of_rms(x: Tensor) -> Tensor:
     return torch.where((power > 0) & (power < torch.inf), power, torch.ones_like(power))
 
 
-def nonfinite_count(x: Tensor) -> Tensor:
-    """Return how many values are NaN or infinite, 0-d int64."""
-    return (~torch.isfinite(x.detach())).sum()
-
-
 def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     """Count the values of each binary exponent, int64 ``[bins]``. ``first`` is the exponent of the first bin, above -126.
 
@@ -246,12 +241,10 @@ class CastLoss(NamedTuple):
     underflow: float
 
 
-def cast_sums(x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None, amax: Tensor | None = None) -> Tensor:
-    """Return the loss of casting a matrix ``[rows, columns]``, as sums that add up over rows, batches and steps.
+def cast_sums(x: Tensor, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
+    """Return the loss of casting a matrix ``[rows, contraction]``, as sums that add up over rows, batches and steps.
 
     Args:
-        dim: the dimension that the matmul contracts.
-        fold: multiplied into ``x`` first; the other operand's scales.
         amax: replaces a tensor's own largest magnitude for the scale. ``[1, 1]``, or ``[rows, 1]`` if the rows belong to
             several tensors.
     Returns:
@@ -260,20 +253,12 @@ def cast_sums(x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None
         >>> cast_sums(torch.tensor([[1.0, 1e-6]]), Cast("float8_e4m3fn", "row")).tolist()[0][2:]
         [0.0, 1.0, 2.0, 2.0]
     """
-    return cast_and_sum(x, cast, dim, fold=fold, amax=amax)[0]
-
-
-def cast_and_sum(
-    x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None, amax: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`cast_sums`, and the outer scale of the cast."""
-    values = padded(x, cast, dim).float()
+    values = padded(x, cast, 1).float()
     words = None
     if cast.rounding != "nearest":
         words = random_words(values.shape[0], values.shape[1], torch.zeros((), dtype=torch.int32, device=x.device))
-    quantized = quantize(values, cast, dim, words=words, fold=fold, amax=amax)
-    values = values if fold is None else values * fold
-    values = values if cast.rotation == "none" else rotate(values, dim, cast.rotation)
+    quantized = quantize(values, cast, words=words, amax=amax)
+    values = values if cast.rotation == "none" else rotate(values, 1)
     scaled = values if quantized.inner is None else values / spread(quantized.inner, values.shape)
     scaled = scaled if quantized.outer is None else scaled / quantized.outer
     rounded = quantized.values()
@@ -290,7 +275,7 @@ def cast_and_sum(
         sums[len(x) - 1] += sums[len(x) :].sum(0)
         sums = sums[: len(x)]
     total = torch.full((x.shape[0], 1), float(x.shape[1]), dtype=torch.float64, device=x.device)
-    return torch.cat([sums, total], 1), quantized.outer
+    return torch.cat([sums, total], 1)
 
 
 def _end(row: Format) -> float:

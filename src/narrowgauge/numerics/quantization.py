@@ -26,19 +26,16 @@ from narrowgauge.numerics.rounding import (
     binade,
     bits_of,
     float_of,
-    power_below,
     random_bits,
     reciprocal,
     round_nearest,
     round_stochastic,
 )
-from narrowgauge.spec.computes import ROTATION_SIZE, Cast, Rotation
+from narrowgauge.spec.computes import ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import Format, get_format
 
 TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")
-_ROOMY_END = 256.0
-"""The largest e4m3 scale of a cast that may enlarge it later: by a half (``least-error``), or as ``eden`` needs."""
 _COLUMNS = 0x2545F491
 
 
@@ -49,7 +46,7 @@ class Quantized(NamedTuple):
         codes: float32, each a value of the format.
         inner: float32, the scales of blocks, broadcastable over ``codes`` once :func:`spread`. ``None`` without blocks.
         outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul. For granularity
-            ``column`` and smoothed channels it is multiplied into the other operand. ``None`` without one.
+            ``column`` it is multiplied into the other operand. ``None`` without one.
     """
 
     codes: Tensor
@@ -71,7 +68,6 @@ def quantize(
     dim: int = 1,
     *,
     words: tuple[Tensor, Tensor] | None = None,
-    fold: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
@@ -83,8 +79,6 @@ def quantize(
         x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
         dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
         words: for stochastic rounding, from :func:`random_words`.
-        fold: float32, broadcastable, multiplied into ``x`` first. It holds the other operand's ``column`` scales, or drawn
-            signs of a rotation.
         amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
@@ -96,13 +90,10 @@ def quantize(
     """
     if cast.rounding != "nearest" and words is None:
         raise FormatError(f"Cannot cast to {cast} without random words.", "Give words = random_words(…).")
-    values = x if fold is None else x.float() * fold
-    if cast.rotation != "none":
-        values = rotate(values, dim, cast.rotation)
+    values = x if cast.rotation == "none" else rotate(x, dim)
     if cast.block is None:
-        factors, amax = smoothing(values, cast, amax)
-        codes, outer = quantize_whole(values, cast, dim, words, fold=factors, amax=amax)
-        return Quantized(codes, None, outer if factors is None or outer is None else outer / factors)
+        codes, outer = quantize_whole(values, cast, dim, words, amax=amax)
+        return Quantized(codes, None, outer)
     sides = sides_of(cast, dim)
     chances = None if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
     codes, inner, _, outer = quantize_blocks(blocked(values, sides), cast, chances, amax)
@@ -140,106 +131,10 @@ def quantize_blocks(
     Returns:
         Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, the multiplier of the values, and the
         outer scale or ``None``.
-    Raises:
-        FormatError: a stochastic cast would choose between two scales, or ``eden`` would correct a scale that is not e4m3.
     """
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)
-    codes = _codes(values, inverse, cast, words)
-    if cast.fit == "least-error":
-        codes, inner, inverse = _better_scale(values, codes, inner, inverse, outer, cast)
-    if cast.rounding == "eden":
-        inner = _lengthened_scale(values * inverse, codes, inner, cast, words)
-    return codes, inner, inverse, outer
-
-
-def _better_scale(
-    values: Tensor, codes: Tensor, inner: Tensor, inverse: Tensor, outer: Tensor | None, cast: Cast
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose for each block these scales or larger ones. Return codes, scales and inverses with the smaller error.
-
-    Errors are counted in squares of the smaller scale, to 2^-20 of one for each value. On ties keep the scale.
-
-    Source: Cook et al. 2025, Four Over Six (2512.02010): of e2m1 under e4m3 scales.
-    """
-    if cast.rounding == "stochastic":
-        raise FormatError(
-            f"Cannot cast to {cast}: the smaller of two random errors is biased.",
-            "Round to nearest, or take fit='end'.",
-        )
-    ratio: Tensor | float = 2.0
-    if outer is None:
-        larger = inner * 2
-        larger_inverse = reciprocal(larger)
-    else:
-        # Map the amax to the format's next smaller number, for e2m1 to 4 instead of 6.
-        row, largest = cast.element, values.abs().amax((1, 3), keepdim=True)
-        second = row.max - row.spacing(row.max)
-        larger = _e4m3_scale(largest * (1 / second) * reciprocal(outer.view(-1, 1, 1, 1)), up=False)
-        larger_inverse = reciprocal(larger * outer.view(-1, 1, 1, 1))
-        ratio = larger * reciprocal(inner)
-    again = _codes(values, larger_inverse, cast, None)
-    before, after = values * inverse - codes, (values * larger_inverse - again) * ratio
-    is_better = _sum_of_block(after * after) < _sum_of_block(before * before)
-    return (
-        torch.where(is_better, again, codes),
-        torch.where(is_better, larger, inner),
-        torch.where(is_better, larger_inverse, inverse),
-    )
-
-
-def _lengthened_scale(
-    scaled: Tensor, codes: Tensor, inner: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """Return e4m3 scales under which codes, projected on the unrounded values, are on average as long as the values.
-
-    Let v be the scaled values of a block and q its codes. The scale is multiplied by |v|² / (v · q) and rounded stochastically.
-    So the mean of scale · (v · q) is the first scale · |v|²: rounding shrinks nothing. The part of q orthogonal to v averages
-    out over rotations with random signs. A block of zero codes stays zero.
-
-    Source: Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; Vargaftik et al. 2022, EDEN (2108.08842).
-    """
-    if cast.scale != "float8_e4m3fn" or words is None:
-        raise FormatError(
-            f"Cannot cast to {cast}: 'eden' corrects e4m3 scales of blocks, with random words.",
-            "Take a cast with scale='float8_e4m3fn', as nvfp4's.",
-        )
-    along, length = _sum_of_block(scaled * codes), _sum_of_block(scaled * scaled)
-    factor = torch.where(along > 0, length.float() * reciprocal(along.float()), 1.0)
-    return round_stochastic(
-        (inner * factor).clamp_max(_E4M3.max), _E4M3, uniform((words[0][:, :1], words[1][:, :, :, :1]))
-    )
-
-
-def _sum_of_block(x: Tensor) -> Tensor:
-    """Sum over the blocks of ``[row blocks, rows, column blocks, columns]``, int32, in units of 2^-20 cut off toward zero.
-
-    Sums of integers do not depend on order, so every build gives the same bits. Magnitudes up to 64 and blocks of up to 32
-    values do not overflow. Larger magnitudes and NaN count as 64.
-    """
-    limited = torch.where(x.abs() < 64.0, x, 64.0)
-    return (limited * 2.0**20).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
-
-
-def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the factors of channels in a smooth cast of ``[rows, channels]``, and the largest magnitude for the scale.
-
-    Invariant: afterwards the largest of each channel is in [1, 2). The scale keeps the mantissa of the tensor's largest
-    magnitude, so codes have the same significant bits as without. The cast only gains bits that the format's subnormals lost.
-
-    Returns:
-        Powers of two, float32 ``[1, channels]``: 1 for channels of zeros or subnormals, or with an infinity or a NaN. And
-        float32 ``[1, 1]``. For other casts ``None`` and ``amax``.
-    """
-    if not cast.smooth:
-        return None, amax
-    largest = x.abs().amax(0, keepdim=True).float()
-    return reciprocal(_power_of(largest)), 2 * (peak := largest.amax(1, keepdim=True)) / _power_of(peak)
-
-
-def _power_of(magnitude: Tensor) -> Tensor:
-    power = power_below(magnitude)
-    return torch.where((power > 0) & (power < torch.inf), power, 1.0).clamp(2.0**-64, 2.0**64)
+    return _codes(values, inverse, cast, words), inner, inverse, outer
 
 
 def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
@@ -266,8 +161,7 @@ def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tens
         inner = power_of_two_scale(largest, cast.element, up=unbiased or cast.scale == "power-of-two")
         return reciprocal(inner), inner, None
     peak = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
-    end = _E4M3.max if cast.fit == "end" and cast.rounding != "eden" else _ROOMY_END
-    outer = _or_nan(peak.clamp_min(TINY) * (1 / (end * cast.element.max)), peak)
+    outer = _or_nan(peak.clamp_min(TINY) * (1 / (_E4M3.max * cast.element.max)), peak)
     inner = _e4m3_scale(largest * (1 / cast.element.max) * reciprocal(outer), up=unbiased)
     return reciprocal(inner * outer), inner, outer.view(-1, 1)
 
@@ -343,12 +237,11 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
     return torch.where(amax < torch.inf, scale, torch.nan)
 
 
-def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
+def rotate(x: Tensor, dim: int) -> Tensor:
     """Mix each 16 consecutive elements along ``dim`` by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
 
-    The signs of ``hadamard`` repeat every 16 elements and never change, as in the published recipe. Multiply signs of
-    ``hadamard-drawn`` into ``x`` first, see :func:`random_signs`. The product of two rotated operands is unchanged. The
-    dimension must be a multiple of 16 long (see :func:`padded`).
+    The signs repeat every 16 elements and never change, as in the published recipe. The product of two rotated operands is
+    unchanged. The dimension must be a multiple of 16 long (see :func:`padded`).
 
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
@@ -360,8 +253,7 @@ def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
     places = [blocks.select(dim + 1, place) for place in range(ROTATION_SIZE)]
     # Negate, do not multiply by -1. A compiler turns listed numbers into arguments: 16 float64 scalars in each GPU launch.
-    negated = _NEGATED if rotation == "hadamard" else ()
-    places = [-values if place in negated else values for place, values in enumerate(places)]
+    places = [-values if place in _NEGATED else values for place, values in enumerate(places)]
     # Sixteen tensors, not one of sixteen rows. Compiled, each is loaded once, and 64 additions make all results.
     for size in (2, 4, 8, 16):
         half = size // 2
@@ -370,17 +262,6 @@ def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
                 low, high = places[place], places[place + half]
                 places[place], places[place + half] = low + high, low - high
     return torch.stack([place * 0.25 for place in places], dim + 1).flatten(dim, dim + 1)
-
-
-def random_signs(size: int, dim: int, key: Tensor) -> Tensor:
-    """Return random signs of a rotation, repeated every 16 elements: float32 ``[1, size]`` (dim 1) or ``[size, 1]`` (dim 0).
-
-    Args:
-        key: 0-d int32, as for :func:`random_words`. Use the same for both operands of a product.
-    """
-    place = torch.arange(size, dtype=torch.int32, device=key.device) % ROTATION_SIZE
-    signs = torch.where(random_bits(place, key) < 0, -1.0, 1.0).float()
-    return signs[None, :] if dim == 1 else signs[:, None]
 
 
 # The zero bits of 0x9E37 (golden ratio).

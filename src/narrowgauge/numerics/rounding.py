@@ -283,7 +283,6 @@ def round_to(
     *,
     seed: int | Tensor | None = None,
     saturate: bool = False,
-    offset: int = 0,
 ) -> Tensor:
     """Round the values of ``x`` to a number format, in float32.
 
@@ -293,8 +292,8 @@ def round_to(
       smallest powers. PyTorch and ml_dtypes do the same.
     * ``toward_zero``: Take the neighbour nearer to zero. Finite values never leave the range.
     * ``stochastic``: Take one of the two neighbours. The nearer is more probable, so the mean is the value, to 2^-30 of a step.
-      The random bits are a hash of the seed, the element's logical index and its bits. They are the same in any memory layout
-      or chunking (give each chunk its ``offset``), eager and compiled.
+      The random bits are a hash of the seed, the element's logical index and its bits. They are the same in any memory
+      layout, eager and compiled.
     * Overflow means a rounded value past the largest, or an infinity. It gives infinity if the format has one, else NaN if it
       has that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers). ``saturate=True`` gives
       the end of the range in every format, for infinities too.
@@ -310,7 +309,6 @@ def round_to(
         seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor. A new int recompiles compiled code,
             a new tensor does not.
         saturate: see overflow.
-        offset: for ``stochastic``: logical index of the first element of ``x``, if it is a chunk of a tensor.
     Returns:
         float32 tensor shaped like ``x``, without gradient.
     Raises:
@@ -338,7 +336,7 @@ def round_to(
     else:
         count = steps.floor()
         if rounding == "stochastic" and seed is not None:
-            count = count + (steps - count >= 1 - _uniform(x, seed, offset))
+            count = count + (steps - count >= 1 - _uniform(x, seed))
     rounded = _fit(count * _power(step), magnitude, negative, row, saturate, finite_stays=rounding == "toward_zero")
     rounded = torch.where(is_nan, math.nan if row.nans else 0.0, rounded)
     if row.signed:
@@ -371,12 +369,12 @@ def _fit(
     return rounded
 
 
-def _uniform(x: Tensor, seed: int | Tensor, offset: int) -> Tensor:
+def _uniform(x: Tensor, seed: int | Tensor) -> Tensor:
     """Return a uniform number of 31 bits in [0, 1) for each element. Hash the seed, its index and its bits."""
     if not isinstance(seed, Tensor):
         seed = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=x.device)
     seed = _low_word(seed.to(x.device, torch.int64))
-    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape) + offset
+    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape)
     place = random_bits(_low_word(index ^ ((index >> 32) * 0x9E3779B1)), seed)
     if x.dtype is torch.float64:
         bits = x.detach().contiguous().view(torch.int64)

@@ -20,19 +20,21 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 
 State = dict[str, Tensor]
+FLOOR, CEILING = 1.0, 2.0**24
+"""The smallest and the largest scale. With 2^24 the smallest float16 stands for 2^-48."""
 COUNTERS = ("lives", "good_steps", "num_overflows", "num_held")
 
 
 class LossScaler:
     """Grow a loss scale while nothing overflows, and reduce it after repeated overflows.
 
-    Invariant: the scale is a power of two in ``[floor, ceiling]``. The state depends only on the sequence of overflows:
+    Invariant: the scale is a power of two from 1 to 2^24. The state depends only on the sequence of overflows:
 
     * A step that overflows spends one of ``hysteresis`` lives and restarts the count of good steps. If no life is left, it
-      halves the scale, but never below ``floor``.
+      halves the scale, but never below 1.
     * A step that does not overflow restores all lives. So only ``hysteresis`` overflows *in a row* lower the scale. If a
       fraction p of steps overflows, two in a row come after about 1/p² steps.
-    * After ``growth_interval`` steps in a row without an overflow the scale is doubled, but never above ``ceiling``. Then the
+    * After ``growth_interval`` steps in a row without an overflow the scale is doubled, but never above 2^24. Then the
       count restarts.
 
     Ranks that train together must agree on overflows, as they do on a norm over all of them. Then their scales are equal.
@@ -41,9 +43,8 @@ class LossScaler:
         initial: the first scale.
         growth_interval: steps without an overflow until the scale grows.
         hysteresis: lives. 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
-        floor, ceiling: the smallest and the largest scale. With 2^24 the smallest float16 stands for 2^-48.
     Raises:
-        RecipeError: a scale is not a power of two, or limits contradict each other.
+        RecipeError: the scale is not a power of two from 1 to 2^24, or a count is below 1.
 
     Example:
         >>> scaler = LossScaler(growth_interval=2, hysteresis=1)
@@ -66,21 +67,12 @@ class LossScaler:
         *,
         growth_interval: int = 2000,
         hysteresis: int = 2,
-        floor: float = 1.0,
-        ceiling: float = 2.0**24,
     ) -> None:
-        for name, value in (("initial", initial), ("floor", floor), ("ceiling", ceiling)):
-            _require_power_of_two(name, value)
+        _require_scale("initial", initial)
         for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
             if type(count) is not int or not 1 <= count < 1 << 31:
                 raise RecipeError(f"Cannot take {name} = {count!r}: it must be a whole number, at least 1.")
-        if not floor <= initial <= ceiling:
-            raise RecipeError(
-                f"Cannot begin with a loss scale of {initial:g}, outside of {floor:g} … {ceiling:g}.",
-                "Change initial, floor or ceiling.",
-            )
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
-        self.floor, self.ceiling = float(floor), float(ceiling)
         self._waits_for_device = True
         self.request: object = None
         """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
@@ -88,11 +80,6 @@ class LossScaler:
         for name in COUNTERS:
             value = hysteresis if name == "lives" else 0
             self._state[name] = torch.full((), value, dtype=torch.int32)
-
-    @classmethod
-    def static(cls, scale: float) -> LossScaler:
-        """Return a scaler with a constant scale, a power of two. It still counts and reports overflows."""
-        return cls(scale, floor=scale, ceiling=scale)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, for backward.
@@ -122,8 +109,8 @@ class LossScaler:
         lowers = overflowed & (lives == 0)
         # Do not use ==: a state may have been saved under a longer interval.
         grows = good_steps >= self.growth_interval
-        lowered = (scale * 0.5).clamp(min=self.floor)
-        raised = (scale * 2.0).clamp(max=self.ceiling)
+        lowered = (scale * 0.5).clamp(min=FLOOR)
+        raised = (scale * 2.0).clamp(max=CEILING)
         state["num_overflows"] += overflowed
         state["num_held"] += lowers & (lowered == scale)
         state["lives"].copy_(lives)
@@ -137,22 +124,15 @@ class LossScaler:
             self._state = {name: value.to(device) for name, value in self._state.items()}
         return self._state
 
-    @property
-    def at_floor(self) -> bool:
-        """Return whether the scale is at its floor; waits for the device."""
-        return bool(self._state["scale"] <= self.floor)
-
     def report(self) -> str | None:
         """Return a line if steps overflow at the floor of the scale, else ``None``. Wait for the device."""
         count = int(self._state["num_held"])
-        if not count or not self.at_floor:
+        if not count or self._state["scale"] > FLOOR:
             return None
         steps = f"{count} step{'s' if count > 1 else ''} overflowed at"
-        if self.floor == self.ceiling:
-            return f"{steps} the static loss scale {self.floor:g}: take a smaller one, or one that moves."
         return (
-            f"{steps} the floor of the loss scale, {self.floor:g}, and were skipped: the gradients are not finite at "
-            "any scale, and training has probably diverged. Lower the learning rate, or train in bfloat16."
+            f"{steps} the floor of the loss scale, 1, and were skipped: the gradients are not finite at any scale, and "
+            "training has probably diverged. Lower the learning rate, or train in bfloat16."
         )
 
     def state_dict(self) -> dict[str, float | int]:
@@ -163,28 +143,21 @@ class LossScaler:
         """Restore a result of :meth:`state_dict`. A refused state changes nothing.
 
         Raises:
-            RecipeError: an entry is missing, or this scaler does not allow the saved scale.
+            RecipeError: an entry is missing, or the saved scale is not a power of two from 1 to 2^24.
         """
         missing = [name for name in self._state if name not in state_dict]
         if missing:
             raise RecipeError(
                 f"Cannot load a loss scaler's state without '{missing[0]}': it holds {sorted(state_dict)}."
             )
-        scale = float(state_dict["scale"])
-        _require_power_of_two("the saved loss scale", scale)
-        if not self.floor <= scale <= self.ceiling:
-            raise RecipeError(
-                f"Cannot load a loss scale of {scale:g} into a scaler of {self.floor:g} … {self.ceiling:g}.",
-                "Build the scaler with the limits of the saved one.",
-            )
+        _require_scale("the saved loss scale", float(state_dict["scale"]))
         for name, value in self._state.items():
             value.fill_(state_dict[name])
 
 
-def _require_power_of_two(name: str, value: float) -> None:
-    # 2^±126 and no further, so that the inverse is a normal float32 too.
-    if not (0 < value < math.inf and math.frexp(value)[0] == 0.5 and 2.0**-126 <= value <= 2.0**126):
+def _require_scale(name: str, value: float) -> None:
+    if not (FLOOR <= value <= CEILING and math.frexp(value)[0] == 0.5):
         raise RecipeError(
-            f"Cannot take {name} = {value!r}: it must be a power of two from 2^-126 to 2^126, or it rounds every gradient.",
-            f"Try {2.0 ** round(math.log2(value)):g}." if 2.0**-126 <= value <= 2.0**126 else "",
+            f"Cannot take {name} = {value!r}: it must be a power of two from 1 to 2^24, or it rounds every gradient.",
+            f"Try {2.0 ** round(math.log2(value)):g}." if FLOOR <= value <= CEILING else "",
         )

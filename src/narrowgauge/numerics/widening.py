@@ -6,8 +6,7 @@ except for the order of the sum. Sums of integers are exact: 1,024 products of t
 partial sums are added exactly. Only tiles of the operands are widened at a time, in reused memory.
 
 :func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor multiplies the operands'
-format. Otherwise, and for bfloat16 weights in a float32 compute, one operator does all three matmuls. It saves the original
-operands for backward.
+format. Otherwise one operator does all three matmuls. It saves the original operands for backward.
 
 Models call PyTorch's fused attention themselves. :func:`float32_attention` widens it within a context.
 """
@@ -145,8 +144,8 @@ def _as_float32(value: Any) -> Any:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, on any processor.
 
-    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once. A
-    weight of more bits is rounded to that dtype first. Gradients have each operand's own dtype.
+    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once. The
+    weight is converted to that dtype first. Gradients have each operand's own dtype.
 
     Cost: PyTorch's, or a float32 matmul plus widening tiles of both operands.
     Example:
@@ -154,9 +153,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tensor([[3., 3., 3., 3.],
                 [3., 3., 3., 3.]])
     """
-    is_narrower = weight.dtype.itemsize < x.dtype.itemsize
-    weight = weight if is_narrower else weight.to(x.dtype)
-    if not is_narrower and not is_widened(x.dtype, x.device.type):
+    weight = weight.to(x.dtype)
+    if not is_widened(x.dtype, x.device.type):
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     y: Tensor = multiply_plain(x.reshape(-1, x.shape[-1]), weight.t(), bias, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -180,9 +178,6 @@ def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())
 def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to ``dtype``."""
-    if a.device.type != "cpu":
-        product = torch.mm(a.float(), b.float())
-        return (product if bias is None else product + bias.float()).to(dtype)
     result = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     wide = None if bias is None else bias.float()
     for tile, values in float32_tiles(a, b):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.computes import SLOTS, TENSORS, Cast, Compute, Product, casts_made, named
+from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, Product, casts_made
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from narrowgauge.spec.recipes import Recipe
@@ -93,7 +93,7 @@ def operation_seconds(
     shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
 ) -> dict[str, float]:
     """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot, matmuls by name."""
-    compute = named(setting.compute)
+    compute = COMPUTES[setting.compute]
     sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
     sizes["gradient"] = num_tokens * shape.out_features
     flops = 2.0 * num_tokens * shape.num_weights

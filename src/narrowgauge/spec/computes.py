@@ -12,13 +12,10 @@ operand's cast.
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
@@ -26,9 +23,8 @@ Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 Scaling = Literal["current", "delayed", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 OutlierWeights = Literal["16 bits", "codes"]
-Rounding = Literal["nearest", "stochastic", "eden"]
-Rotation = Literal["none", "hadamard", "hadamard-plain", "hadamard-drawn"]
-Fit = Literal["end", "least-error"]
+Rounding = Literal["nearest", "stochastic"]
+Rotation = Literal["none", "hadamard"]
 
 BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16)}
 """Shapes ``(rows, contraction)`` of the blocks that share a scale."""
@@ -50,22 +46,15 @@ class Cast:
             which nothing saturates. ``float8_e8m0fnu``: the OCP rule, the exponent of amax minus the format's largest
             exponent. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
         rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so that nothing saturates.
-            ``eden`` rounds values to nearest. It then multiplies the block's e4m3 scale by a factor that makes the block's
-            projection on its values as long as they are, and rounds the scale stochastically.
         scaling: ``current``: from the operand's amax; ``delayed``: from the amax of the last ``HISTORY`` steps; ``static``: 1.
-        rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs;
-            ``hadamard-plain`` without signs; ``hadamard-drawn`` after new random signs in each step.
+        rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs.
         outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0: none).
         outlier_weights: these columns multiply the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
-        smooth: divide each channel of the input by its own power of two first (``+smooth``, below).
-        fit: the choice of a block's scale. ``end``: as ``scale`` says. ``least-error``: of two scales, the one with the smaller
-            squared error. The other scale takes the amax to the format's next smaller number (of e2m1: to 4, not 6), or is
-            double if scales are powers of two. Not with stochastic rounding.
     Attributes:
         element: the format of the codes.
         block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
         is_wide: the operand is rounded to a 16-, 32- or 64-bit format without a scale.
-        needs_bits: it needs random bits, for rounding or for the signs of its rotation.
+        needs_bits: it needs random bits.
     """
 
     format: str
@@ -75,9 +64,7 @@ class Cast:
     scaling: Scaling = "current"
     rotation: Rotation = "none"
     outliers: float = 0.0
-    smooth: bool = False
     outlier_weights: OutlierWeights = "16 bits"
-    fit: Fit = "end"
     element: Format = field(init=False, compare=False, repr=False)
     block: tuple[int, int] | None = field(init=False, compare=False, repr=False)
     is_wide: bool = field(init=False, compare=False, repr=False)
@@ -88,7 +75,7 @@ class Cast:
         object.__setattr__(self, "element", get_format(self.format))
         object.__setattr__(self, "block", BLOCKS.get(self.granularity))
         object.__setattr__(self, "is_wide", self.granularity == "none")
-        object.__setattr__(self, "needs_bits", self.rounding != "nearest" or self.rotation == "hadamard-drawn")
+        object.__setattr__(self, "needs_bits", self.rounding != "nearest")
 
     @property
     def bits(self) -> float:
@@ -116,9 +103,7 @@ class Cast:
             words.append(f"scales {self.scale}")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
-        words += ["the better of two scales"] * (self.fit == "least-error")
         words += [word for word in (self.rounding, self.rotation) if word not in ("nearest", "none")]
-        words += ["channels smoothed"] * self.smooth
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
             words += ["times weights from codes"] * (self.outlier_weights == "codes")
@@ -260,16 +245,10 @@ def _uniform(format: str, granularity: Granularity, gradients: str = "", scaling
     return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
 
 
-def _blocks(gradients: str = "float8_e4m3fn") -> Products:
+def _blocks() -> Products:
     """Return blocks of 1×128 for activations and gradients, of 128×128 for weights."""
     activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
-    weight, gradient = replace(activation, granularity="128x128"), replace(activation, format=gradients)
-    return _products(activation, weight, gradient, "promoted")
-
-
-def _microscaled(format: str, gradients: str = "") -> Products:
-    cast = Cast(format, "1x32", "float8_e8m0fnu")
-    return _products(cast, cast, replace(cast, format=gradients or format))
+    return _products(activation, replace(activation, granularity="128x128"), activation, "promoted")
 
 
 def _four_bits(granularity: Granularity, scale: Scale) -> Products:
@@ -290,6 +269,7 @@ def _int8() -> Products:
 
 
 _INT8 = Cast("int8", "row")
+_MXFP8 = Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu")
 _SM89 = "float8 matmuls of Ada and Hopper or later"
 _TE = "NVIDIA TransformerEngine"
 _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
@@ -299,12 +279,6 @@ _COMPUTES = (
         "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere", keep=(),
         default_storage="float32",
         purpose="the reference for all other computes", source="IEEE 754",
-    ),
-    Compute(
-        "tfloat32", *(_wide("tfloat32"),) * 3, dtype="float32", native="tensor cores of Ampere or later",
-        default_storage="float32",
-        purpose="float32 models on tensor cores: operands of 11 significant bits, range and accumulation of float32",
-        source="NVIDIA A100 whitepaper, 2020",
     ),
     Compute(
         "bfloat16", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
@@ -353,25 +327,15 @@ _COMPUTES = (
     ),
     Compute(
         "float8-tensor-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2"), native=_SM89,
-        fallback="float8-row-e5m2",
+        fallback="float8-row",
         purpose="float8-tensor with gradients in e5m2: one bit of precision less, more range",
         source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, current scaling, HYBRID; torchao, tensorwise",
     ),
     Compute(
         "float8-delayed-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="delayed"), native=_SM89,
-        fallback="float8-row-e5m2",
+        fallback="float8-row",
         purpose="float8-delayed with gradients in e5m2, whose range tolerates a stale scale",
         source=f"{_TE}, delayed scaling, HYBRID",
-    ),
-    Compute(
-        "float8-row-e5m2", *_uniform("float8_e4m3fn", "row", "float8_e5m2"), native=_SM89,
-        fallback="float8-block-e5m2",
-        purpose="float8-row with gradients in e5m2, for gradients with very uneven rows",
-        source="torchao, rowwise, with the formats of Micikevicius et al. 2022",
-    ),
-    Compute(
-        "float8-block-e5m2", *_blocks("float8_e5m2"), native="output on Hopper; gradients are emulated",
-        purpose="float8-block with gradients in e5m2", source=f"{_TE}, Float8BlockScaling, HYBRID",
     ),
     Compute(
         "int8-row", *_int8(), native="CPUs with VNNI, CUDA",
@@ -393,13 +357,8 @@ _COMPUTES = (
         source="bitsandbytes (commit 0155ecc), int8_mixed_scaled_mm in backends/default/ops.py",
     ),
     Compute(
-        "mxfp8", *_microscaled("float8_e4m3fn"), native="Blackwell",
+        "mxfp8", *_products(_MXFP8, _MXFP8, _MXFP8), native="Blackwell",
         purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only", source=_MX,
-    ),
-    Compute(
-        "mxfp6", *_microscaled("float6_e2m3fn", "float6_e3m2fn"),
-        fallback="mxfp8",
-        purpose="for studies of six bits: e2m3 forward, e3m2 for gradients", source=_MX,
     ),
     Compute(
         "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"), native="B200 and B300",
@@ -423,12 +382,6 @@ _COMPUTES = (
         "scalify-float16", *(_wide("float16"),) * 3, dtype="float16", transform="scalify", native="CUDA", keep=(),
         purpose="float16 throughout without a loss scale: gradients carry power-of-two scales of their own",
         source="Balança et al. 2024, Scalify (2407.17353)",
-    ),
-    Compute(
-        "unit", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="unit", native=_SM89,
-        fallback="float8-row",
-        purpose="float8 without scales: the model is built so that tensors have unit variance; one learning rate for all widths",
-        source="Blake et al. 2023, 2024: unit scaling (2303.11257), u-muP (2407.17465)",
     ),
 )  # fmt: skip
 
@@ -513,7 +466,7 @@ def first_of_input(layer: str) -> str:
 
 
 def stores_codes(compute: Compute) -> bool:
-    """Return whether a weight can be stored as one byte a value, and an input cast without other information.
+    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor.
 
     Example:
         >>> [name for name in ("int8-outlier-codes", "int8-outlier", "float8-delayed") if stores_codes(COMPUTES[name])]
@@ -522,8 +475,7 @@ def stores_codes(compute: Compute) -> bool:
     left, right = compute.output.left, compute.output.right
     if keeps_outlier_weights(compute):
         return False
-    is_one_level = right.scale != "float8_e4m3fn" and right.rotation == "none"
-    return right.element.bits == 8 and is_one_level and right.scaling == left.scaling == "current" and not left.smooth
+    return right.element.bits == 8 and right.block is None and right.scaling == left.scaling == "current"
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:
@@ -536,146 +488,11 @@ def keeps_outlier_weights(compute: Compute) -> bool:
     return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"
 
 
-# ── variants, named by a suffix: ``float8-delayed+smooth`` ─────────────────────────────────────────────────────────────
-#
-# ``smooth``: Smooth-SwiGLU. Each channel of a down projection's input is divided by its own power of two before the cast, and
-# the weight's column is multiplied by it after *its* cast. So a channel with outliers neither saturates nor costs the other
-# channels precision. With scales per row or block it brings no measurable gain (docs/scaled-models.md).
-#
-# ``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
-# cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
-#
-# The others are published forms of the four-bit computes; ``nvfp4+four-over-six+eden`` is two of them.
-
-
-SMOOTHED = ("down_proj", "*.down_proj")
-"""Patterns of the layers whose input is the product of a gate and another projection."""
-_SMOOTH, _FRESH = "+smooth", "+fresh"
-Changes = Mapping[str, Mapping[str, Any]]
-"""New values of fields of casts, by patterns of slots."""
-
-
-def _variant(base: Compute, suffix: str, changes: Changes, purpose: str, source: str = "", **fields: Any) -> Compute:
-    casts = dict(base.casts)
-    for pattern, values in changes.items():
-        for slot in fnmatch.filter(casts, pattern):
-            casts[slot] = replace(casts[slot], **values)
-    products = {
-        place: replace(product, left=casts[f"{place}.left"], right=casts[f"{place}.right"])
-        for place, product in base.products.items()
-    }
-    source = f"{source}; over {base.source}" if source else base.source
-    return replace(base, name=base.name + suffix, purpose=purpose, source=source, **{**products, **fields})
-
-
-_FRESH_WEIGHTS: Changes = {slot: {"scaling": "current"} for slot in ("output.right", "grad_input.right")}
-
-
-def _fresh(base: Compute) -> Compute:
-    return _variant(base, _FRESH, _FRESH_WEIGHTS, f"{base.name} with current scales for weights")
-
-
-def _smooth(base: Compute) -> Compute:
-    """Smooth both casts of the input. Its channel factors need its amax, so all its scales are current."""
-    smooth = {slot: {"scaling": "current", "smooth": True} for slot in ("output.left", "grad_weight.right")}
-    compute = _variant(
-        base, _SMOOTH, {**_FRESH_WEIGHTS, **smooth},
-        f"{base.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
-        "Smooth-SwiGLU, Fishman et al. 2024 (2409.12517)",
-    )  # fmt: skip
-    return replace(compute, output=replace(compute.output, accumulation="float32"))
-
-
-def _eden(base: Compute) -> Compute:
-    return _variant(
-        base, "+eden", {"grad_*": {"rounding": "eden", "rotation": "hadamard-drawn", "fit": "end"}},
-        "nvfp4 with gradients whose randomness is in the rotation and the scales; all four operands of the backward pass",
-        "Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; rotations of 16 here, of 128 there",
-    )  # fmt: skip
-
-
-# All casts except the gradient's, which are stochastic.
-_BETTER_SCALES: Changes = {slots: {"fit": "least-error"} for slots in ("output.*", "grad_*.right")}
-_FOUR_OVER_SIX = _variant(
-    COMPUTES["nvfp4"], "+four-over-six", _BETTER_SCALES,
-    "nvfp4 with blocks that map their largest value to 6 or to 4, whichever errs less",
-    "Cook et al. 2025, Four Over Six (2512.02010), with mean squared error and scales of up to 256",
-)  # fmt: skip
-_VARIANTS = (
-    _smooth(COMPUTES["float8-tensor"]),
-    _smooth(COMPUTES["float8-delayed"]), _fresh(COMPUTES["float8-delayed"]),
-    _smooth(COMPUTES["float8-tensor-e5m2"]),
-    _smooth(COMPUTES["float8-delayed-e5m2"]), _fresh(COMPUTES["float8-delayed-e5m2"]),
-    _variant(
-        COMPUTES["mxfp4"], "+deterministic", {"grad_weight.*": {"rounding": "nearest", "rotation": "hadamard-plain"}},
-        "mxfp4 with a weight gradient that is rotated without signs and rounded to nearest",
-        "Cim et al. 2026 (2605.09825): which intervention, by its abstract; no signs, by a third party's account of it",
-    ),
-    _variant(
-        COMPUTES["mxfp4"], "+two-scales", _BETTER_SCALES,
-        "mxfp4 with blocks that take the better of two powers of two as their scale",
-        "as four-over-six of nvfp4, for the two powers of two between which OCP's rule and saturation lie",
-    ),
-    _FOUR_OVER_SIX, _eden(COMPUTES["nvfp4"]), _eden(_FOUR_OVER_SIX),
-    _variant(
-        COMPUTES["nvfp4"], "+uniform", {"*": {"format": "int4", "rotation": "hadamard"}},
-        "for studies: equally spaced four-bit numbers, rotated in all three matmuls; no chip multiplies them with such scales",
-        "Zhao et al. 2026, UFP4 (2606.20381), by its abstract; blocks and scales are nvfp4's", native="",
-    ),
-)  # fmt: skip
-VARIANTS: dict[str, Compute] = {compute.name: compute for compute in _VARIANTS}
-
-
-def find(name: str) -> Compute | None:
-    """Return the compute or variant of that name in full spelling, or ``None``.
-
-    Example:
-        >>> str(find("float8-delayed+smooth").output.left)
-        'float8_e4m3fn, per tensor, channels smoothed'
-    """
-    return COMPUTES.get(name) or VARIANTS.get(name)
-
-
-def named(name: str) -> Compute:
-    """Return the compute or variant of a known name."""
-    return COMPUTES[name] if name in COMPUTES else VARIANTS[name]
-
-
 def fallback_of(name: str) -> str:
     """Return the compute that an alarm recommends instead of another one: ``bfloat16`` for an unknown name.
 
     Example:
-        >>> fallback_of("float8-delayed+smooth"), fallback_of("float8-row")
-        ('float8-row', 'float8-block')
+        >>> fallback_of("float8-row"), fallback_of("a future compute")
+        ('float8-block', 'bfloat16')
     """
-    compute = COMPUTES.get(name.partition("+")[0])
-    return compute.fallback if compute is not None else "bfloat16"
-
-
-def at_layer(compute: Compute, layer: str) -> Compute:
-    """Return the compute of the linear layer of that dotted name. Only the layers of ``SMOOTHED`` are smoothed.
-
-    Example:
-        >>> compute = find("float8-tensor+smooth")
-        >>> [at_layer(compute, name).name for name in ("layers.0.mlp.down_proj", "layers.0.mlp.up_proj")]
-        ['float8-tensor+smooth', 'float8-tensor']
-    """
-    if not compute.name.endswith(_SMOOTH) or _is_smoothed(layer):
-        return compute
-    base = compute.name.removesuffix(_SMOOTH)
-    return VARIANTS.get(base + _FRESH) or COMPUTES[base]
-
-
-def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
-    """Refuse a smooth compute for a model if none of its linear ``layers`` is in ``SMOOTHED``."""
-    names = list(layers)
-    if compute.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
-        raise RecipeError(
-            f"compute '{compute.name}' smooths the input of a gated MLP's down projection, and {model} has no layer named "
-            f"'down_proj'{f' among {names[0]}, …' if names else ''}.",
-            f"Take '{compute.name.removesuffix(_SMOOTH)}'.",
-        )
-
-
-def _is_smoothed(layer: str) -> bool:
-    return any(fnmatch.fnmatchcase(layer, pattern) for pattern in SMOOTHED)
+    return COMPUTES[name].fallback if name in COMPUTES else "bfloat16"

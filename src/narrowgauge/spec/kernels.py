@@ -30,7 +30,7 @@ class Kernel:
         granularities: of the left and the right operand.
         capabilities: the first and the last compute capability of NVIDIA's chips that run it, times ten; ``None`` for none.
         architectures: AMD's chips that run it.
-        scales: formats of the scales of blocks; empty where scales belong to rows or tensors, and for operands without scales.
+        scales: formats of the scales of blocks; empty where scales belong to rows or tensors.
     """
 
     name: str
@@ -79,8 +79,6 @@ _KERNELS = (
     # Results leave as bfloat16.
     Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), (100, 109), scales=_POWERS),
     Kernel("nvfp4", _pair_of("float4_e2m1fn"), _pair_of("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
-    # Float32 matmuls on tensor cores, for operands that already are tfloat32 numbers.
-    Kernel("tfloat32", _pair_of("tfloat32"), _pair_of("none"), (80, _LAST)),
 )  # fmt: skip
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 
@@ -98,5 +96,4 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
 
 def needs_kernel(product: Product) -> bool:
     """Return whether only a row of the table multiplies these formats, and not every GPU."""
-    formats = {product.left.format, product.right.format}
-    return not (formats == {"int8"} or (product.is_wide and "tfloat32" not in formats))
+    return not product.is_wide and {product.left.format, product.right.format} != {"int8"}

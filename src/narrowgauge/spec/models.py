@@ -157,15 +157,12 @@ LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
 """Peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on source text are
 stable with every storage; above: the published rates (GPT-3, arXiv 2005.14165, table 2.1)."""
 
-UNIT_LEARNING_RATE = 0.5
-"""For unit-scaled models of any width: the best rate of those tried at 1 million parameters."""
 
-
-def usual_rate(num_parameters: int, *, is_unit: bool = False) -> float:
+def usual_rate(num_parameters: int) -> float:
     """Return the usual peak learning rate of a model of this many parameters.
 
     Example:
-        >>> usual_rate(1_000_000), usual_rate(7_000_000_000), usual_rate(1_000_000, is_unit=True)
-        (0.003, 0.0003, 0.5)
+        >>> usual_rate(1_000_000), usual_rate(7_000_000_000)
+        (0.003, 0.0003)
     """
-    return UNIT_LEARNING_RATE if is_unit else next(rate for bound, rate in LEARNING_RATES if num_parameters < bound)
+    return next(rate for bound, rate in LEARNING_RATES if num_parameters < bound)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Override, Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
@@ -103,17 +102,12 @@ def get_compute(compute: str | Compute, *, has_storage: bool = False) -> Compute
     if isinstance(compute, Compute):
         return compute
     name = compute_name(compute)
-    choices, row = AMBIGUOUS.get(name, ()), computes.find(name)
+    choices, row = AMBIGUOUS.get(name, ()), COMPUTES.get(name)
     if row is not None and (has_storage or not choices or "/" in choices[0]):
         return row
     if choices:
         _refuse_ambiguous(compute, choices if row else tuple(dict.fromkeys(c.partition("/")[0] for c in choices)))
-    base, plus, _ = name.partition("+")
-    if plus and base in COMPUTES:
-        variants = [variant for variant in computes.VARIANTS if variant.startswith(f"{base}+")]
-        advice = f"Take {' or '.join(map(repr, variants))}." if variants else f"It has no variants; take '{base}'."
-        raise RecipeError(f"compute '{base}' has no variant '{name}'.", f"{advice} {_SEE}")
-    raise _no_part("compute", name, [*COMPUTES, *computes.VARIANTS])
+    raise _no_part("compute", name, COMPUTES)
 
 
 def parse(value: Any, where: str = "") -> Recipe:
@@ -160,9 +154,9 @@ def _from_name(text: str) -> Recipe:
         _refuse_ambiguous(text, AMBIGUOUS[name])
     name = ALIASES[name].recipe if name in ALIASES else name
     compute, *rest = name.split("/")
-    if len(rest) > 2 or (not rest and computes.find(compute) is None):
+    if len(rest) > 2 or (not rest and compute not in COMPUTES):
         # A storage alone is a likely mistake, and not similar to any full name.
-        names = [*ALIASES, *full_names(), *COMPUTES, *computes.VARIANTS]
+        names = [*ALIASES, *full_names(), *COMPUTES]
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, names)
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
     row = get_compute(compute, has_storage=bool(rest))

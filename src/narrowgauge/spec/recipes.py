@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.computes import COMPUTES, Compute, at_layer
+from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
@@ -147,9 +147,9 @@ class Recipe:
             return COMPUTES["float32"]
         matches = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
         if (override := next(matches, None)) is not None:
-            return at_layer(override, name)
+            return override
         is_kept_wide = _matches_within(name, self.compute.keep)
-        return COMPUTES[self.dtype] if is_kept_wide else at_layer(self.compute, name)
+        return COMPUTES[self.dtype] if is_kept_wide else self.compute
 
     def keeps(self, name: str) -> bool:
         """Return whether a ``keep`` pattern matches ``name``, a module or parameter, or a module that contains it."""

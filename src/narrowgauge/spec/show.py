@@ -11,7 +11,7 @@ from typing import Any
 
 from narrowgauge.spec import notation, storages
 from narrowgauge.spec.chips import CHIPS, Chip
-from narrowgauge.spec.computes import COMPUTES, VARIANTS, Compute
+from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
@@ -188,7 +188,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
     ),
     "computes": (
         "How operands of the three matmuls are cast.",
-        lambda: [_compute_row(row) for row in (*COMPUTES.values(), *VARIANTS.values())],
+        lambda: [_compute_row(row) for row in COMPUTES.values()],
         (
             *name_columns(compute="name"), *text_columns(forward="forward", gradients="gradients"),
             Column("B saved", "kept_bytes", right=True), *text_columns(native="native", purpose="purpose"),

@@ -216,8 +216,6 @@ def define(
 ) -> list[TrainConfig]:
     """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
 
-    A unit-scaled model among others keeps its own default learning rate, because its rate has other units.
-
     Args:
         settings: fields of ``TrainConfig`` that all runs share.
         resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
@@ -233,12 +231,10 @@ def define(
     require_resolvable(resolve)
     if resolve is not None and len(numbers) < 2:
         raise NarrowgaugeError(f"Cannot resolve {resolve:g} with one seed, which gives no interval.", "Add --seeds 3.")
-    is_unit = {recipe.title: recipe.compute.transform == "unit" for recipe in recipes}
-    rates = {title: base.lr if len(set(is_unit.values())) == 1 or not unit else None for title, unit in is_unit.items()}
     for recipe in recipes:
-        replace(base, recipe=recipe, lr=rates[recipe.title]).validated()
+        replace(base, recipe=recipe).validated()
     return [
-        replace(base, recipe=recipe, seed=seed, out=run_name(recipe.title, seed), lr=rates[recipe.title])
+        replace(base, recipe=recipe, seed=seed, out=run_name(recipe.title, seed))
         for seed in numbers
         for recipe in recipes
     ]

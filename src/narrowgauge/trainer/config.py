@@ -27,7 +27,7 @@ from narrowgauge.errors import (
     suggestion,
 )
 from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched_off
-from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
+from narrowgauge.spec.models import MODELS, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
@@ -156,7 +156,7 @@ class TrainConfig:
     gradient_accumulation_steps: int = count(1, "Micro-batches per optimizer step; must divide the batch size.")
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003; unit-scaled models: 0.5; times the factor of the rule]", "above 0 and finite", lambda x: 0 < x < math.inf)
+        "0.0003; times the factor of the rule]", "above 0 and finite", lambda x: 0 < x < math.inf)
     schedule: str = setting(
         "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", names=SCHEDULES)
     warmup_steps: int | None = count(
@@ -279,11 +279,8 @@ class TrainConfig:
             values["rule_options"] = rule.text(rule.in_training(self.rule_options or ""))
         if self.warmup_steps is None:
             values["warmup_steps"] = min(self.steps // 10, 100)
-        if self.lr is None and not self._why_no_rate():
-            if self.recipe.compute.transform == "unit":
-                values["lr"] = UNIT_LEARNING_RATE
-            elif num_parameters is not None:
-                values["lr"] = usual_rate(num_parameters) * (rule.rate or 1.0)
+        if self.lr is None and num_parameters is not None and not self._why_no_rate():
+            values["lr"] = usual_rate(num_parameters) * (rule.rate or 1.0)
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
             values["compile"] = self._is_worth_compiling(num_parameters) and not _compiler_missing()
         return replace(self, **values)
@@ -292,9 +289,7 @@ class TrainConfig:
         """Return why the model's size gives no learning rate, or an empty string."""
         if self.update_rule.rate is None:
             return f"the steps of '{self.rule}' are as large as the gradient, which no rule of a model's size knows"
-        # Unit scaling multiplies each matrix's rate for steps with AdamW's kind and size.
-        is_other = self.recipe.compute.transform == "unit" and self.rule != "adamw"
-        return "the usual rate of unit-scaled models is AdamW's" if is_other else ""
+        return ""
 
     def _is_worth_compiling(self, num_parameters: int | None) -> bool:
         return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS

@@ -74,14 +74,6 @@ def _weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
         name: optimizer.stored(parameter).float() if dtype == "float32" else parameter.detach()
         for name, parameter in model.named_parameters()
     }
-    if session.config.recipe.compute.transform == "unit":
-        from narrowgauge.transforms.unit_scaling import plain_state_dict
-
-        # Float32 weights that make the plain class equivalent to the unit-scaled model.
-        for name, parameter in model.named_parameters():
-            parameter.data = weights[name]
-        plain = plain_state_dict(model)
-        weights = {name: plain[name] for name in weights}
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     return {name: tensor.contiguous() for name, tensor in {**weights, **buffers}.items()}
 

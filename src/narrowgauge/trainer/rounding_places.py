@@ -29,7 +29,7 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
-from narrowgauge.matmul.operand import block_values, drawn_signs
+from narrowgauge.matmul.operand import block_values
 from narrowgauge.numerics.quantization import rotate
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -358,7 +358,7 @@ class _Casts:
         """Return the values of ``x`` after the cast of a slot, and the cast's outer scale. Without a rounding, return ``x``."""
         layer, compute, keys = self.layer, self.layer.compute, self.layer.keys()
         tensor, slot = SLOTS[slot].tensor, compute.cast_slots[slot]
-        cast, dim, matmul = compute.casts[slot], SLOTS[slot].dim, SLOTS[slot].matmul
+        cast, dim = compute.casts[slot], SLOTS[slot].dim
         if _CAST_AT[tensor] not in self.rounded or cast.is_wide:
             return x, None
         operand = cast_to_slot(
@@ -367,11 +367,9 @@ class _Casts:
         values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
         values = values if operand.outer is None else values * operand.outer
         if cast.rotation != "none":  # rotate back by the transposed matrix
-            matrix = rotate(torch.eye(ROTATION_SIZE, device=x.device), 1, cast.rotation)
+            matrix = rotate(torch.eye(ROTATION_SIZE, device=x.device), 1)
             blocks = values.unflatten(dim, (-1, ROTATION_SIZE)).movedim(dim + 1, -1)
             values = (blocks @ matrix.t()).movedim(-1, dim + 1).flatten(dim, dim + 1)
-            signs = drawn_signs(cast, x.shape[dim], dim, keys, matmul)
-            values = values if signs is None else values * signs
         values = values[: x.shape[0], : x.shape[1]]
         return values if fold is None else values / fold, operand.outer
 

@@ -264,10 +264,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         if accumulator is not None:
             reduction.accumulate_in(accumulator)
         optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
-    if config.recipe.compute.transform == "unit":
-        from narrowgauge.transforms.unit_scaling import fix_batch
-
-        fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
     loss = _loss(model, config, is_chunked and has_plain_product(model.get_output_embeddings()))
     linears = linears_of(model)
     return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here)

@@ -36,7 +36,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     session.reader.begin()
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_factor", 1.0)
+        group["lr"] = rate
     if config.verify_every and (session.step + 1) % config.verify_every == 0:
         session.verify_replicas()
 

@@ -1,1 +1,1 @@
-"""Methods that change a whole model before its optimizer is made: Scalify, unit scaling, Smooth-SwiGLU."""
+"""Methods that change a whole model before its optimizer is made: Scalify."""

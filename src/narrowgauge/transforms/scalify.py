@@ -382,14 +382,6 @@ class _LlamaRMSNorm(_Ruled):
         return weight * wide.to(real.dtype)
 
 
-_OF_TRANSFORMERS = [
-    "FastGELUActivation",
-    "GELUActivation",
-    "GELUTanh",
-    "NewGELUActivation",
-    "QuickGELUActivation",
-    "SiLUActivation",
-]
 # By full name: a model of another library must not need transformers.
 _BY_CLASS: dict[str, type[_Ruled]] = {
     "torch.nn.modules.linear.Linear": _Linear,
@@ -398,8 +390,10 @@ _BY_CLASS: dict[str, type[_Ruled]] = {
     "torch.nn.modules.normalization.LayerNorm": _LayerNorm,
     "torch.nn.modules.normalization.RMSNorm": _RMSNorm,
     "transformers.models.llama.modeling_llama.LlamaRMSNorm": _LlamaRMSNorm,
-    **{f"torch.nn.modules.activation.{name}": _Activation for name in ("GELU", "ReLU", "Sigmoid", "SiLU", "Tanh")},
-    **{f"transformers.activations.{name}": _Activation for name in _OF_TRANSFORMERS},
+    **{f"torch.nn.modules.activation.{name}": _Activation for name in ("GELU", "ReLU", "SiLU")},
+    "transformers.activations.GELUActivation": _Activation,
+    "transformers.activations.NewGELUActivation": _Activation,
+    "transformers.activations.SiLUActivation": _Activation,
 }
 
 

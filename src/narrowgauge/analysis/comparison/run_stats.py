@@ -135,11 +135,6 @@ class RunStats:
         assert self.run.summary is not None
         return float(self.run.summary["val_loss"])
 
-    @property
-    def is_unit_scaled(self) -> bool:
-        """Return whether the model is unit-scaled. Such models have other initial weights and learning rates."""
-        return self.recipe is not None and self.recipe.compute.transform == "unit"
-
     @cached_property
     def curve(self) -> LossCurve:
         return LossCurve.of(self.run)

@@ -138,7 +138,7 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
 # ── what to know about the runs ─────────────────────────────────────────────────────────────────────────────────────
 
 # Settings that may differ between compared runs. Learning rates and steps have their own check.
-_FREE = NOT_COMPARED - {"eval_batches"} | {"recipe", "seed", "lr", "warmup_steps", "steps"}
+_FREE = NOT_COMPARED - {"eval_batches"} | {"recipe", "seed", "warmup_steps", "steps"}
 
 
 def _runs(comparison: Comparison) -> list[RunStats]:
@@ -172,9 +172,6 @@ def _differing(comparison: Comparison) -> str:
     steps = {number: labels for number, labels in _steps(comparison).items() if number is not None}
     if len(steps) > 1:
         items.append(f"steps: {', '.join(f'{listed(labels)} {number}' for number, labels in steps.items())}")
-    units = {run.label for run in runs if run.is_unit_scaled}
-    if units and len(units) < len(comparison.classes):
-        items.append(f"unit-scaled models, with initial weights and rates of their own: {listed(sorted(units))}")
     if foreign := dict.fromkeys(run.label for run in runs if run.run.is_foreign):
         items.append(f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(foreign)}")
     return f"The runs differ in more than recipe and seed ({'; '.join(items)})." if items else ""
@@ -198,9 +195,6 @@ def _settings(run: RunStats) -> Iterator[tuple[str, Any]]:
     """Yield the settings that runs of one seed should share."""
     config = run.run.config
     yield from ((key, value) for key, value in config.items() if key not in _FREE)
-    # A unit-scaled model's learning rate has other units.
-    if "lr" in config:
-        yield "lr of unit-scaled models" if run.is_unit_scaled else "lr", config["lr"]
     for table, key, words in (
         ("machine", "device", "device"), ("machine", "num_threads", "threads"), ("data", "fingerprint", "text with hash"),
     ):  # fmt: skip

@@ -28,7 +28,7 @@ from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.hooks import follow_gradients
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.numerics.scaling import FLOOR, LossScaler
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
@@ -108,7 +108,7 @@ class StepReader:
         if self.optimizer is None:
             return {}
         group = self.optimizer.param_groups[0]
-        row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
+        row: Row = {"lr": float(group["lr"])}
         if self.ours is None:
             self.was_skipped = self._before == self._num_changes()
             return row | ({"skipped": True} if self.was_skipped else {})
@@ -256,7 +256,7 @@ def is_finite(row: Row) -> bool:
 
 def is_rescaled(row: Row, scaler: LossScaler | None, scale: float) -> bool:
     """Return whether the loss scaler answers a step's overflow by a lower scale. Arguments as for :meth:`FailedSteps.take`."""
-    return scaler is not None and math.isfinite(row.get("loss") or 0.0) and scale > scaler.floor
+    return scaler is not None and math.isfinite(row.get("loss") or 0.0) and scale > FLOOR
 
 
 def symptom(row: Row) -> str:
