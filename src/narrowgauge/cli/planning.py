@@ -19,7 +19,6 @@ from narrowgauge.spec.update_rules import UPDATE_RULES
 
 if TYPE_CHECKING:
     from narrowgauge.planner.plan_tables import Plan
-    from narrowgauge.profiling.profile import Profile
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -170,14 +169,6 @@ def _show(row: tables.Row, parts: list[tables.Table], sentences: list[str], as_j
         return tables.write_json(row)
     tables.write(parts)
     return click.echo("\n".join(["", *sentences])) if sentences else None
-
-
-def show_profile(profile: Profile, as_json: bool) -> None:
-    """Print the costs of recipes layer by layer, as tables or as JSON."""
-    if as_json:
-        return tables.write_json(profile.rows)
-    tables.write(profile.tables())
-    return click.echo(f"\n{profile.text()}")
 
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")

@@ -10,7 +10,7 @@ from narrowgauge.planner.efficiency import RESTARTS
 from narrowgauge.planner.jobs import OURS, Job
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
-from narrowgauge.planner.terms import Change, Term, Terms
+from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.planner.units import (
     axes_text,
     bytes_text,
@@ -116,7 +116,7 @@ class Plan:
         return tables
 
 
-# ── tables: options, sizes, terms, and changes between two sums ───────────────────────────────────────────────────────────
+# ── tables: options, terms and groups ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Any], title: str) -> Table:
@@ -213,19 +213,6 @@ def _groups_table(step: Terms, title: str) -> Table:
         *text_columns(what_helps=lambda item: CAUSES["groups"][item[0]]["remedy"]),
     )
     return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
-
-
-def changes_table(differences: Sequence[Change], title: str, least: float = 0.0) -> Table:
-    """Return the changes between two sums of seconds, if larger than ``least``."""
-    columns = (
-        *text_columns(group="group", term="name"),
-        *number_columns(
-            before=lambda change: duration_text(change.before), after=lambda change: duration_text(change.after),
-            difference=lambda change: f"{change.difference:+.3g} s",
-        ),
-        *text_columns(formula="formula"),
-    )  # fmt: skip
-    return _table(columns, [change for change in differences if abs(change.difference) > least], title)
 
 
 # ── the sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
