@@ -15,7 +15,6 @@ chip = "V100"
 chips = 16
 chips_per_node = 4
 interconnect_gbit_per_second = 1600
-dollars_per_hour = 2
 """
 
 
@@ -25,9 +24,8 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     cluster = read_cluster(path)
     assert (cluster.name, cluster.chips, cluster.chips_per_node) == ("mine", 16, 4)
     assert cluster.network_bytes_per_second == 50e9
-    assert cluster.memory_bytes == 32 * 2**30
+    assert cluster.chip.memory_bytes == 32 * 2**30
     assert cluster.peak_flops_per_second == 16 * 125e12
-    assert cluster.dollars_per_hour == 2
 
 
 def test_chips_fill_whole_nodes() -> None:

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from narrowgauge.errors import DataError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.model import decoder, preset_names, read_model
-from narrowgauge.planner.plan import plan
 from narrowgauge.spec.models import MODELS
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -125,10 +124,11 @@ def test_a_folder_is_not_taken_for_a_llama(tmp_path: Path) -> None:
     assert shape.query_dim == 128 and shape.num_parameters == pytest.approx(4.02e9, rel=1e-3)
 
 
-def test_models_without_attention_have_a_state_and_no_time() -> None:
-    shape = of_config({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64}, "mamba")
-    assert shape.num_parameters > 0 and not shape.has_shape
-    assert plan(shape, recipes=["bfloat16/word"]).best.memory.total == 8 * shape.num_parameters
+def test_models_without_attention_are_refused_with_the_size_of_their_state() -> None:
+    keys = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64}
+    size = sum(value.numel() for value in built(keys).parameters())
+    with pytest.raises(DataError, match=rf"no decoder of attention layers\. .*--params {size}\."):
+        of_config(keys, "mamba")
     with pytest.raises(DataError, match="transformers does not build it"):
         of_config({"model_type": "no-such-model"}, "it")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.model import Architecture, LatentAttention, Matmul, Mixture, Norm, Part, Split, of_size
+from narrowgauge.planner.model import Architecture, LatentAttention, Matmul, Mixture, Norm, Part, Split
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")
 _FLOAT32_NORMS = ("Gemma", "VaultGemma", "Olmo2", "Olmo3")
@@ -63,7 +63,10 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
     layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
     is_recurrent = any(_RECURRENT.search(n) for layer in layers for n, _ in layer.named_parameters())
     if is_recurrent or not (layers and heads and embedding is not None and head is not None):
-        return of_size(total, name)  # no decoder of attention layers: plan only its state
+        raise DataError(
+            f"Cannot plan {name}, because it is no decoder of attention layers.",
+            f"Plan its state: narrowgauge plan state --params {total}.",
+        )
 
     counts: Counter[Matmul] = Counter()
     for layer in layers:
@@ -109,6 +112,7 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
         head.weight.shape[0],
         tuple(matmuls),
         vectors,
+        outer_vectors=0,
         num_heads=heads,
         num_kv_heads=round(kv_heads),
         query_dim=latent.plain_dim + latent.rotary_dim if latent else head_dim,

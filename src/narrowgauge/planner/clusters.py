@@ -5,7 +5,6 @@ Rates are in one direction and per chip, as in the table of chips. A TOML file h
     chip = "H100-SXM"
     chips = 32
     interconnect_gbit_per_second = 400   # of a node
-    dollars_per_hour = 2.5               # of a chip
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Cluster:
         chips: number of all chips.
         link_gb_per_second: between chips of a node, per chip, one direction, 10^9 bytes per second; None for the chip's rate.
         interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of such nodes.
-        dollars_per_hour: per chip; None if unknown.
         software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's default assumption.
         name: for tables and messages.
     """
@@ -46,7 +44,6 @@ class Cluster:
     chips_per_node: int
     link_gb_per_second: float | None = None
     interconnect_gbit_per_second: float | None = None
-    dollars_per_hour: float | None = None
     software: str = ""
     name: str = ""
 
@@ -65,11 +62,6 @@ class Cluster:
                 f"{self.chips} chips were requested in nodes of {size}, which is {self.chips / size:.2f} nodes.",
                 f"Use {near} or {near + size} chips, or name the chips of a node.",
             )
-
-    @property
-    def memory_bytes(self) -> float:
-        """Return the bytes of a chip."""
-        return float(self.chip.memory_bytes)
 
     @property
     def host_bytes_per_second(self) -> float:
@@ -184,20 +176,19 @@ def read_table(path: Path, content: str, advice: str) -> dict[str, Any]:
 def clusters_asked_for(
     cluster: Cluster | str | Path | Sequence[Cluster | str | Path],
     chip: str | Chip | Sequence[str | Chip],
-    chips: Sequence[int],
+    chips: int | Sequence[int],
     chips_per_node: int | None = None,
-    **rates: float | str | None,
-) -> tuple[Cluster, ...]:
-    """Return the named clusters, or every chip in every number. ``rates`` are fields of :class:`Cluster`; None is ignored."""
+    **rates: Any,
+) -> list[Cluster]:
+    """Return the named clusters, or every chip in every number. ``rates`` are fields of :class:`Cluster`."""
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
-    fields: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
-    if clusters and (kinds or chips or fields):
-        second = "chips" if kinds or chips else next(iter(fields))
-        raise ChipError(
-            f"a cluster and {second} were requested together.",
-            "Leave out one of them: a cluster has its chips.",
-        )
+    counts = [chips] if isinstance(chips, int) else list(chips)
+    advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
+    if not clusters and not kinds:
+        raise ChipError("no machine was named.", advice)
+    if clusters and (kinds or counts or chips_per_node or rates):
+        raise ChipError(f"a cluster and {next(iter(rates), 'chips')} were requested together.", advice)
     if clusters:
-        return tuple(c if isinstance(c, Cluster) else read_cluster(c) for c in clusters)
-    return tuple(cluster_of(kind, count, chips_per_node, **fields) for kind in kinds for count in chips or [1])
+        return [c if isinstance(c, Cluster) else read_cluster(c) for c in clusters]
+    return [cluster_of(kind, count, chips_per_node, **rates) for kind in kinds for count in counts or [1]]

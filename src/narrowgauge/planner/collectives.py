@@ -276,7 +276,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
     shares = job.efficiency
-    return path_of(ranks, stride, job.hardware, link=shares["link"], network=shares["network"])
+    return path_of(ranks, stride, job.cluster, link=shares["link"], network=shares["network"])
 
 
 def _exposed(
@@ -286,7 +286,7 @@ def _exposed(
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
-    assumed = " (assumed)" if path.nodes > 1 and job.hardware.is_network_assumed else ""
+    assumed = " (assumed)" if path.nodes > 1 and job.cluster.is_network_assumed else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
     text, *numbers = description

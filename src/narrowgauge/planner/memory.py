@@ -111,23 +111,12 @@ def memory_terms(
     """Return the memory of the worst rank at its worst moment: bytes by group.
 
     If every rank computes whole layers, norms and activation functions are eager kernels (Hugging Face), and logits are computed
-    a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM). If only the size of a model is known, only its state
-    counts.
-
-    Example:
-        >>> from narrowgauge.planner.model import of_size
-        >>> from narrowgauge.spec.notation import parse
-        >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
-        [160.0, 80.0, 60.0]
+    a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM).
     """
     peaks = []
     for stage in stages_of(architecture, layout):
-        rank = _Rank(architecture, recipe, layout, sequence_length, stage)
-        if architecture.has_shape:
-            terms = rank.worst_moment()
-            peaks.append(Terms((*terms, *_overhead_terms(terms, layout))))
-        else:
-            peaks.append(Terms(rank.state_terms()))
+        terms = _Rank(architecture, recipe, layout, sequence_length, stage).worst_moment()
+        peaks.append(Terms((*terms, *_overhead_terms(terms, layout))))
     return max(peaks, key=lambda terms: terms.total)
 
 
@@ -154,7 +143,7 @@ class _Rank:
         # Parameters of the largest layer on one of the ranks that shard it.
         experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
         experts = experts / layout.expert / layout.expert_tensor_ranks
-        self.largest_layer = (a.largest_layer if a.has_shape else 0) / layout.tensor + experts
+        self.largest_layer = (a.largest_layer) / layout.tensor + experts
 
     def worst_moment(self) -> Terms:
         a, layout = self.a, self.layout
@@ -208,8 +197,8 @@ class _Rank:
         def term(group: str, name: str, level: int) -> Term:
             value, width = getattr(state, group), getattr(per, group)
             over = layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1)
-            note = ", vectors and what is not shared as they are" if self.a.has_shape else ""
-            formula = "{:,} parameters × {:g} B / {} ranks{}", self.a.num_parameters, width, over, note
+            text = "{:,} parameters × {:g} B / {} ranks, vectors and what is not shared as they are"
+            formula = text, self.a.num_parameters, width, over
             return Term(group, name, value, formula, source)
 
         optimizer = term("optimizer", "states beside the weights", 1)

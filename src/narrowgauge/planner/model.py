@@ -111,23 +111,22 @@ class Architecture:
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: queries, keys and values are one matmul.
         window, window_share: attended tokens per layer, None for all; and the fraction of layers with that window.
-        stated_parameters: number of parameters of a model with unknown shape (:func:`of_size`).
         source: publication of the shape.
         left_out: parts of the model without planned time and activations; empty if none.
     """
 
     name: str
-    num_layers: int = 0
-    hidden_size: int = 0
-    vocab_size: int = 0
-    matmuls: tuple[Matmul, ...] = ()
-    vectors: int = 0
-    outer_vectors: int = 0
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    query_dim: int = 0
-    value_dim: int = 0
-    intermediate_size: int = 0
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    matmuls: tuple[Matmul, ...]
+    vectors: int
+    outer_vectors: int
+    num_heads: int
+    num_kv_heads: int
+    query_dim: int
+    value_dim: int
+    intermediate_size: int
     is_gated: bool = True
     tie_embeddings: bool = False
     positions: int = 0
@@ -140,17 +139,11 @@ class Architecture:
     window_share: float = 1.0
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
-    stated_parameters: int | None = None
     source: str = ""
     left_out: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_parameters))
-
-    @property
-    def has_shape(self) -> bool:
-        """Tell whether the shape is known, not only the number of parameters."""
-        return self.stated_parameters is None
 
     @property
     def num_dense_layers(self) -> int:
@@ -174,8 +167,6 @@ class Architecture:
     @cached_property
     def num_parameters(self) -> int:
         """Count all parameters; a tied embedding counts once."""
-        if self.stated_parameters is not None:
-            return self.stated_parameters
         return self.outer_parameters + self.vectors + sum(m.num_parameters for m in self.matmuls if m.part != "head")
 
     @cached_property
@@ -235,20 +226,8 @@ class Architecture:
 
         Recomputation does not count: it is in HFU, not in MFU.
         """
-        if self.stated_parameters is not None:
-            return 6.0 * self.stated_parameters
         weights = 3 * sum(matmul.flops_per_token for matmul in self.matmuls)
         return weights + self.attention_flops(sequence_length, is_causal=is_causal)
-
-
-def of_size(num_parameters: float, name: str = "") -> Architecture:
-    """Return a model with a known number of parameters only: enough for its state, not for activations or time.
-
-    Example:
-        >>> of_size(10e9).num_parameters
-        10000000000
-    """
-    return Architecture(name or f"{num_parameters:.3g} parameters", stated_parameters=round(num_parameters))
 
 
 # ── presets: a decoder from its sizes ─────────────────────────────────────────────────────────────────────────────────────

@@ -105,13 +105,7 @@ class ModelState:
 
 @lru_cache(maxsize=256)
 def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: int = 1) -> ModelState:
-    """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
-
-    A model of unknown shape is one matrix.
-    """
-    per = bytes_per_parameter(recipe.storage)
-    if not a.has_shape:
-        return ModelState(per * (a.num_parameters / tensor))
+    """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices."""
     numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
     storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
     layers = sum((bytes_per_parameter(s) * (a.vectors / len(numbers)) for s in storages), Bytes())
@@ -166,7 +160,7 @@ def on_stage(
     The first stage has the embedding, the last the head.
     """
     state = state_of(architecture, recipe, layout.tensor, layout.expert_tensor_ranks)
-    share = layers / architecture.num_layers if architecture.has_shape else 1 / layout.pipeline
+    share = layers / architecture.num_layers
     rest = state.layers * share
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
     if is_first or (is_last and architecture.tie_embeddings):

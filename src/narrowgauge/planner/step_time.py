@@ -49,7 +49,7 @@ def step_terms(job: Job) -> Terms:
 
     Raises:
         ChipError: the chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster has chips.
-        RecipeError: only the model's number of parameters is known, or the layout does not suit it.
+        RecipeError: the layout does not suit the model.
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
@@ -78,16 +78,14 @@ def step_terms(job: Job) -> Terms:
 def check_job(job: Job) -> None:
     """Raise if a job cannot run."""
     architecture, layout, chip = job.architecture, job.layout, job.chip
-    if not architecture.has_shape:
-        raise RecipeError(f"only the size of {architecture.name} is known.", "Name a model, or a config.json.")
     if chip.rate_format(job.recipe.dtype) not in chip.peak_tflops:
         raise ChipError(
             f"{job.recipe.name} was requested on {chip.name}, which does not multiply {job.recipe.dtype}.",
             f"It multiplies {', '.join(chip.peak_tflops)}.",
         )
-    if layout.num_ranks > job.hardware.chips:
+    if layout.num_ranks > job.cluster.chips:
         raise ChipError(
-            f"a layout of {layout.num_ranks} ranks was requested on {job.hardware.chips} chips.",
+            f"a layout of {layout.num_ranks} ranks was requested on {job.cluster.chips} chips.",
             "Share less, or add chips.",
         )
     why = why_not(architecture, layout, job.sequence_length)
@@ -168,6 +166,6 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    saved = number * job.recipe.bytes_per_param / (job.hardware.host_bytes_per_second * shares["host"])
+    saved = number * job.recipe.bytes_per_param / (job.cluster.host_bytes_per_second * shares["host"])
     formula = "{:.3g} s to the host's memory every {:,.0f} s", saved, CHECKPOINT_SECONDS
     yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from narrowgauge.gauges.attach import attach_gauges
 from narrowgauge.runs.schema import Row, metric_of
@@ -50,7 +51,9 @@ def _losses_in(session: Session) -> list[Row]:
     lost = []
     for key in rows[0]["tensors"]:
         tensor, _, layer = key.partition(":")
-        figures = {name: [metric_of(row, "tensors", key, name) for row in rows] for name in _METRICS}
+        figures: dict[str, list[Any]] = {
+            name: [metric_of(row, "tensors", key, name) for row in rows] for name in _METRICS
+        }
         if all(value is not None for values in figures.values() for value in values):  # others have no cast
             means = {name: statistics.fmean(map(float, values)) for name, values in figures.items()}
             lost.append({"layer": layer, "tensor": tensor, **means})
