@@ -58,11 +58,11 @@ def test_a_launch_is_read(tmp_path: Path) -> None:
 )
 def test_one_slower_setting_is_found(tmp_path: Path, edit: tuple[str, str], setting: str, group: str) -> None:
     comparison = compare_launches(launch(tmp_path), launch(tmp_path, edit))
-    [effect] = comparison.effects
+    [effect] = comparison.settings
     assert effect["setting"] == setting
     assert effect["seconds"] == pytest.approx(grown(comparison)) and effect["seconds"] > 0
-    assert comparison.changes[0].group == group
-    assert sum(change.difference for change in comparison.changes) == pytest.approx(effect["seconds"])
+    assert comparison.terms[0]["group"] == group
+    assert sum(row["after"] - row["before"] for row in comparison.terms) == pytest.approx(effect["seconds"])
 
 
 def test_larger_batches_are_not_slower(tmp_path: Path) -> None:
@@ -75,6 +75,6 @@ def test_what_no_setting_explains_is_left_over(tmp_path: Path) -> None:
     same = launch(tmp_path, first="step_seconds = 2.0\n")
     slow = launch(tmp_path, first="step_seconds = 3.0\n")
     comparison = compare_launches(same, slow)
-    assert comparison.effects == [] and grown(comparison) == 0
+    assert comparison.settings == [] and grown(comparison) == 0
     table = comparison.tables()[0]
     assert [table.columns[3].cell(row) for row in table.rows] == ["+0 s", "+1 s"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,4 +184,4 @@ def regression_command(before: Path, after: Path, as_json: bool) -> None:
     from narrowgauge.planner.launches import compare_launches, read_launch
 
     comparison = compare_launches(read_launch(before), read_launch(after))
-    _show(comparison.row(), comparison.tables(), [], as_json)
+    _show(dataclasses.asdict(comparison), comparison.tables(), [], as_json)

@@ -9,7 +9,6 @@ Rates are in one direction and per chip, as in the table of chips. A TOML file h
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, suggestion
-from narrowgauge.planner.efficiency import SOFTWARE, efficiency_of
+from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
@@ -33,7 +32,6 @@ class Cluster:
 
     Args:
         chips: number of all chips.
-        link_gb_per_second: between chips of a node, per chip, one direction, 10^9 bytes per second; None for the chip's rate.
         interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of such nodes.
         software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's default assumption.
         name: for tables and messages.
@@ -42,20 +40,16 @@ class Cluster:
     chip: Chip
     chips: int
     chips_per_node: int
-    link_gb_per_second: float | None = None
     interconnect_gbit_per_second: float | None = None
     software: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
         efficiency_of(self.chip, self.software)
-        where = f"a cluster of {self.chip.name} has"
-        for name in _NUMBERS:
-            value, least = getattr(self, name), 1 if name in _WHOLE else 0
+        for name, least in (("chips", 1), ("chips_per_node", 1), ("interconnect_gbit_per_second", 1e-3)):
+            value = getattr(self, name)
             if value is not None and not (least <= value < math.inf):
-                raise ChipError(f"{where} {name} = {value}.", f"Use {least} or more.")
-        if self.link_gb_per_second == 0 and self.chips_per_node > 1:
-            raise ChipError(f"{where} link_gb_per_second = 0 within a node.", "Omit it for the chip's.")
+                raise ChipError(f"a cluster of {self.chip.name} has {name} = {value}.", f"Use {least} or more.")
         if self.chips % self.chips_per_node:
             size, near = self.chips_per_node, self.chips - self.chips % self.chips_per_node
             raise ChipError(
@@ -66,8 +60,7 @@ class Cluster:
     @property
     def host_bytes_per_second(self) -> float:
         """Return the printed rate between a chip and its host; PCIe4's rate if the link is not published."""
-        rates = (rate for name, rate in HOST_GB_PER_SECOND.items() if self.chip.host_link.startswith(name))
-        return 1e9 * next(rates, HOST_GB_PER_SECOND[_ASSUMED_HOST])
+        return 1e9 * HOST_GB_PER_SECOND.get(self.chip.host_link.split()[0], HOST_GB_PER_SECOND[_ASSUMED_HOST])
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
         """Return a chip's send rate to a group of ``ranks`` that lie ``stride`` apart in its node.
@@ -78,8 +71,6 @@ class Cluster:
             >>> [cluster_of("MI300X", 8).link_bytes_per_second(ranks) / 1e9 for ranks in (2, 8)]
             [64.0, 448.0]
         """
-        if self.link_gb_per_second is not None:
-            return self.link_gb_per_second * 1e9
         chip = self.chip
         if not chip.link_gb_per_second or (chip.peers and ranks * stride > chip.peers):
             return self.host_bytes_per_second
@@ -100,19 +91,6 @@ class Cluster:
         if self.interconnect_gbit_per_second is None:
             return self.chip.network_gbit_per_second * 1e9 / 8
         return self.interconnect_gbit_per_second * 1e9 / 8 / self.chips_per_node
-
-    @property
-    def peak_flops_per_second(self) -> float:
-        """Return the total peak of all chips for dense 16-bit matmuls, the denominator of MFU."""
-        peaks = self.chip.peak_tflops
-        wide = next(name for name in ("bfloat16", "float16", "float32") if name in peaks)
-        return 1e12 * self.chips * peaks[wide]
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Cluster))
-_TEXTS = {"chip": "H100-SXM", "software": SOFTWARE[-1], "name": "mine"}
-_NUMBERS = tuple(name for name in _FIELDS if name not in _TEXTS)
-_WHOLE = ("chips", "chips_per_node")
 
 
 def cluster_of(
@@ -141,6 +119,10 @@ def cluster_of(
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 
+_EXAMPLES = {"chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0,
+             "software": "torch-2025", "name": "mine"}  # fmt: skip
+
+
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file, whose stem is the default name."""
     path = Path(path).expanduser()
@@ -151,14 +133,14 @@ def read_cluster(path: str | Path) -> Cluster:
 def cluster_in(path: Path, table: Mapping[str, Any]) -> Cluster:
     """Return the cluster of a table with the arguments of :func:`cluster_of`. ``path`` is for messages."""
     for name, value in table.items():
-        if name not in _FIELDS:
-            advice = suggestion(name, _FIELDS) or f"Known: {', '.join(_FIELDS)}."
+        if name not in _EXAMPLES:
+            advice = suggestion(name, _EXAMPLES) or f"Known: {', '.join(_EXAMPLES)}."
             raise DataError(f"{path}: no key is named {name!r}.", advice)
-        if name in _TEXTS and not isinstance(value, str):
-            raise DataError(f"{path}: {name} = {value!r} is no name.", f'Write {name} = "{_TEXTS[name]}".')
-        number = int if name in _WHOLE else (int, float)
-        if name not in _TEXTS and (isinstance(value, bool) or not isinstance(value, number)):
-            raise DataError(f"{path}: {name} = {value!r} is not a number, or not a whole one.", f"Write {name} = 8.")
+        kind = type(_EXAMPLES[name])
+        if type(value) is not kind and (kind, type(value)) != (float, int):
+            raise DataError(
+                f"{path}: {name} = {value!r} is not {kind.__name__}.", f"Write {name} = {_EXAMPLES[name]!r}."
+            )
     if not {"chip", "chips"} <= table.keys():
         raise DataError(f"{path} does not say where it runs.", 'Write chip = "H100-SXM" and chips = 8.')
     return cluster_of(**table)
@@ -168,8 +150,8 @@ def read_table(path: Path, content: str, advice: str) -> dict[str, Any]:
     """Read a TOML file. ``content`` names what it holds, in the message of a :class:`DataError`."""
     try:
         return load_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice) from None
 
 

@@ -22,9 +22,6 @@ from narrowgauge.spec.tables import Row
 Attention = Literal["flash", "eager"]
 Ends = tuple[float, float]
 """The ends of an 80 % interval."""
-OURS = "narrowgauge"
-""":attr:`Job.runs_with` of a layout that this project's trainer runs."""
-_COMMON_STORAGES = ("float32", "master", "no-master", "naive")
 _SECONDS_PER_DAY = 86_400
 
 
@@ -119,9 +116,11 @@ class Job:
 
     @property
     def mfu(self) -> float:
-        """Return the model's operations per second over the chips' peak (model FLOPs utilization)."""
+        """Return the model's operations per second over the peak of dense 16-bit matmuls (model FLOPs utilization)."""
         operations = self.tokens_per_second * self.architecture.flops_per_token(self.sequence_length)
-        return operations / self.cluster.peak_flops_per_second
+        peaks = self.chip.peak_tflops
+        wide = next(name for name in ("bfloat16", "float16", "float32") if name in peaks)
+        return operations / (1e12 * self.cluster.chips * peaks[wide])
 
     @property
     def limited_by(self) -> str:
@@ -151,15 +150,6 @@ class Job:
         days, (low, high) = self.days(num_tokens), self._error
         return days * low, days * high * (1 + RESTARTS)
 
-    @property
-    def runs_with(self) -> str:
-        """Name the software that runs it: this project's trainer, or libraries with more layouts."""
-        if self.layout.is_fsdp:
-            return OURS
-        if self.recipe.storage.name in _COMMON_STORAGES:
-            return "Megatron-LM or torchtitan"
-        return f"torchtitan and ng.AdamW(storage={self.recipe.storage.name!r})"
-
     def row(self, num_tokens: float | None = None) -> Row:
         """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days."""
         return {
@@ -174,7 +164,7 @@ class Job:
             "memory_interval": self.memory.interval,
             "headroom_bytes": self.headroom_bytes,
             "resuming_bytes": self.resuming_bytes,
-            "runs_with": self.runs_with,
+            "is_fsdp": self.layout.is_fsdp,
             "sequence_length": self.sequence_length,
             "tokens_per_step": self.tokens_per_step,
             "step_seconds": {**self.step.groups, "total": self.step.total},

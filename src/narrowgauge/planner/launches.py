@@ -19,7 +19,6 @@ A launch file names the job, its layout and its machine::
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.step_time import UNSTEADY_GROUP
-from narrowgauge.planner.terms import Change, changes
+from narrowgauge.planner.terms import changes
 from narrowgauge.planner.units import duration_text
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
@@ -53,11 +52,8 @@ class Launch:
 
     name: str
     settings: Settings
+    job: Job
     measured: float | None = None
-
-    @property
-    def job(self) -> Job:
-        return job_of(self.settings, self.name)
 
 
 def read_launch(path: str | Path) -> Launch:
@@ -76,9 +72,7 @@ def read_launch(path: str | Path) -> Launch:
             raise DataError(f"{path} does not say its {name}.", f"A launch needs {', '.join(_KNOWN)}.")
     settings = {name: table[name] for name in _KNOWN if name not in _TABLES}
     settings |= {f"{name}.{key}": value for name in _TABLES for key, value in table[name].items()}
-    launch = Launch(path.name, settings, seconds)
-    job_of(settings, str(path))  # refuses wrong values
-    return launch
+    return Launch(path.name, settings, job_of(settings, str(path)), seconds)
 
 
 def job_of(settings: Settings, where: str) -> Job:
@@ -105,20 +99,20 @@ class Regression:
     Args:
         steps: rows of the modelled step and, if both were measured, the measured one: seconds before and after. Measured
             slowdown beyond the model comes from software, machine, ranks or data.
-        changes: of each modelled term, the largest first.
-        effects: rows of the changed settings, the largest effect first. Alone a setting adds ``seconds``, None if it cannot
+        terms: rows of the modelled terms, the largest change first.
+        settings: rows of the changed settings, the largest effect first. Alone a setting adds ``seconds``, None if it cannot
             change alone.
     """
 
     title: str
     steps: list[Row]
-    changes: tuple[Change, ...]
-    effects: list[Row]
+    terms: list[Row]
+    settings: list[Row]
 
     def tables(self) -> list[Table]:
         """Return the slowdown of a step, the changes of its terms, and the effect of each setting alone."""
         least = _LEAST_SHARE * self.steps[0]["after"]
-        terms = [dataclasses.asdict(change) for change in self.changes if abs(change.difference) > least]
+        terms = [row for row in self.terms if abs(row["after"] - row["before"]) > least]
         times = number_columns(
             before=lambda row: duration_text(row["before"]),
             after=lambda row: duration_text(row["after"]),
@@ -131,16 +125,8 @@ class Regression:
         return [
             Table((*text_columns(step="step"), *times, *share), self.steps, self.title),
             Table((*text_columns(group="group", term="name"), *times, *formula), terms, "Terms of the modelled step"),
-            Table((*settings, *alone), self.effects, "What each setting does alone"),
+            Table((*settings, *alone), self.settings, "What each setting does alone"),
         ]
-
-    def row(self) -> Row:
-        """Return plain values, for JSON."""
-        return {
-            "steps": self.steps,
-            "terms": [dataclasses.asdict(change) for change in self.changes],
-            "settings": self.effects,
-        }
 
 
 def compare_launches(before: Launch, after: Launch) -> Regression:
@@ -150,26 +136,24 @@ def compare_launches(before: Launch, after: Launch) -> Regression:
     """
     tokens = after.job.tokens_per_step
 
-    def scaled_seconds(job: Job) -> float:
+    def seconds(job: Job) -> float:
         return job.step.without(UNSTEADY_GROUP).total * tokens / job.tokens_per_step
 
-    old, new = (launch.job.step.without(UNSTEADY_GROUP) for launch in (before, after))
+    old, new = seconds(before.job), seconds(after.job)
     scale = tokens / before.job.tokens_per_step
-    steps = [{"step": "modelled", "before": scale * old.total, "after": new.total}]
+    steps: list[Row] = [{"step": "modelled", "before": old, "after": new}]
     if before.measured is not None and after.measured is not None:
         steps.append({"step": "measured", "before": scale * before.measured, "after": after.measured})
-    effects: list[Row] = []
+    settings: list[Row] = []
     for name in dict.fromkeys([*before.settings, *after.settings]):
         was, now = before.settings.get(name), after.settings.get(name)
-        if was == now:
-            continue
         changed = {key: value for key, value in {**before.settings, name: now}.items() if value is not None}
         try:
-            seconds = scaled_seconds(job_of(changed, after.name)) - scale * old.total
+            added = seconds(job_of(changed, after.name)) - old
         except NarrowgaugeError:
-            seconds = None
-        if seconds != 0:
-            effects.append({"setting": name, "before": was, "after": now, "seconds": seconds})
-    effects.sort(key=lambda row: -abs(row["seconds"] or 0.0))
-    title = f"A step of {tokens:,} tokens: {before.name}, {after.name}"
-    return Regression(title, steps, changes(old, new, scale), effects)
+            added = None
+        if added != 0:
+            settings.append({"setting": name, "before": was, "after": now, "seconds": added})
+    settings.sort(key=lambda row: -abs(row["seconds"] or 0.0))
+    terms = changes(*(launch.job.step.without(UNSTEADY_GROUP) for launch in (before, after)), scale)
+    return Regression(f"A step of {tokens:,} tokens: {before.name}, {after.name}", steps, terms, settings)

@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.planner.clusters import Cluster, clusters_asked_for
-from narrowgauge.planner.jobs import OURS, Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import NAMED_LAYOUTS, read_layout
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.planner.model_state import is_stepped, with_optimizer
@@ -90,7 +90,7 @@ def plan(
         jobs += [searched(where, recipe) for recipe in asked or usual or _native_recipes(where.chip, optimizer)]
     jobs.sort(key=_rank)
     best, trainable = jobs[0], None
-    if not fixed and best.fits and best.runs_with != OURS:
+    if not fixed and best.fits and not best.layout.is_fsdp:
         with contextlib.suppress(RecipeError):  # the trainer's replicas are more than the sequences of a step
             trainable = searched(best.cluster, best.recipe, NAMED_LAYOUTS["fsdp2"])
     shared: tuple[Job, ...] = ()

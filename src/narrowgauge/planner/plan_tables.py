@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.planner.efficiency import RESTARTS
-from narrowgauge.planner.jobs import OURS, Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
 from narrowgauge.planner.terms import Term, Terms
@@ -130,7 +130,7 @@ def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Tab
             ),
         )
     columns += text_columns(
-        limited_by="limited_by", runs_with=lambda job: "" if job.runs_with == OURS else job.runs_with
+        limited_by="limited_by", runs_with=lambda job: "" if job.layout.is_fsdp else "torchtitan with ng.AdamW"
     )
     return _table(columns, jobs, title)
 
@@ -179,8 +179,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if not best.fits:
         too_large = bytes_text(-best.headroom_bytes)
         yield f"Nothing fits. The closest is {best.recipe.title} ({layout_text(best.layout)}): too large by {too_large}."
-    if best.fits and best.runs_with != OURS:
-        yield "narrowgauge train runs FSDP2 alone (--layout fsdp2); the table says what runs other layouts."
+    if best.fits and not best.layout.is_fsdp:
+        yield "narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here."
     if best.num_chips > 1:
         size, width = best.architecture.num_parameters, min(job.recipe.bytes_per_param for job in plan.options)
         verdict = "impossible" if size * width > memory else "the state alone fits"

@@ -7,7 +7,6 @@ memory bandwidth. A cast takes its bytes. Neither reaches the printed peak, so a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,22 +16,6 @@ from narrowgauge.spec.computes import SLOTS, TENSORS, Cast, Compute, Product, ca
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from narrowgauge.spec.recipes import Recipe
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Describe a linear layer's weight ``[out, in]``. A transposed weight is ``[in, out]`` (transformers' ``Conv1D``)."""
-
-    out_features: int
-    in_features: int
-    is_transposed: bool = False
-
-    @property
-    def num_weights(self) -> int:
-        return self.out_features * self.in_features
-
-    def __str__(self) -> str:
-        return f"{self.out_features} × {self.in_features}"
 
 
 class Setting(NamedTuple):
@@ -46,11 +29,6 @@ class Setting(NamedTuple):
     def is_plain(self) -> bool:
         """Tell whether PyTorch's own linear function computes it."""
         return self.compute == self.stream
-
-    @property
-    def plain(self) -> Setting:
-        """Return the same layer under PyTorch's own linear function."""
-        return self._replace(compute=self.stream)
 
 
 def setting_of(layer: str, recipe: Recipe) -> Setting:
@@ -90,13 +68,13 @@ def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
 
 
 def operation_seconds(
-    shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
+    out_features: int, in_features: int, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
 ) -> dict[str, float]:
     """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot, matmuls by name."""
+    num_weights = out_features * in_features
     compute = named(setting.compute)
-    sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
-    sizes["gradient"] = num_tokens * shape.out_features
-    flops = 2.0 * num_tokens * shape.num_weights
+    sizes = {"input": num_tokens * in_features, "weight": float(num_weights), "gradient": num_tokens * out_features}
+    flops = 2.0 * num_tokens * num_weights
     seconds: dict[str, float] = {}
     casts = () if setting.is_plain else casts_made(compute)
     for matmul, product in compute.products.items():

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from narrowgauge.spec.tables import Row
+
 Formula = str | tuple[Any, ...]
 """A text, or a format string and its numbers. A search makes thousands of terms and prints a few."""
 
@@ -86,23 +88,8 @@ class Terms:
         return sums
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Hold one addend before and after, 0 if absent; ``before`` is already scaled."""
-
-    group: str
-    name: str
-    before: float
-    after: float
-    formula: str = ""
-
-    @property
-    def difference(self) -> float:
-        return self.after - self.before
-
-
-def changes(before: Terms, after: Terms, scale: float = 1.0) -> tuple[Change, ...]:
-    """Return each addend's change between sums in the same unit, the largest first.
+def changes(before: Terms, after: Terms, scale: float = 1.0) -> list[Row]:
+    """Return each addend's change between sums in the same unit, the largest first: 0 where it is absent.
 
     Join addends of one group and name. ``scale`` multiplies the values before, such as the ratio of chips if the whole should
     have shrunk by it.
@@ -110,14 +97,16 @@ def changes(before: Terms, after: Terms, scale: float = 1.0) -> tuple[Change, ..
     Example:
         >>> was = Terms((Term("matmuls", "mlp", 2.0, ""), Term("communication", "gradients", 0.5, "")))
         >>> now = Terms((Term("matmuls", "mlp", 1.0, ""), Term("communication", "gradients", 0.6, "")))
-        >>> [(c.name, round(c.difference, 2)) for c in changes(was, now, scale=0.5)]
+        >>> [(row["name"], round(row["after"] - row["before"], 2)) for row in changes(was, now, scale=0.5)]
         [('gradients', 0.35)]
     """
-    joined = []
-    for key in dict.fromkeys((term.group, term.name) for term in (*before, *after)):
-        old, new = ([term for term in terms if (term.group, term.name) == key] for terms in (before, after))
-        formula = "; ".join(term.formula for term in new if term.formula)
-        joined.append(Change(*key, scale * sum(t.value for t in old), float(sum(t.value for t in new)), formula))
-    total = max(abs(before.total) * scale, abs(after.total))
-    differing = [change for change in joined if abs(change.difference) > 1e-9 * total]
-    return tuple(sorted(differing, key=lambda change: -abs(change.difference)))
+    rows: dict[tuple[str, str], Row] = {}
+    for side, terms, factor in (("before", before, scale), ("after", after, 1.0)):
+        for term in terms:
+            empty = {"group": term.group, "name": term.name, "before": 0.0, "after": 0.0, "formula": ""}
+            row = rows.setdefault((term.group, term.name), empty)
+            row[side] += factor * term.value
+            row["formula"] = term.formula
+    least = 1e-9 * max(abs(before.total) * scale, abs(after.total))
+    differing = [row for row in rows.values() if abs(row["after"] - row["before"]) > least]
+    return sorted(differing, key=lambda row: -abs(row["after"] - row["before"]))
