@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from narrowgauge.planner.launches import Launch, Regression, compare_launches, read_launch
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.errors import DataError
+from narrowgauge.planner.launches import Regression, compare_launches, read_launch
 
 LAUNCH = """
 model = "llama-8b"
-recipe = "bfloat16/word"
+recipes = "bfloat16/word"
 sequence_length = 8192
-
-[layout]
-shard = 64
-micro_batches = 2
-
-[cluster]
+layout = "fsdp2,shard=64,micro_batch=1,recompute=none,micro_batches=2"
 chip = "H100-SXM"
 chips = 64
 interconnect_gbit_per_second = 3200
 """
 
 
-def launch(folder: Path, *edits: tuple[str, str], first: str = "", name: str = "launch.toml") -> Launch:
+def launch(folder: Path, *edits: tuple[str, str], more: str = "") -> dict[str, Any]:
     text = LAUNCH
     for old, new in edits:
         assert old in text
         text = text.replace(old, new)
-    file = folder / name
-    file.write_text(first + text, encoding="utf-8")
+    file = folder / "launch.toml"
+    file.write_text(text + more, encoding="utf-8")
     return read_launch(file)
 
 
@@ -40,20 +36,28 @@ def grown(comparison: Regression) -> float:
     return float(comparison.steps[0]["after"] - comparison.steps[0]["before"])
 
 
-def test_a_launch_is_read(tmp_path: Path) -> None:
-    started = launch(tmp_path)
-    assert started.job.layout == Layout(shard=64, zero=3, micro_batch=1, micro_batches=2)
-    assert started.job.tokens_per_step == 128 * 8192 and started.job.num_chips == 64
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("recipe = 3", "Did you mean 'recipes'"),
+        ("step_seconds = 0", "no time"),
+        ('tokens_per_step = "x"', "is not float"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, more: str, words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        launch(tmp_path, more=more)
+    assert words in f"{caught.value} {caught.value.advice}"
 
 
 @pytest.mark.parametrize(
     ("edit", "setting", "group"),
     [
-        (("3200", "400"), "cluster.interconnect_gbit_per_second", "communication"),
-        (("shard = 64", 'shard = 64\nrecompute = "full"'), "layout.recompute", "matmuls"),
-        (("H100-SXM", "A100-SXM4-80GB"), "cluster.chip", "matmuls"),
-        (("bfloat16/word", "bfloat16/float32"), "recipe", "communication"),
-        (("chips = 64", 'chips = 64\nsoftware = "fsdp-2023"'), "cluster.software", "waiting"),
+        (("3200", "400"), "interconnect_gbit_per_second", "communication"),
+        (("recompute=none", "recompute=full"), "layout", "matmuls"),
+        (("H100-SXM", "A100-SXM4-80GB"), "chip", "matmuls"),
+        (("bfloat16/word", "bfloat16/float32"), "recipes", "communication"),
+        (("chips = 64", 'chips = 64\nsoftware = "fsdp-2023"'), "software", "waiting"),
     ],
 )
 def test_one_slower_setting_is_found(tmp_path: Path, edit: tuple[str, str], setting: str, group: str) -> None:
@@ -67,13 +71,13 @@ def test_one_slower_setting_is_found(tmp_path: Path, edit: tuple[str, str], sett
 
 def test_larger_batches_are_not_slower(tmp_path: Path) -> None:
     """Twice the micro-batches take twice the time, for twice the tokens."""
-    comparison = compare_launches(launch(tmp_path), launch(tmp_path, ("micro_batches = 2", "micro_batches = 4")))
+    comparison = compare_launches(launch(tmp_path), launch(tmp_path, ("micro_batches=2", "micro_batches=4")))
     assert abs(grown(comparison)) < 0.02 * comparison.steps[0]["after"]
 
 
 def test_what_no_setting_explains_is_left_over(tmp_path: Path) -> None:
-    same = launch(tmp_path, first="step_seconds = 2.0\n")
-    slow = launch(tmp_path, first="step_seconds = 3.0\n")
+    same = launch(tmp_path, more="step_seconds = 2.0\n")
+    slow = launch(tmp_path, more="step_seconds = 3.0\n")
     comparison = compare_launches(same, slow)
     assert comparison.settings == [] and grown(comparison) == 0
     table = comparison.tables()[0]

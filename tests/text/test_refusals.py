@@ -185,7 +185,7 @@ FILES = [
     ("not toml", r"mine\.toml"),
 ]
 CLUSTERS = [
-    ("chips = 8", "does not say where it runs"),
+    ("chips = 8", "does not say its chip"),
     (f"{NODES}chps = 8", "mean 'chips'"),
     (f"{NODES}chips = 0", "chips = 0"),
     ("[[nodes", r"cluster\.toml"),

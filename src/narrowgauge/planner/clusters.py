@@ -119,31 +119,35 @@ def cluster_of(
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 
-_EXAMPLES = {"chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0,
-             "software": "torch-2025", "name": "mine"}  # fmt: skip
+CLUSTER_KEYS = {"chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0,
+                "software": "torch-2025"}  # fmt: skip
+"""Keys of a cluster in a file, with examples of their values."""
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from a TOML file, whose stem is the default name."""
+    """Read a cluster from a TOML file with the arguments of :func:`cluster_of`. Its stem is the name."""
     path = Path(path).expanduser()
     table = read_table(path, "cluster", 'It is a TOML file with chip = "H100-SXM" and chips = 8.')
-    return cluster_in(path, {"name": path.stem, **table})
+    check_keys(path, table, CLUSTER_KEYS, required=("chip", "chips"))
+    return cluster_of(**table, name=path.stem)
 
 
-def cluster_in(path: Path, table: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of a table with the arguments of :func:`cluster_of`. ``path`` is for messages."""
+def check_keys(
+    path: Path, table: Mapping[str, Any], examples: Mapping[str, str | float], required: Sequence[str]
+) -> None:
+    """Raise a :class:`DataError` if a table has other keys than the examples, values of other types, or too few keys."""
     for name, value in table.items():
-        if name not in _EXAMPLES:
-            advice = suggestion(name, _EXAMPLES) or f"Known: {', '.join(_EXAMPLES)}."
+        if name not in examples:
+            advice = suggestion(name, examples) or f"Known: {', '.join(examples)}."
             raise DataError(f"{path}: no key is named {name!r}.", advice)
-        kind = type(_EXAMPLES[name])
+        kind = type(examples[name])
         if type(value) is not kind and (kind, type(value)) != (float, int):
             raise DataError(
-                f"{path}: {name} = {value!r} is not {kind.__name__}.", f"Write {name} = {_EXAMPLES[name]!r}."
+                f"{path}: {name} = {value!r} is not {kind.__name__}.", f"Write {name} = {examples[name]!r}."
             )
-    if not {"chip", "chips"} <= table.keys():
-        raise DataError(f"{path} does not say where it runs.", 'Write chip = "H100-SXM" and chips = 8.')
-    return cluster_of(**table)
+    for name in required:
+        if name not in table:
+            raise DataError(f"{path} does not say its {name}.", f"Write {name} = {examples[name]!r}.")
 
 
 def read_table(path: Path, content: str, advice: str) -> dict[str, Any]:
@@ -159,7 +163,6 @@ def clusters_asked_for(
     cluster: Cluster | str | Path | Sequence[Cluster | str | Path],
     chip: str | Chip | Sequence[str | Chip],
     chips: int | Sequence[int],
-    chips_per_node: int | None = None,
     **rates: Any,
 ) -> list[Cluster]:
     """Return the named clusters, or every chip in every number. ``rates`` are fields of :class:`Cluster`."""
@@ -169,8 +172,8 @@ def clusters_asked_for(
     advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
     if not clusters and not kinds:
         raise ChipError("no machine was named.", advice)
-    if clusters and (kinds or counts or chips_per_node or rates):
+    if clusters and (kinds or counts or rates):
         raise ChipError(f"a cluster and {next(iter(rates), 'chips')} were requested together.", advice)
     if clusters:
         return [c if isinstance(c, Cluster) else read_cluster(c) for c in clusters]
-    return [cluster_of(kind, count, chips_per_node, **rates) for kind in kinds for count in counts or [1]]
+    return [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]

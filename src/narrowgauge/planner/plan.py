@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.planner.clusters import Cluster, clusters_asked_for
 from narrowgauge.planner.jobs import Job
-from narrowgauge.planner.layouts import NAMED_LAYOUTS, read_layout
+from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.planner.model_state import is_stepped, with_optimizer
 from narrowgauge.planner.plan_tables import Plan
@@ -42,7 +42,6 @@ def plan(
     chip: str | Chip | Sequence[str | Chip] = (),
     chips: int | Sequence[int] = (),
     cluster: Cluster | str | Path | Sequence[Cluster | str | Path] = (),
-    chips_per_node: int | None = None,
     sequence_length: int | None = None,
     tokens_per_step: float | None = None,
     tokens: float | None = None,
@@ -58,7 +57,6 @@ def plan(
             ``"all"`` for every recipe that they multiply natively.
         chip, chips: names (``narrowgauge show chips``) and numbers, 1 by default. Several are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
-        chips_per_node: of ``chip``; None for its usual node.
         sequence_length: in tokens; None for the model's longest, at most 4096.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for its days.
@@ -78,7 +76,7 @@ def plan(
     """
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
     fixed, length = read_layout(layout), _sequence_length(architecture, sequence_length)
-    clusters = clusters_asked_for(cluster, chip, chips, chips_per_node, **rates)
+    clusters = clusters_asked_for(cluster, chip, chips, **rates)
     asked = read_recipes(recipes, optimizer)
 
     def searched(where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed) -> Job:
@@ -89,15 +87,18 @@ def plan(
         usual = [] if recipes == "all" else _suited(USUAL_RECIPES, where.chip, optimizer)
         jobs += [searched(where, recipe) for recipe in asked or usual or _native_recipes(where.chip, optimizer)]
     jobs.sort(key=_rank)
-    best, trainable = jobs[0], None
-    if not fixed and best.fits and not best.layout.is_fsdp:
-        with contextlib.suppress(RecipeError):  # the trainer's replicas are more than the sequences of a step
-            trainable = searched(best.cluster, best.recipe, NAMED_LAYOUTS["fsdp2"])
-    shared: tuple[Job, ...] = ()
-    if len({where.chip.name for where in clusters}) > 1:
-        shared = _shared(jobs, clusters, lambda job, where, pinned: searched(where, job.recipe, pinned))
+    # The first configuration that fits on every cluster: same recipe, model sharding and micro-batch.
+    shared: list[Job] = []
+    has_kinds = len({where.chip.name for where in clusters}) > 1
+    for job in (job for job in jobs if has_kinds and job.fits):
+        pinned = {name: getattr(job.layout, name) for name in _PINNED}
+        with contextlib.suppress(RecipeError):  # the chips do not divide like that
+            on_each = [searched(where, job.recipe, pinned) for where in clusters]
+            if all(job.fits for job in on_each):
+                shared = on_each
+                break
     name = architecture.name if isinstance(model, Architecture) else str(model)
-    return Plan(tuple(jobs), name, tokens, optimizer, trainable, shared)
+    return Plan(tuple(jobs), name, tokens, optimizer, tuple(shared))
 
 
 def _sequence_length(architecture: Architecture, length: int | None) -> int:
@@ -120,21 +121,6 @@ def _rank(job: Job) -> tuple[float, ...]:
     # Recipes that lose updates come last, however fast. Jobs that may run out of memory come after certain ones.
     safety = not job.fits, not job.recipe.storage.keeps_updates, not job.is_certain
     return *safety, -job.tokens_per_second if job.fits else 0.0, -job.headroom_bytes
-
-
-def _shared(
-    jobs: Iterable[Job], clusters: Sequence[Cluster], pinned_on: Callable[[Job, Cluster, Mapping[str, Any]], Job]
-) -> tuple[Job, ...]:
-    """Return the first configuration that fits on every cluster: same recipe, model sharding and micro-batch."""
-    for job in (job for job in jobs if job.fits):
-        pinned = {name: getattr(job.layout, name) for name in _PINNED}
-        try:
-            shared = [pinned_on(job, cluster, pinned) for cluster in clusters]
-        except RecipeError:  # the chips do not divide like that
-            continue
-        if all(job.fits for job in shared):
-            return tuple(shared)
-    return ()
 
 
 # ── recipes ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

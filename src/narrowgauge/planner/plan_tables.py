@@ -28,7 +28,6 @@ class Plan:
         model: its name in the question.
         tokens: of the whole run; None if not asked.
         optimizer: whose states are counted.
-        trainable: the best that this project's trainer runs, if the best of all is not.
         shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
     """
 
@@ -36,7 +35,6 @@ class Plan:
     model: str
     tokens: float | None = None
     optimizer: str = "adamw"
-    trainable: Job | None = None
     shared: tuple[Job, ...] = ()
 
     @property
@@ -54,7 +52,6 @@ class Plan:
             "tokens": self.tokens,
             "optimizer": self.optimizer,
             "options": [job.row(self.tokens) for job in self.options],
-            "trainable": self.trainable and self.trainable.row(self.tokens),
             "shared": [job.row(self.tokens) for job in self.shared],
             "answer": self.sentences(),
         }
@@ -65,11 +62,11 @@ class Plan:
 
     def tables(self) -> list[Table]:
         """Return the options, and the time of each group in the best option's step."""
-        best, ours = self.best, [self.trainable] if self.trainable else []
+        best = self.best
         states = "" if self.optimizer == "adamw" else f"states of {self.optimizer}; "
         title = f"{self.model}: {count_text(best.architecture.num_parameters)} parameters; {states}"
         title += f"{', '.join(_places(self.options))}; sequences of {best.sequence_length:,} tokens"
-        tables = [_options_table([*self.options, *ours], self.tokens, title)]
+        tables = [_options_table(self.options, self.tokens, title)]
         if self.shared:
             tables.append(_options_table(self.shared, self.tokens, "One configuration for all"))
         if best.fits:

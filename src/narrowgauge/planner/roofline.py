@@ -55,13 +55,6 @@ def multiplies(compute: Compute, chip: Chip) -> bool:
     return all(is_native(product, chip) for product in compute.products.values())
 
 
-def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip, shares: Efficiency) -> float:
-    """Return the longer of compute time and memory time, plus the start and end of a kernel."""
-    name = chip.rate_format(format)
-    rate = chip.peak_tflops[name] * 1e12 * shares[f"matmul.{name}"]
-    return max(flops / rate, bytes_seconds(num_bytes, chip, shares)) + shares["kernel_seconds"]
-
-
 def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
     """Return the seconds to read or write bytes, without the start of a kernel."""
     return num_bytes / (chip.bandwidth_bytes_per_second * shares["bandwidth"])
@@ -92,7 +85,10 @@ def operation_seconds(
         moved += sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
         extra = 0.0 if setting.is_plain else _extra_bytes(matmul, product, native, first, second, sizes[result])
         format = product.left.format if native else setting.stream
-        seconds[matmul] = matmul_seconds(flops, moved, format, chip, shares) + bytes_seconds(extra, chip, shares)
+        rate_format = chip.rate_format(format)
+        rate = chip.peak_tflops[rate_format] * 1e12 * shares[f"matmul.{rate_format}"]
+        longer = max(flops / rate, bytes_seconds(moved, chip, shares))
+        seconds[matmul] = longer + shares["kernel_seconds"] + bytes_seconds(extra, chip, shares)
     return seconds
 
 

@@ -9,13 +9,14 @@ honest interval of an extrapolation.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.units import duration_text
-from narrowgauge.spec.tables import Table, number_columns, text_columns
+from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
 CAUSES: dict[str, Any] = load_data("causes", "planner")
@@ -48,27 +49,18 @@ def read_points(text: str) -> list[tuple[int, float]]:
         >>> read_points("256:7d, 128:240h")
         [(128, 864000.0), (256, 604800.0)]
     """
-    points = sorted(_read_point(part.strip()) for part in text.split(",") if part.strip())
-    numbers = sorted({chips for chips, _ in points})
-    if len(numbers) < 2:
-        measured = f"times on {numbers[0]:,} chips only" if numbers else "no time"
+    points = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+\.?\d*)\s*(s|min|m|h|d)\s*", part)
+        if match is None or not int(match[1]) or not float(match[2]):
+            raise DataError(f"'{part}' is no measured time: it must be CHIPS:TIME, both above zero.", _EXAMPLE)
+        points.append((int(match[1]), float(match[2]) * _UNITS[match[3]]))
+    if len(dict(points)) < 2:
         raise DataError(
-            f"measured times on several numbers of chips were requested, and {text!r} has {measured}.", _EXAMPLE
+            f"measured times on several numbers of chips were requested, and {text!r} has times on {points[0][0]:,} chips only.",
+            _EXAMPLE,
         )
-    return points
-
-
-def _read_point(text: str) -> tuple[int, float]:
-    chips, _, time = text.partition(":")
-    number = time.strip().rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = time.strip()[len(number) :]
-    try:
-        point = int(chips), float(number) * _UNITS[unit]
-    except (ValueError, KeyError):
-        raise DataError(f"'{text}' is no measured time: it must be CHIPS:TIME.", _EXAMPLE) from None
-    if point[0] < 1 or not (0 < point[1] < math.inf):
-        raise DataError(f"'{text}' is no measured time: chips and time must be above zero.", _EXAMPLE)
-    return point
+    return sorted(points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +108,7 @@ class Scaling:
 
     @property
     def is_checked(self) -> bool:
-        """Tell whether more sizes were measured than the law has unknowns. Then the points could contradict it."""
+        """Tell whether more sizes were measured than the law has unknowns."""
         return len(dict(self.points)) > len(self.law.parts)
 
     def interval(self, chips: float) -> tuple[float, float]:
@@ -165,32 +157,37 @@ class Scaling:
         unchecked = "As many sizes as unknowns: nothing checks this law. Measure a third size."
         return [*lines, checked if self.is_checked else unchecked]
 
-    def _prediction(self, chips: int) -> dict[str, float]:
-        seconds, (low, high), first = self.law.seconds(chips), self.interval(chips), self.points[0][0]
-        efficiency = self.law.seconds(first) / seconds * first / chips
-        return {"chips": chips, "seconds": seconds, "low_seconds": low, "high_seconds": high, "efficiency": efficiency}
+    def predictions(self, at: Sequence[int] = ()) -> list[Row]:
+        """Return the times on other numbers of chips: half the least, ``at``, and twice the most."""
+        (first, _), (last, _) = self.points[0], self.points[-1]
+        rows = []
+        for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])}):
+            seconds, (low, high) = self.law.seconds(chips), self.interval(chips)
+            efficiency = self.law.seconds(first) / seconds * first / chips
+            times = {"seconds": seconds, "low_seconds": low, "high_seconds": high}
+            rows.append({"chips": chips, **times, "efficiency": efficiency})
+        return rows
 
     def tables(self, at: Sequence[int] = ()) -> list[Table]:
         """Return predictions for other numbers of chips, such as ``at``, and the causes that the laws allow."""
-        first, last = self.points[0][0], self.points[-1][0]
-        numbers = sorted({max(1, first // 2), *at, max([2 * last, *at])})
         columns = number_columns(
             chips=lambda row: f"{row['chips']:,}",
             time=lambda row: duration_text(row["seconds"]),
             interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
             efficiency=lambda row: f"{row['efficiency']:.0%}",
         )
-        rows = [self._prediction(chips) for chips in numbers]
         causes = text_columns(cause="name", grows="shape", why="why", measure="measure", what_helps="remedy")
-        return [Table(columns, rows, "Other numbers of chips"), Table(causes, self.causes, "What may not be divided")]
+        return [
+            Table(columns, self.predictions(at), "Other numbers of chips"),
+            Table(causes, self.causes, "What may not be divided"),
+        ]
 
-    def row(self, at: Sequence[int] = ()) -> dict[str, Any]:
+    def row(self, at: Sequence[int] = ()) -> Row:
         """Return plain values, for JSON."""
         return {
-            "points": [{"chips": chips, "seconds": seconds} for chips, seconds in self.points],
             "laws": [{"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)} for law in self.laws],
             "is_checked": self.is_checked,
-            "predictions": [self._prediction(chips) for chips in at],
+            "predictions": self.predictions(at),
             "causes": self.causes,
             "sentences": self.sentences(),
         }

@@ -50,17 +50,6 @@ def step_terms(job: Job) -> Terms:
     Raises:
         ChipError: the chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster has chips.
         RecipeError: the layout does not suit the model.
-
-    Example:
-        >>> from narrowgauge.planner.clusters import cluster_of
-        >>> from narrowgauge.planner.jobs import Job
-        >>> from narrowgauge.planner.layouts import Layout
-        >>> from narrowgauge.planner.model import read_model
-        >>> from narrowgauge.spec.notation import parse
-        >>> model, chips = read_model("llama-8b"), cluster_of("H100-SXM", 8)
-        >>> terms = step_terms(Job(model, parse("bfloat16/word"), Layout(shard=8), chips, 8192))
-        >>> 0.5 < terms.groups["matmuls"] / terms.total < 0.7
-        True
     """
     check_job(job)
     layers, has_head = stage_layers(job.architecture.num_layers, job.layout.pipeline)
