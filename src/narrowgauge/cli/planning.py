@@ -143,8 +143,8 @@ def state_command(as_json: bool, **asked: Any) -> None:
     """
     from narrowgauge.planner.state import SENTENCES, plan_state, state_table
 
-    states = plan_state(**flags.given(asked))
-    _show([state.row() for state in states], [state_table(states, asked["params"])], SENTENCES, as_json)
+    rows = plan_state(**flags.given(asked))
+    _show(rows, [state_table(rows, asked["params"])], SENTENCES, as_json)
 
 
 def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool) -> None:

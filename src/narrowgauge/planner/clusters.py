@@ -119,8 +119,9 @@ def cluster_of(
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 
-CLUSTER_KEYS = {"chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0,
-                "software": "torch-2025"}  # fmt: skip
+CLUSTER_KEYS: dict[str, str | float] = {
+    "chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0, "software": "torch-2025",
+}  # fmt: skip
 """Keys of a cluster in a file, with examples of their values."""
 
 

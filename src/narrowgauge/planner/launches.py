@@ -27,7 +27,7 @@ from narrowgauge.planner.terms import changes
 from narrowgauge.planner.units import duration_text
 from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 
-_KEYS = {"model": "llama-8b", "recipes": "bfloat16/word", "layout": "fsdp2", "sequence_length": 4096,
+_KEYS: dict[str, str | float] = {"model": "llama-8b", "recipes": "bfloat16/word", "layout": "fsdp2", "sequence_length": 4096,
          "tokens_per_step": 4e6, "optimizer": "adamw", "step_seconds": 3.9, **CLUSTER_KEYS}  # fmt: skip
 _LEAST_SHARE = 0.002  # of a step: smaller changes of a term are not shown
 

@@ -110,11 +110,6 @@ class Layout:
         return self.data * self.shard
 
     @property
-    def model_ranks(self) -> int:
-        """Count the ranks that compute one sequence together: tensor, pipeline and context."""
-        return self.tensor * self.pipeline * self.context
-
-    @property
     def num_sequences(self) -> int:
         """Count the sequences of an optimizer step, over all ranks."""
         return self.num_replicas * self.micro_batch * self.micro_batches

@@ -75,16 +75,8 @@ def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerByt
     return _LayerBytes(total, stream, casts)
 
 
-class Stage(NamedTuple):
-    """Describe a pipeline stage; ``in_flight`` is layers times micro-batches with live activations."""
-
-    number: int
-    layers: float
-    in_flight: float
-
-
-def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
-    """Return the stages that can be the worst: the first, the second and the last.
+def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
+    """Return the stages that can be the worst: the first, the second and the last. Each has its layers, and layers in flight.
 
     The first holds activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p v))`` layers. The second can
     have a layer more. The last has the head and the logits.
@@ -93,12 +85,12 @@ def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
     """
     p, v, total = layout.pipeline, layout.interleave, architecture.num_layers
     even = total % (p * v) == 0 or p == 1
-    stages = []
-    for number in dict.fromkeys((0, p - 1) if even else (0, 1, p - 1)):
+    stages = {}
+    for number in (0, p - 1) if even else (0, 1, p - 1):
         # Uneven stages omit a layer where the embedding or head is.
         layers = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
         batches_in_flight = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
-        stages.append(Stage(number, layers, layers * min(batches_in_flight, layout.micro_batches)))
+        stages[number] = layers, layers * min(batches_in_flight, layout.micro_batches)
     return stages
 
 
@@ -114,8 +106,8 @@ def memory_terms(
     a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM).
     """
     peaks = []
-    for stage in stages_of(architecture, layout):
-        terms = _Rank(architecture, recipe, layout, sequence_length, stage).worst_moment()
+    for stage, (layers, in_flight) in stages_of(architecture, layout).items():
+        terms = _Rank(architecture, recipe, layout, sequence_length, stage, layers, in_flight).worst_moment()
         peaks.append(Terms((*terms, *_overhead_terms(terms, layout))))
     return max(peaks, key=lambda terms: terms.total)
 
@@ -129,11 +121,14 @@ class _Rank:
         recipe: Recipe,
         layout: Layout,
         length: int,
-        stage: Stage,
+        stage: int,
+        layers: float,
+        layers_in_flight: float,
     ) -> None:
-        self.a, self.recipe, self.layout, self.stage = a, recipe, layout, stage
+        self.a, self.recipe, self.layout = a, recipe, layout
+        self.stage, self.layers, self.layers_in_flight = stage, layers, layers_in_flight
         self.kernels: Kernels = "eager" if layout.is_whole else "fused"
-        self.is_last = stage.number == layout.pipeline - 1
+        self.is_last = stage == layout.pipeline - 1
         self.tokens = layout.tokens_on_rank(length)  # of a micro-batch
         self.widths = widths_of(recipe.compute, recipe.storage.visible)
         self.per = bytes_per_parameter(recipe.storage)
@@ -143,7 +138,7 @@ class _Rank:
         # Parameters of the largest layer on one of the ranks that shard it.
         experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
         experts = experts / layout.expert / layout.expert_tensor_ranks
-        self.largest_layer = (a.largest_layer) / layout.tensor + experts
+        self.largest_layer = a.largest_layer / layout.tensor + experts
 
     def worst_moment(self) -> Terms:
         a, layout = self.a, self.layout
@@ -186,7 +181,7 @@ class _Rank:
 
     def whole_state(self) -> tuple[Bytes, Bytes]:
         """Return the stage's state before ZeRO: experts, and the rest."""
-        return on_stage(self.a, self.recipe, self.layout, self.stage.layers, self.stage.number)
+        return on_stage(self.a, self.recipe, self.layout, self.layers, self.stage)
 
     def state_terms(self) -> tuple[Term, Term, Term]:
         layout, per, (experts, rest) = self.layout, self.per, self.whole_state()
@@ -222,7 +217,7 @@ class _Rank:
 
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
-        a, layout, stage, tokens = self.a, self.layout, self.stage, self.tokens
+        a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
         saved = _layer_bytes(a, self.recipe, self.kernels)
         per_layer = saved.stream / layout.stream_ranks + (saved.saved - saved.stream) / layout.tensor
         casts = saved.casts / layout.tensor
@@ -231,16 +226,16 @@ class _Rank:
         start = "{:g} layers in flight × {:g} tokens × "
         if layout.recompute == "full":
             width = self.widths.stream * a.hidden_size
-            value = stage.in_flight * tokens * width / layout.stream_ranks
-            formula = start + "{:g} B / {} tensor ranks", stage.in_flight, tokens, width, layout.stream_ranks
+            value = in_flight * tokens * width / layout.stream_ranks
+            formula = start + "{:g} B / {} tensor ranks", in_flight, tokens, width, layout.stream_ranks
             return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
-        value = stage.in_flight * tokens * per_layer
+        value = in_flight * tokens * per_layer
         text = start + "{:,.0f} B ({} kernels, flash attention)"
-        formula = text, stage.in_flight, tokens, per_layer, self.kernels
+        formula = text, in_flight, tokens, per_layer, self.kernels
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
         if casts:
-            formula = "{:g} layers × {:,.0f} B of casts that autocast keeps for backward", stage.layers, casts
-            terms.append(Term("activations", "casts of the weights", stage.layers * casts, formula))
+            formula = "{:g} layers × {:,.0f} B of casts that autocast keeps for backward", self.layers, casts
+            terms.append(Term("activations", "casts of the weights", self.layers * casts, formula))
         return terms, layer
 
     def buffer_terms(self) -> list[Term]:
@@ -265,7 +260,7 @@ class _Rank:
             add("two layers, gathered", 2 * largest, per.weights, _FSDP)
             add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
             state = state_of(self.a, self.recipe, layout.tensor)
-            ends = [state.embedding] * (self.stage.number == 0) + [state.head] * self.is_last
+            ends = [state.embedding] * (self.stage == 0) + [state.head] * self.is_last
             if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"
                 add("outer weights, gathered", 1, outer, _FSDP, formula)
@@ -283,7 +278,7 @@ class _Rank:
         row = (4 + 2 * widths.stream) * self.a.hidden_size
         formula: Formula = ("{:g} tokens × {:g} B", tokens, row)
         hidden = Term("logits", "input of the head", tokens * row / layout.stream_ranks, formula)
-        if layout.model_ranks == 1:
+        if layout.tensor == layout.pipeline == layout.context == 1:
             return [hidden, *self.chunked_loss(widths.matmul)]
         # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
         low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, 12.0))

@@ -151,18 +151,10 @@ class Architecture:
         return self.num_layers - (self.mixture.num_layers if self.mixture else 0)
 
     @cached_property
-    def embedding_parameters(self) -> int:
-        return (self.vocab_size + self.positions) * self.hidden_size
-
-    @cached_property
-    def head_parameters(self) -> int:
-        """Count the head's own parameters: its weight unless tied, and its bias."""
-        head = self.matmuls[-1]
-        return head.num_parameters - (head.num_elements if self.tie_embeddings else 0)
-
-    @property
     def outer_parameters(self) -> int:
-        return self.embedding_parameters + self.head_parameters + self.outer_vectors
+        """Count the parameters outside the layers; the head's weight counts unless tied."""
+        head, tables = self.matmuls[-1], (self.vocab_size + self.positions) * self.hidden_size
+        return tables + head.num_parameters - (head.num_elements if self.tie_embeddings else 0) + self.outer_vectors
 
     @cached_property
     def num_parameters(self) -> int:

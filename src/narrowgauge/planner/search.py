@@ -8,7 +8,7 @@ search tries every shape with every batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -97,28 +97,26 @@ def search(
         for shape in small or shapes
         for layout in _batches(shape, num_sequences, fixed, is_batch_free)
     ]
-    usual = [option for option in tried if not is_batch_free or option.tokens_per_step >= LEAST_TOKENS_PER_STEP]
-    best = _fastest(usual)
-    if is_batch_free and not (best and best.is_certain):
-        safe = _fastest(tried)
-        best = safe if safe and (not best or safe.is_certain) else best
-    return best or min(tried, key=lambda option: option.memory.total)
+    fitting = [option for option in tried if option.fits]
+    certain = [option for option in fitting if option.is_certain]
+    # Small steps are the last resort, and jobs that may run out of memory come after those.
+    least = LEAST_TOKENS_PER_STEP if is_batch_free else 0
+    for options in (certain, fitting):
+        for tokens in (least, 0):
+            if enough := [option for option in options if option.tokens_per_step >= tokens]:
+                return _fastest(enough)
+    return min(tried, key=lambda option: option.memory.total)
 
 
-def _fastest(jobs: Iterable[Job]) -> Job | None:
-    """Return the best job that fits; None if none does."""
-    fitting = [job for job in jobs if job.fits]
-    if not fitting:
-        return None
+def _fastest(jobs: Sequence[Job]) -> Job:
+    """Return the fastest job, or one of this project's trainer within ``NOISE`` of it."""
 
     def pace(job: Job) -> tuple[float, float]:
         return job.step.total / job.layout.num_sequences, job.memory.total
 
-    certain = [job for job in fitting if job.is_certain] or fitting
-    fastest = min(certain, key=pace)
-    # Among layouts within NOISE of the fastest, one of this project's trainer is the best.
-    ours = [job for job in certain if job.layout.is_fsdp and pace(job)[0] <= pace(fastest)[0] * (1 + NOISE)]
-    return min(ours or [fastest], key=pace)
+    limit = min(map(pace, jobs))[0] * (1 + NOISE)
+    ours = [job for job in jobs if job.layout.is_fsdp and pace(job)[0] <= limit]
+    return min(ours or jobs, key=pace)
 
 
 # ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────────────

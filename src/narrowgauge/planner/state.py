@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.model_state import Bytes, bytes_per_parameter, shared
+from narrowgauge.planner.model_state import bytes_per_parameter, shared
 from narrowgauge.planner.plan import read_recipes, recipes_of_storages
 from narrowgauge.planner.units import axes_text, bytes_text, count_text
 from narrowgauge.spec.chips import Chip, get_chip
@@ -23,44 +23,6 @@ SENTENCES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Hold the bytes of a state on each chip. Without a ``chip``, nothing is known of its memory."""
-
-    recipe: Recipe
-    layout: Layout
-    held: Bytes
-    chip: Chip | None = None
-
-    @property
-    def total(self) -> float:
-        return self.held.weights + self.held.gradients + self.held.optimizer
-
-    @property
-    def resuming(self) -> float:
-        """Return the bytes while a checkpoint loads into allocated states: they exist twice."""
-        return self.held.weights + 2 * self.held.optimizer
-
-    @property
-    def free(self) -> float | None:
-        """Return a chip's free bytes; negative if the state does not fit."""
-        return None if self.chip is None else self.chip.memory_bytes - self.total
-
-    def row(self) -> Row:
-        """Return plain values, for JSON."""
-        return {
-            "recipe": self.recipe.title,
-            "bytes_per_param": self.recipe.bytes_per_param,
-            "chip": self.chip and self.chip.name,
-            "chips": self.layout.num_ranks,
-            "parallelism": asdict(self.layout),
-            "memory_bytes": {**asdict(self.held), "total": self.total},
-            "resuming_bytes": self.resuming,
-            "headroom_bytes": self.free,
-            "fits": None if self.free is None else self.free >= 0,
-        }
-
-
 def plan_state(
     params: float,
     *,
@@ -69,8 +31,8 @@ def plan_state(
     chips: Sequence[int] = (),
     layout: str | Mapping[str, Any] = "",
     optimizer: str = "adamw",
-) -> list[State]:
-    """Return the state of ``params`` parameters, the smallest first on each number of chips.
+) -> list[Row]:
+    """Return the state of ``params`` parameters on a chip in bytes, the smallest first for each number of chips.
 
     Args:
         recipes: by default every storage of bfloat16 weights.
@@ -79,7 +41,7 @@ def plan_state(
         layout, optimizer: as in :func:`narrowgauge.planner.plan.plan`.
 
     Example:
-        >>> [state.total / 1e9 for state in plan_state(10e9, recipes=["bfloat16/master", "bfloat16/word"])]
+        >>> [row["total"] / 1e9 for row in plan_state(10e9, recipes=["bfloat16/master", "bfloat16/word"])]
         [80.0, 160.0]
     """
     if not 1 <= params < 1e18:
@@ -87,10 +49,9 @@ def plan_state(
     fixed = read_layout(layout)
     base = Layout(**fixed)
     places: list[Chip | None] = [*map(get_chip, chip)] or [None]
-    states = []
-    for number, place, recipe in product(
-        chips or [base.num_ranks], places, read_recipes(recipes, optimizer) or recipes_of_storages(optimizer)
-    ):
+    compared = read_recipes(recipes, optimizer) or recipes_of_storages(optimizer)
+    rows: list[Row] = []
+    for number, place, recipe in product(chips or [base.num_ranks], places, compared):
         ranks, rest = divmod(number, base.num_ranks)
         if rest or ranks < 1 or (ranks > 1 and "shard" in fixed):
             raise ChipError(
@@ -98,25 +59,26 @@ def plan_state(
             )
         axes = replace(base, shard=base.shard * ranks)
         on_rank = bytes_per_parameter(recipe.storage) * (params / axes.tensor / axes.pipeline)
-        states.append(State(recipe, axes, shared(on_rank, axes, axes.num_sharing), place))
-    return sorted(states, key=lambda state: (state.layout.num_ranks, state.total))
+        held = shared(on_rank, axes, axes.num_sharing)
+        total = held.weights + held.gradients + held.optimizer
+        row = {"recipe": recipe.title, "bytes_per_param": recipe.bytes_per_param, "layout": axes_text(axes)}
+        row |= {"chips": number, **asdict(held), "total": total, "resuming": held.weights + 2 * held.optimizer}
+        rows.append(row if place is None else {**row, "chip": place.name, "free": place.memory_bytes - total})
+    return sorted(rows, key=lambda row: (row["chips"], row["total"]))
 
 
-def state_table(states: Sequence[State], params: float) -> Table:
-    """Return one row for each state."""
+def state_table(rows: Sequence[Row], params: float) -> Table:
+    """Return a table of the states of ``params`` parameters."""
     columns = (
-        *name_columns(recipe=lambda state: state.recipe.title),
-        *number_columns(B_per_parameter=lambda state: state.recipe.bytes_per_param),
-        *text_columns(layout=lambda state: axes_text(state.layout)),
+        *name_columns(recipe="recipe"),
+        *number_columns(B_per_parameter="bytes_per_param"),
+        *text_columns(layout="layout"),
         *number_columns(
-            all_chips=lambda state: bytes_text(state.total * state.layout.num_ranks),
-            a_chip=lambda state: bytes_text(state.total),
-            while_resuming=lambda state: bytes_text(state.resuming),
+            all_chips=lambda row: bytes_text(row["total"] * row["chips"]),
+            a_chip=lambda row: bytes_text(row["total"]),
+            while_resuming=lambda row: bytes_text(row["resuming"]),
         ),
     )
-    if any(state.chip for state in states):
-        columns += (
-            *text_columns(chip=lambda state: state.chip and state.chip.name),
-            *number_columns(free=lambda state: "" if state.free is None else bytes_text(state.free)),
-        )
-    return Table(columns, list(states), f"{count_text(params)} parameters")
+    if "chip" in rows[0]:
+        columns += (*text_columns(chip="chip"), *number_columns(free=lambda row: bytes_text(row["free"])))
+    return Table(columns, list(rows), f"{count_text(params)} parameters")
