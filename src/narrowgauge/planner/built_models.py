@@ -97,8 +97,8 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
     named = (value for key in activations if isinstance(value := getattr(config, key, None), str))
 
     inside = dict(layers[0].named_modules())
-    head_norms = [p.numel() for n, m in inside.items() if _HEAD_NORM.search(n) for p in m.parameters()]
-    has_head_norms = any(_HEAD_NORM.search(n) for n in inside)
+    head_norms = [m for n, m in inside.items() if _HEAD_NORM.search(n)]
+    is_of_all = any(p.numel() > head_dim for m in head_norms for p in m.parameters())
     norms = [m for n, m in inside.items() if "norm" in type(m).__name__.lower() and not _HEAD_NORM.search(n)]
     wide = [m for m in norms if not list(m.parameters()) or max(p.numel() for p in m.parameters()) == hidden]
     tables = (
@@ -123,7 +123,7 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
         positions=sum(rows for rows, columns in tables if columns == hidden),
         norm=_norm_kind(wide or norms),
         norms_per_layer=len(wide),
-        head_norms="none" if not has_head_norms else "all" if head_norms and head_norms[0] > head_dim else "head",
+        head_norms="none" if not head_norms else "all" if is_of_all else "head",
         activation=next(named, "silu" if is_gated else "gelu"),
         has_fused_inputs=len({m.name for m in inputs}) == 1 and not latent,
         window=window,

@@ -23,6 +23,8 @@ Attention = Literal["flash", "eager"]
 Ends = tuple[float, float]
 """The ends of an 80 % interval."""
 _SECONDS_PER_DAY = 86_400
+_ROW = ("num_chips", "fits", "is_certain", "headroom_bytes", "resuming_bytes", "sequence_length", "tokens_per_step",
+        "tokens_per_second", "rate_interval", "mfu", "limited_by")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,26 +154,15 @@ class Job:
 
     def row(self, num_tokens: float | None = None) -> Row:
         """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days."""
-        return {
+        row = {name: getattr(self, name) for name in _ROW}
+        row |= {
             "recipe": self.recipe.title,
             "bytes_per_param": self.recipe.bytes_per_param,
             "cluster": self.cluster.name,
-            "chips": self.num_chips,
-            "parallelism": dataclasses.asdict(self.layout),
-            "fits": self.fits,
-            "fits_is_certain": self.is_certain,
-            "memory_bytes": {**self.memory.groups, "total": self.memory.total},
-            "memory_interval": self.memory.interval,
-            "headroom_bytes": self.headroom_bytes,
-            "resuming_bytes": self.resuming_bytes,
-            "is_fsdp": self.layout.is_fsdp,
-            "sequence_length": self.sequence_length,
-            "tokens_per_step": self.tokens_per_step,
-            "step_seconds": {**self.step.groups, "total": self.step.total},
-            "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_interval": self.rate_interval,
-            "mfu": self.mfu,
-            "days": None if num_tokens is None else self.days(num_tokens),
-            "days_interval": None if num_tokens is None else self.days_interval(num_tokens),
-            "limited_by": self.limited_by,
         }
+        row |= {"layout": dataclasses.asdict(self.layout), "memory_interval": self.memory.interval}
+        for name, terms in (("memory_bytes", self.memory), ("step_seconds", self.step)):
+            row[name] = {**terms.groups, "total": terms.total}
+        if num_tokens is not None:
+            row |= {"days": self.days(num_tokens), "days_interval": self.days_interval(num_tokens)}
+        return row

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,24 +23,6 @@ from narrowgauge.trainer.config import TrainConfig
 _MOST_CASTS = 12
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Hold the cost of each recipe for a model: times in seconds, ratios above 1 if it is faster than its baseline."""
-
-    title: str
-    rows: list[Row]
-
-    def tables(self) -> list[Table]:
-        """Return one table of all recipes, then each recipe's layers and, if requested, the worst of its casts."""
-        tables = [Table(_STEPS, self.rows, self.title)]
-        for row in self.rows:
-            tables.append(Table(_LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"))
-        for row in self.rows:
-            if losses := row["losses"]:
-                tables.append(Table(_CASTS, losses[:_MOST_CASTS], f"{row['recipe']}: the worst of {len(losses)} casts"))
-        return tables
-
-
 def profile(
     model: str,
     recipes: Sequence[Recipe],
@@ -50,8 +31,8 @@ def profile(
     batch_size: int = 8,
     sequence_length: int = 256,
     say: Callable[[str], None] = lambda _: None,
-) -> Profile:
-    """Measure what each recipe costs a model in time.
+) -> list[Row]:
+    """Measure what each recipe costs a model: a row for each, with times in seconds, and ratios above 1 if it is faster.
 
     Args:
         model: a preset's name, or a folder with a Hugging Face ``config.json``.
@@ -74,11 +55,10 @@ def profile(
         say(f"casting the tensors of {cast_error.NUM_BATCHES} steps on '{config.data}'")
         losses = cast_error.losses(recipes, config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows = [
+    return [
         {**cost_row(recipe, times), "multiplies": describe_matmuls(recipe.compute, device), "losses": lost}
         for recipe, lost in zip(recipes, losses, strict=True)
     ]
-    return Profile(f"{model}, {batch_size} × {sequence_length} tokens a step", rows)
 
 
 def cost_row(recipe: Recipe, times: Times) -> Row:
@@ -135,3 +115,14 @@ _CASTS = (
     *number_columns(SQNR_dB=lambda row: f"{row['sqnr_db']:.1f}"),
     *number_columns(overflow=lambda row: f"{row['overflow']:.2%}", underflow=lambda row: f"{row['underflow']:.2%}"),
 )
+
+
+def tables_of(rows: Sequence[Row]) -> list[Table]:
+    """Return one table of all recipes, then each recipe's layers and, if requested, the worst of its casts."""
+    tables = [Table(_STEPS, list(rows))]
+    for row in rows:
+        tables.append(Table(_LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"))
+    for row in rows:
+        if losses := row["losses"]:
+            tables.append(Table(_CASTS, losses[:_MOST_CASTS], f"{row['recipe']}: the worst of {len(losses)} casts"))
+    return tables
