@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.roofline import bytes_per_number
@@ -189,7 +189,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
         sending = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
-        text = "{} × {:g} layers × {} {} of {:,.3g} MB", batches, sending, count, exchanges, size / 1e6
+        text = f"{batches} × {sending:g} layers × {count} {exchanges} of {size / 1e6:,.3g} MB"
         under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
 
@@ -215,7 +215,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     if layout.pipeline > 1:
         path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
         count = 2 * layout.interleave * batches
-        seconds, text = count * send_seconds(size, path), ("{} sends of {:,.3g} MB", count, size / 1e6)
+        seconds, text = count * send_seconds(size, path), f"{count} sends of {size / 1e6:,.3g} MB"
         yield _exposed(job, "activations between stages", seconds, "pipeline", batches * compute, path, text)
 
 
@@ -239,12 +239,15 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         seconds = 0.0
         for number, link in ((dense, path), (experts, experts_path)):
             if number:
-                # Per layer, during the next layer's compute. Or once a step, in buckets that grow with the ranks.
-                parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
+                # Per layer, during the next layer's compute. Or once a step, in Megatron-LM's buckets (``bucket_size``): 40
+                # million parameters, or a million per rank if that is more. Then bandwidth decides, not latency.
+                buckets = math.ceil(number / max(40e6, 1e6 * link.ranks))
+                parts = layers if layout.zero >= 2 else min(layers, buckets)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
                 seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
-        form = "{:.3g} parameters: {} × {:g} B gathered and {} × {:g} B reduced"
-        text: tuple[Any, ...] = (form, dense + experts, gathers, weight, sums, gradient)
+        text = (
+            f"{dense + experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
+        )
         yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
     if every > sharing:
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
@@ -253,7 +256,7 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         sizes = [dense / sharing * gradient, experts / layout.sharing_experts(sharing) * gradient]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         last_backward = compute * 2 / 3
-        text = "an all-reduce of {:,.3g} MB", sum(sizes) / 1e6
+        text = f"an all-reduce of {sum(sizes) / 1e6:,.3g} MB"
         yield _exposed(job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text)
 
 
@@ -262,9 +265,7 @@ def _path(job: Job, ranks: int, stride: int) -> Path:
     return path_of(ranks, stride, job.cluster, link=shares["link"], network=shares["network"])
 
 
-def _exposed(
-    job: Job, name: str, seconds: float, kind: str, under: float, path: Path, description: tuple[Any, ...]
-) -> Term:
+def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, text: str) -> Term:
     """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
@@ -272,24 +273,8 @@ def _exposed(
     assumed = " (assumed)" if path.nodes > 1 and job.cluster.is_network_assumed else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
-    text, *numbers = description
-    formula = text + ", {}{}: {:.3g} s, {:.3g} hidden, {:.3g} slower", *numbers, path, assumed, seconds, hidden, slowed
+    formula = f"{text}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
     return Term("communication", name, seconds - hidden + slowed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
-
-
-def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
-    """Count the buckets of a once-a-step gradient reduction, at most one per layer.
-
-    A bucket has 40 million parameters, or a million per rank if that is more. Then bandwidth decides, not latency.
-
-    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``, with ``overlap_grad_reduce``
-    (without it one bucket holds all).
-
-    Example:
-        >>> _buckets(8e9, 64, 32), _buckets(8e9, 2048, 32)
-        (32, 4)
-    """
-    return min(layers, math.ceil(num_parameters / max(40e6, 1e6 * ranks)))
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:

@@ -21,7 +21,7 @@ from narrowgauge.planner.activations import (
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import Bytes, bytes_per_parameter, on_stage, shared, state_of
-from narrowgauge.planner.terms import Formula, Term, Terms
+from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS
 
@@ -147,16 +147,15 @@ class _Rank:
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during forward.
         late = early = gradients
         if sums and not layout.is_fsdp:
-            late = early = gradients._replace(value=0.0, derivation="each is added to the sum as soon as it is made")
+            late = early = gradients._replace(value=0.0, formula="each is added to the sum as soon as it is made")
         elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
-            early = gradients._replace(value=0.0, derivation=("none at this moment; {.formula} later", gradients))
+            early = gradients._replace(value=0.0, formula=f"none at this moment; {gradients.formula} later")
         saved, layer = self.activation_terms()
         # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner tensors.
         size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
         stream, inner = self.widths.stream * a.hidden_size, (2 if a.is_gated else 1) * self.widths.matmul * size
         value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
-        text = "{:g} tokens × ({:,.0f} / {} + {:,.0f} / {}) B"
-        formula: Formula = (text, self.tokens, stream, layout.stream_ranks, inner, layout.tensor)
+        formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
         head, of_layer, width = [], [], self.per.gradients
@@ -164,7 +163,7 @@ class _Rank:
             value = a.vocab_size * a.hidden_size * width / layout.tensor
             head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
         if not late.value and layout.zero < 3:
-            formula = "{:,.0f} parameters × {:g} B", self.largest_layer, width
+            formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
             of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
@@ -192,9 +191,8 @@ class _Rank:
         def term(group: str, name: str, level: int) -> Term:
             value, width = getattr(state, group), getattr(per, group)
             over = layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1)
-            text = "{:,} parameters × {:g} B / {} ranks, vectors and what is not shared as they are"
-            formula = text, self.a.num_parameters, width, over
-            return Term(group, name, value, formula, source)
+            formula = f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks"
+            return Term(group, name, value, f"{formula}, vectors and what is not shared as they are", source)
 
         optimizer = term("optimizer", "states beside the weights", 1)
         return term("weights", "weights", 3), term("gradients", "gradients", 2), optimizer
@@ -212,7 +210,7 @@ class _Rank:
             return ()
         count = gradients.value / self.per.gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
-        formula = "{:.4g} parameters × {:g} B, {}", count, row.bytes_per_param, where
+        formula = f"{count:.4g} parameters × {row.bytes_per_param:g} B, {where}"
         return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:
@@ -221,20 +219,19 @@ class _Rank:
         saved = _layer_bytes(a, self.recipe, self.kernels)
         per_layer = saved.stream / layout.stream_ranks + (saved.saved - saved.stream) / layout.tensor
         casts = saved.casts / layout.tensor
-        formula: Formula = ("{:g} tokens × {:,.0f} B", tokens, per_layer)
+        formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
         layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
-        start = "{:g} layers in flight × {:g} tokens × "
+        start = f"{in_flight:g} layers in flight × {tokens:g} tokens × "
         if layout.recompute == "full":
             width = self.widths.stream * a.hidden_size
             value = in_flight * tokens * width / layout.stream_ranks
-            formula = start + "{:g} B / {} tensor ranks", in_flight, tokens, width, layout.stream_ranks
+            formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
             return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
         value = in_flight * tokens * per_layer
-        text = start + "{:,.0f} B ({} kernels, flash attention)"
-        formula = text, in_flight, tokens, per_layer, self.kernels
+        formula = f"{start}{per_layer:,.0f} B ({self.kernels} kernels, flash attention)"
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
         if casts:
-            formula = "{:g} layers × {:,.0f} B of casts that autocast keeps for backward", self.layers, casts
+            formula = f"{self.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
             terms.append(Term("activations", "casts of the weights", self.layers * casts, formula))
         return terms, layer
 
@@ -243,10 +240,8 @@ class _Rank:
         layout, per, largest = self.layout, self.per, self.largest_layer
         terms: list[Term] = []
 
-        def add(
-            name: str, count: float, width: float, source: str, formula: str = "{:,.0f} parameters × {:g} B"
-        ) -> None:
-            terms.append(Term("buffers", name, count * width, (formula, count, width), source))
+        def add(name: str, count: float, width: float, source: str) -> None:
+            terms.append(Term("buffers", name, count * width, f"{count:,.0f} parameters × {width:g} B", source))
 
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
@@ -263,11 +258,11 @@ class _Rank:
             ends = [state.embedding] * (self.stage == 0) + [state.head] * self.is_last
             if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"
-                add("outer weights, gathered", 1, outer, _FSDP, formula)
+                terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
-            row = self.a.hidden_size * self.widths.matmul
-            name = "a layer's input and its gradient, gathered"
-            add(name, 2 * self.tokens, row, _SEQUENCE, "{:g} tokens × {:,.0f} B")
+            tokens, row = 2 * self.tokens, self.a.hidden_size * self.widths.matmul
+            name, formula = "a layer's input and its gradient, gathered", f"{tokens:g} tokens × {row:,.0f} B"
+            terms.append(Term("buffers", name, tokens * row, formula, _SEQUENCE))
         return terms
 
     def loss_terms(self) -> list[Term]:
@@ -276,13 +271,13 @@ class _Rank:
             return []
         layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.widths
         row = (4 + 2 * widths.stream) * self.a.hidden_size
-        formula: Formula = ("{:g} tokens × {:g} B", tokens, row)
-        hidden = Term("logits", "input of the head", tokens * row / layout.stream_ranks, formula)
+        value = tokens * row / layout.stream_ranks
+        hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
         if layout.tensor == layout.pipeline == layout.context == 1:
             return [hidden, *self.chunked_loss(widths.matmul)]
         # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
         low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, 12.0))
-        formula = "{:g} tokens × {:,} × 12 B / {}: {}", tokens, vocab, layout.tensor, _LOSS
+        formula = f"{tokens:g} tokens × {vocab:,} × 12 B / {layout.tensor}: {_LOSS}"
         return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
 
     def chunked_loss(self, width: float) -> list[Term]:
@@ -291,32 +286,37 @@ class _Rank:
         count, head = min(CHUNK_LOGITS, logits), self.a.vocab_size * self.a.hidden_size
         if width == 4:
             # PyTorch's own chunked loss works in place.
-            formula: Formula = ("{:,.0f} logits × 4 B", count)
-            chunk = Term("logits", "a chunk of logits", 4.0 * count, formula, "torch 2.13, counted")
-            return [chunk, Term("logits", "gradient of the head", 4.0 * head, ("{:,} × 4 B, made in forward", head))]
+            chunk = Term(
+                "logits", "a chunk of logits", 4.0 * count, f"{count:,.0f} logits × 4 B", "torch 2.13, counted"
+            )
+            return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
         # The larger of two moments: log-softmax backward of the chunk, and its head gradient, in both dtypes.
         earlier = 4 * (count < logits)
         first, second = 4 + width + earlier, 8 + 2 * width + earlier
-        text = "the larger of {:g} h + 12 c and {:g} h + {:g} c B: h = {:,} of the head, in float32 and with its gradient, "
-        formula = text + "c = {:,.0f} logits", first, second, width, head, count
+        formula = (
+            f"the larger of {first:g} h + 12 c and {second:g} h + {width:g} c B: h = {head:,} of the head, in float32 and with "
+            f"its gradient, c = {count:,.0f} logits"
+        )
         value = max(first * head + 12.0 * count, second * head + width * count)
         return [Term("logits", "a chunk of logits, head in float32", value, formula, "trainer/language_model.py")]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
     """Return memory without a formula. What is allocated and freed during a step can fragment."""
-    changing = terms.only("activations", "logits", "buffers", "gradients")
+    changing = terms.without("weights", "optimizer")
     total, (low, high) = changing.total, changing.interval
-    formula: Formula = ("{:.0%} of {:.3g} GB that change", _FORMULA_ERROR, total / 1e9)
-    ends = -_FORMULA_ERROR * low, _FORMULA_ERROR * high
-    source = "measured and counted steps differ by less"
-    overhead = [Term("overhead", "error of the formulas", 0.0, formula, source, *ends)]
+    that_change = f"of {total / 1e9:.3g} GB that change"
+    error = Term(
+        "overhead", "error of the formulas", 0.0, f"{_FORMULA_ERROR:.0%} {that_change}",
+        "measured and counted steps differ by less", -_FORMULA_ERROR * low, _FORMULA_ERROR * high,
+    )  # fmt: skip
+    overhead = [error]
     for name, (usual, least, most) in OVERHEAD.items():
         if name == "communication buffers" and layout.num_ranks == 1:
             continue
-        factor, formula = 1.0, ("{:g} GB", usual / 1e9)
+        factor, formula = 1.0, f"{usual / 1e9:g} GB"
         if name == "fragmentation":
-            factor, formula = total, ("{:.0%} of {:.3g} GB that change", usual, total / 1e9)
+            factor, formula = total, f"{usual:.0%} {that_change}"
         ends = least * factor, most * factor
         overhead.append(Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, *ends))
     return overhead

@@ -77,7 +77,11 @@ def search(
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
     shapes = [shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
-        raise _no_shape(job, fixed)
+        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+        ranks = math.prod(fixed.get(name, 1) for name in AXES)
+        why = why_not(architecture, Layout(**fixed), sequence_length)
+        why = why or f"{ranks} ranks do not divide {cluster.chips} chips"
+        raise RecipeError(f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open.")
     # Leave each replica a sequence. If no shape does, take all, unless tokens per step were given.
     micro_batch, limit = fixed.get("micro_batch", 1), num_sequences
     if tokens_per_step is None:
@@ -170,13 +174,3 @@ def _batches(shape: Layout, num_sequences: int, fixed: Mapping[str, Any], is_bat
             counts.append(1)
         for recompute, count in product(_values(fixed, "recompute", ("none", "full")), counts):
             yield replace(shape, micro_batch=micro_batch, micro_batches=count, recompute=recompute)
-
-
-def _no_shape(job: Job, fixed: Mapping[str, Any]) -> RecipeError:
-    """Say why no layout has the fixed values, if known."""
-    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
-    why = why_not(job.architecture, Layout(**fixed), job.sequence_length)
-    if not why:
-        ranks = math.prod(fixed.get(name, 1) for name in AXES)
-        why = f"{ranks} ranks do not divide {job.cluster.chips} chips"
-    return RecipeError(f"no layout with {asked} suits {job.architecture.name}: {why}.", "Leave a field open.")

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from narrowgauge.spec.tables import Row
-
-Formula = str | tuple[Any, ...]
-"""A text, or a format string and its numbers. A search makes thousands of terms and prints a few."""
 
 
 class Term(NamedTuple):
@@ -22,7 +19,7 @@ class Term(NamedTuple):
 
     Args:
         group: its group, such as ``"optimizer"``; a key of a plan's JSON.
-        derivation: its :attr:`formula`, not yet written.
+        formula: with its numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
         source: the publication, or ``"definition"`` without a measurement.
         low, high: the 80 % interval; None for ``value`` itself.
     """
@@ -30,18 +27,10 @@ class Term(NamedTuple):
     group: str
     name: str
     value: float
-    derivation: Formula
+    formula: str
     source: str = "definition"
     low: float | None = None
     high: float | None = None
-
-    @property
-    def formula(self) -> str:
-        """Return the derivation with numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``."""
-        if isinstance(self.derivation, str):
-            return self.derivation
-        text, *numbers = self.derivation
-        return str(text.format(*numbers))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -66,9 +55,6 @@ class Terms:
     def without(self, *groups: str) -> Terms:
         """Return the addends of all other groups."""
         return Terms(tuple(term for term in self.addends if term.group not in groups))
-
-    def only(self, *groups: str) -> Terms:
-        return Terms(tuple(term for term in self.addends if term.group in groups))
 
     @cached_property
     def total(self) -> float:
