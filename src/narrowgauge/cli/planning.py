@@ -164,10 +164,10 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling_laws import fit, read_points
+    from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
 
-    law = fit(read_points(measured))
-    _show(law.row(at or ()), law.tables(at or ()), law.sentences(), as_json)
+    row = fit(read_points(measured)).row(at or ())
+    _show(row, tables_of(row), row["sentences"], as_json)
 
 
 @plan_group.command("regression", short_help="Which setting made a step slower.")

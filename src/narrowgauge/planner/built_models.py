@@ -18,7 +18,7 @@ _RECURRENT = re.compile(r"A_log|conv1d|time_decay|time_mix")
 _OUTSIDE = re.compile(r"vision|visual|audio|multi_modal|image")
 
 
-def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Architecture:
+def of_config(config: Mapping[str, Any], name: str) -> Architecture:
     """Return the architecture of a Hugging Face configuration; ``name`` is for messages.
 
     Raises:
@@ -42,7 +42,7 @@ def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Archite
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
             "Plan its number of parameters: narrowgauge plan state --params.",
         ) from error
-    return _architecture(model, built.get_text_config(), name, source)
+    return _architecture(model, built.get_text_config(), name)
 
 
 def _size(config: Any, *names: str, default: int = 0) -> int:
@@ -50,7 +50,7 @@ def _size(config: Any, *names: str, default: int = 0) -> int:
     return int(next((value for value in values if isinstance(value, int) and value), default))
 
 
-def _architecture(model: Any, config: Any, name: str, source: str) -> Architecture:
+def _architecture(model: Any, config: Any, name: str) -> Architecture:
     """Return the architecture of a model on the meta device, from its modules and parameters."""
     import torch.nn as nn
 
@@ -130,7 +130,6 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
         window_share=window_share,
         mixture=mixture,
         latent=latent,
-        source=source,
         left_out="parts beside the text decoder" if any(map(_OUTSIDE.search, modules)) else "",
     )
     # All parameters not counted yet: final norms, an embedding's norm, a vision tower.

@@ -77,10 +77,6 @@ class Cluster:
         return 1e9 * min(chip.link_gb_per_second, (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1))
 
     @property
-    def is_network_assumed(self) -> bool:
-        return self.interconnect_gbit_per_second is None
-
-    @property
     def network_bytes_per_second(self) -> float:
         """Return the rate between nodes, per chip, when all chips of a node send.
 

@@ -270,7 +270,7 @@ def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path:
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
-    assumed = " (assumed)" if path.nodes > 1 and job.cluster.is_network_assumed else ""
+    assumed = " (assumed)" if path.nodes > 1 and job.cluster.interconnect_gbit_per_second is None else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
     formula = f"{text}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"

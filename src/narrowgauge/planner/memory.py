@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 from narrowgauge.planner.activations import (
     Kernels,
@@ -54,16 +53,9 @@ _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
 
 
-class _LayerBytes(NamedTuple):
-    """Hold saved bytes per token of a mean layer, the residual stream's part of them, and bytes of weight casts."""
-
-    saved: float
-    stream: float
-    casts: float
-
-
 @lru_cache(maxsize=256)
-def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerBytes:
+def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> tuple[float, float, float]:
+    """Return the saved bytes per token of a mean layer, the residual stream's part of them, and the bytes of weight casts."""
     mixtures = a.mixture.num_layers if a.mixture else 0
     total = stream = 0.0
     for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
@@ -72,7 +64,7 @@ def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerByt
             total += count / a.num_layers * bytes_per_token(tensors)
             stream += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
     casts = cast_weight_bytes(a, recipe) * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers
-    return _LayerBytes(total, stream, casts)
+    return total, stream, casts
 
 
 def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
@@ -216,9 +208,9 @@ class _Rank:
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
         a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
-        saved = _layer_bytes(a, self.recipe, self.kernels)
-        per_layer = saved.stream / layout.stream_ranks + (saved.saved - saved.stream) / layout.tensor
-        casts = saved.casts / layout.tensor
+        saved, stream, casts = _layer_bytes(a, self.recipe, self.kernels)
+        per_layer = stream / layout.stream_ranks + (saved - stream) / layout.tensor
+        casts = casts / layout.tensor
         formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
         layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
         start = f"{in_flight:g} layers in flight × {tokens:g} tokens × "

@@ -111,7 +111,6 @@ class Architecture:
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: queries, keys and values are one matmul.
         window, window_share: attended tokens per layer, None for all; and the fraction of layers with that window.
-        source: publication of the shape.
         left_out: parts of the model without planned time and activations; empty if none.
     """
 
@@ -139,7 +138,6 @@ class Architecture:
     window_share: float = 1.0
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
-    source: str = ""
     left_out: str = ""
 
     def __hash__(self) -> int:
@@ -177,14 +175,6 @@ class Architecture:
                 layers = {"attention": self.num_layers, "mlp": self.num_dense_layers, "experts": mixtures}[part]
                 sizes[part] += matmul.num_parameters / layers
         return round(sizes["attention"] + max(sizes["mlp"], sizes["experts"]))
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Count the parameters that a token meets: all without its unvisited experts. An embedding counts whole."""
-        if self.mixture is None:
-            return self.num_parameters
-        idle = 1 - self.mixture.experts_per_token / self.mixture.num_experts
-        return self.num_parameters - round(self.expert_parameters * idle)
 
     def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Return the attended keys per token, averaged over tokens and layers.
@@ -307,7 +297,7 @@ def preset_names() -> list[str]:
 
 def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
     sizes = {**_presets()["families"][row.get("like", "llama")], **row}
-    sizes.pop("like", None)
+    sizes = {key: value for key, value in sizes.items() if key not in ("like", "source")}
     parts = {"mixture": Mixture, "latent": LatentAttention}
     return decoder(name, **{key: parts[key](**value) if key in parts else value for key, value in sizes.items()})
 
@@ -315,7 +305,7 @@ def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
 def _of_trainer(model: Model) -> Architecture:
     """Return the shape of a trainer model."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-    row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings", "source")}
+    row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings")}
     if model.family == "gpt2":
         row |= {"like": "gpt", "positions": model.max_positions}
     return _of_preset(model.name, row)
@@ -351,4 +341,4 @@ def read_model(text: str) -> Architecture:
     # Imported here: it loads PyTorch.
     from narrowgauge.planner.built_models import of_config
 
-    return of_config(config, str(path), str(file))
+    return of_config(config, str(path))

@@ -44,11 +44,9 @@ class Plan:
 
     def row(self) -> Row:
         """Return the question, the options and the answer as plain values, for JSON."""
-        architecture = self.best.architecture
         return {
             "model": self.model,
-            "num_parameters": architecture.num_parameters,
-            "num_active_parameters": architecture.num_active_parameters,
+            "num_parameters": self.best.architecture.num_parameters,
             "tokens": self.tokens,
             "optimizer": self.optimizer,
             "options": [job.row(self.tokens) for job in self.options],
@@ -201,7 +199,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         yield f"{job.efficiency.engines} on {job.chip.name} (--software)"
     for job in plan.options:
         cluster = job.cluster
-        if cluster.is_network_assumed and cluster.chips > cluster.chips_per_node:
+        if cluster.interconnect_gbit_per_second is None and cluster.chips > cluster.chips_per_node:
             rate = cluster.network_bytes_per_second * 8e-9 * cluster.chips_per_node
             yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--interconnect)"
     yield f"{best.recipe.title} loses {best.recipe.storage.loses}"

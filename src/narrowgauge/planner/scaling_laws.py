@@ -70,23 +70,21 @@ class Law:
     Args:
         parts: seconds of each shape where its function is 1, by name.
         error: relative error of one time, from the fit's residuals; 0 without residuals.
-        weights: change of each part per relative error of each point's time, ``[part][point]``.
+        weights: array of each part's change per relative error of each point's time, ``[part, point]``.
     """
 
     parts: dict[str, float]
     error: float
-    weights: tuple[tuple[float, ...], ...]
+    weights: Any
 
     def seconds(self, chips: float) -> float:
         return sum(value * SHAPES[name](chips) for name, value in self.parts.items())
 
     def interval(self, chips: float) -> tuple[float, float]:
         """Return the 80 % interval of :meth:`seconds` that follows from the error of the points' times."""
-        rows = [
-            [SHAPES[name](chips) * weight for weight in row] for name, row in zip(self.parts, self.weights, strict=True)
-        ]
-        deviation = max(NOISE, self.error) * math.hypot(*(sum(column) for column in zip(*rows, strict=True)))
-        middle = self.seconds(chips)
+        # Change of the time per relative error of each point's time.
+        changes = sum(SHAPES[name](chips) * weights for name, weights in zip(self.parts, self.weights, strict=True))
+        deviation, middle = max(NOISE, self.error) * math.hypot(*changes), self.seconds(chips)
         return max(0.0, middle - SIGMAS * deviation), middle + SIGMAS * deviation
 
     def __str__(self) -> str:
@@ -96,20 +94,10 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Hold the laws that measured times allow, the closest first."""
+    """Hold the laws that measured times allow, the closest first. Reports use the first."""
 
     points: Points
     laws: tuple[Law, ...]
-
-    @property
-    def law(self) -> Law:
-        """Return the law of reports."""
-        return self.laws[0]
-
-    @property
-    def is_checked(self) -> bool:
-        """Tell whether more sizes were measured than the law has unknowns."""
-        return len(dict(self.points)) > len(self.law.parts)
 
     def interval(self, chips: float) -> tuple[float, float]:
         """Return the 80 % interval of that time in seconds: the widest of all allowed laws.
@@ -121,20 +109,9 @@ class Scaling:
         lows, highs = zip(*(law.interval(chips) for law in self.laws), strict=True)
         return min(lows), max(highs)
 
-    @property
-    def causes(self) -> list[dict[str, str]]:
-        """List the causes whose growth appears in an allowed law."""
-        shapes = {name for law in self.laws for name in law.parts}
-        return [cause for cause in CAUSES["cause"] if cause["shape"] in shapes]
-
     def sentences(self) -> list[str]:
-        """Summarize the times in at most four sentences.
-
-        Example:
-            >>> print(fit(read_points("128:10d,256:7d")).sentences()[0])
-            256 chips instead of 128: 10 d become 7 d, 1.43 × as fast on 2 × the chips, an efficiency of 71%.
-        """
-        (first, slow), (last, fast), law = self.points[0], self.points[-1], self.law
+        """Summarize the times in at most four sentences."""
+        (first, slow), (last, fast), law = self.points[0], self.points[-1], self.laws[0]
         times, ratio = slow / fast, last / first
         lines = [
             f"{last:,} chips instead of {first:,}: {duration_text(slow)} become {duration_text(fast)}, {times:.3g} × as fast "
@@ -153,44 +130,40 @@ class Scaling:
         )
         if "constant" in law.parts:
             lines.append(f"No number of chips takes less than {duration_text(law.parts['constant'])} by this law.")
-        checked = f"More sizes than unknowns were measured: the law misses their times by {law.error:.1%}."
-        unchecked = "As many sizes as unknowns: nothing checks this law. Measure a third size."
-        return [*lines, checked if self.is_checked else unchecked]
-
-    def predictions(self, at: Sequence[int] = ()) -> list[Row]:
-        """Return the times on other numbers of chips: half the least, ``at``, and twice the most."""
-        (first, _), (last, _) = self.points[0], self.points[-1]
-        rows = []
-        for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])}):
-            seconds, (low, high) = self.law.seconds(chips), self.interval(chips)
-            efficiency = self.law.seconds(first) / seconds * first / chips
-            times = {"seconds": seconds, "low_seconds": low, "high_seconds": high}
-            rows.append({"chips": chips, **times, "efficiency": efficiency})
-        return rows
-
-    def tables(self, at: Sequence[int] = ()) -> list[Table]:
-        """Return predictions for other numbers of chips, such as ``at``, and the causes that the laws allow."""
-        columns = number_columns(
-            chips=lambda row: f"{row['chips']:,}",
-            time=lambda row: duration_text(row["seconds"]),
-            interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
-            efficiency=lambda row: f"{row['efficiency']:.0%}",
-        )
-        causes = text_columns(cause="name", grows="shape", why="why", measure="measure", what_helps="remedy")
-        return [
-            Table(columns, self.predictions(at), "Other numbers of chips"),
-            Table(causes, self.causes, "What may not be divided"),
-        ]
+        if len(dict(self.points)) == len(law.parts):
+            return [*lines, "As many sizes as unknowns: nothing checks this law. Measure a third size."]
+        return [*lines, f"More sizes than unknowns were measured: the law misses their times by {law.error:.1%}."]
 
     def row(self, at: Sequence[int] = ()) -> Row:
-        """Return plain values, for JSON."""
+        """Return plain values: the laws, times on half the least, ``at`` and twice the most chips, and possible causes."""
+        first, last, law = self.points[0][0], self.points[-1][0], self.laws[0]
+        predictions = []
+        for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])}):
+            seconds, (low, high) = law.seconds(chips), self.interval(chips)
+            times = {"seconds": seconds, "low_seconds": low, "high_seconds": high}
+            predictions.append({"chips": chips, **times, "efficiency": law.seconds(first) / seconds * first / chips})
+        shapes = {name for law in self.laws for name in law.parts}
         return {
             "laws": [{"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)} for law in self.laws],
-            "is_checked": self.is_checked,
-            "predictions": self.predictions(at),
-            "causes": self.causes,
+            "predictions": predictions,
+            "causes": [cause for cause in CAUSES["cause"] if cause["shape"] in shapes],
             "sentences": self.sentences(),
         }
+
+
+def tables_of(row: Row) -> list[Table]:
+    """Return the predictions and causes of a row as tables."""
+    columns = number_columns(
+        chips=lambda row: f"{row['chips']:,}",
+        time=lambda row: duration_text(row["seconds"]),
+        interval_80=lambda row: f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
+        efficiency=lambda row: f"{row['efficiency']:.0%}",
+    )
+    causes = text_columns(cause="name", grows="shape", why="why", measure="measure", what_helps="remedy")
+    return [
+        Table(columns, row["predictions"], "Other numbers of chips"),
+        Table(causes, row["causes"], "What may not be divided"),
+    ]
 
 
 def fit(points: Points) -> Scaling:
@@ -199,7 +172,7 @@ def fit(points: Points) -> Scaling:
     An allowed law has no negative part. Keep all laws whose error is little above :data:`NOISE`, or at most twice the best law's.
 
     Example:
-        >>> print(fit(read_points("128:10d,256:7d")).law)
+        >>> print(fit(read_points("128:10d,256:7d")).laws[0])
         768 d / N + 4 d
     """
     laws = [law for law in (_law(names, points) for names in _LAWS) if law is not None]
@@ -224,4 +197,4 @@ def _law(names: Sequence[str], points: Points) -> Law | None:
     residuals = rows @ values - 1
     freedom = len(points) - len(names)
     error = math.sqrt(float(residuals @ residuals) / freedom) if freedom else 0.0
-    return Law(dict(zip(names, values.tolist(), strict=True)), error, tuple(map(tuple, weights.tolist())))
+    return Law(dict(zip(names, values.tolist(), strict=True)), error, weights)
