@@ -152,6 +152,10 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="V100", chips=8), ChipError, "bfloat16"
     ),
     "a text that is no recipe": (lambda: plan("llama-8b", recipes="word", chip="H100-SXM"), RecipeError, "bfloat16/word"),
+    "a recipe with exceptions": (
+        lambda: plan("llama-8b", recipes=[parse({"recipe": "bfloat16/word", "keep": ["lm_head"]})], chip="H100-SXM"),
+        RecipeError, "its layers differ.*bfloat16/word",
+    ),
     "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "chips were requested"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,7 +180,7 @@ def regression_command(before: Path, after: Path, as_json: bool) -> None:
 
     narrowgauge plan regression before.toml after.toml
     """
-    from narrowgauge.planner.launches import compare_launches, read_launch
+    from narrowgauge.planner.launches import compare_launches, read_launch, tables_of
 
     comparison = compare_launches(read_launch(before), read_launch(after))
-    _show(dataclasses.asdict(comparison), comparison.tables(), [], as_json)
+    _show(comparison, tables_of(comparison), [], as_json)

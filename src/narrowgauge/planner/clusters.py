@@ -154,23 +154,3 @@ def read_table(path: Path, content: str, advice: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice) from None
-
-
-def clusters_asked_for(
-    cluster: Cluster | str | Path | Sequence[Cluster | str | Path],
-    chip: str | Chip | Sequence[str | Chip],
-    chips: int | Sequence[int],
-    **rates: Any,
-) -> list[Cluster]:
-    """Return the named clusters, or every chip in every number. ``rates`` are fields of :class:`Cluster`."""
-    clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
-    kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
-    counts = [chips] if isinstance(chips, int) else list(chips)
-    advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
-    if not clusters and not kinds:
-        raise ChipError("no machine was named.", advice)
-    if clusters and (kinds or counts or rates):
-        raise ChipError(f"a cluster and {next(iter(rates), 'chips')} were requested together.", advice)
-    if clusters:
-        return [c if isinstance(c, Cluster) else read_cluster(c) for c in clusters]
-    return [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]

@@ -14,7 +14,6 @@ A launch file has the arguments of :func:`narrowgauge.planner.plan.plan`, and ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,47 +41,15 @@ def read_launch(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-@dataclass(frozen=True, slots=True)
-class Regression:
-    """Hold two launches of one job, for the later tokens per step.
-
-    Args:
-        steps: rows of the modelled step and, if both were measured, the measured one: seconds before and after. Measured
-            slowdown beyond the model comes from software, machine, ranks or data.
-        terms: rows of the modelled terms, the largest change first.
-        settings: rows of the changed settings, the largest effect first. Alone a setting adds ``seconds``, None if it cannot
-            change alone.
-    """
-
-    title: str
-    steps: list[Row]
-    terms: list[Row]
-    settings: list[Row]
-
-    def tables(self) -> list[Table]:
-        """Return the slowdown of a step, the changes of its terms, and the effect of each setting alone."""
-        least = _LEAST_SHARE * self.steps[0]["after"]
-        terms = [row for row in self.terms if abs(row["after"] - row["before"]) > least]
-        times = number_columns(
-            before=lambda row: duration_text(row["before"]),
-            after=lambda row: duration_text(row["after"]),
-            difference=lambda row: f"{row['after'] - row['before']:+.3g} s",
-        )
-        share = number_columns(share=lambda row: f"{row['after'] / row['before'] - 1:+.1%}")
-        alone = number_columns(alone=lambda row: "not alone" if row["seconds"] is None else f"{row['seconds']:+.3g} s")
-        settings = text_columns(setting="setting", before="before", after="after")
-        names, formula = text_columns(group="group", term="name"), text_columns(formula="formula")
-        return [
-            Table((*text_columns(step="step"), *times, *share), self.steps, self.title),
-            Table((*names, *times, *formula), terms, "Terms of the modelled step"),
-            Table((*settings, *alone), self.settings, "What each setting does alone"),
-        ]
-
-
-def compare_launches(before: dict[str, Any], after: dict[str, Any]) -> Regression:
-    """Compare the settings of two launches: their steps, and the effect of each differing setting alone.
+def compare_launches(before: dict[str, Any], after: dict[str, Any]) -> Row:
+    """Compare the settings of two launches of one job, for the later tokens per step.
 
     Checkpoints do not count, since measured steps leave them out. Settings without effect are left out.
+
+    Returns:
+        Lists of rows. ``steps``: the seconds of the modelled step and, if both were measured, of the measured one. Measured
+        slowdown beyond the model comes from software, machine, ranks or data. ``terms``: of the modelled step, the largest
+        change first. ``settings``: the largest effect first. Alone a setting adds ``seconds``, None if it cannot change alone.
     """
     old, new = _job(before), _job(after)
     tokens = new.tokens_per_step
@@ -105,8 +72,29 @@ def compare_launches(before: dict[str, Any], after: dict[str, Any]) -> Regressio
             settings.append({"setting": name, "before": before.get(name), "after": after.get(name), "seconds": added})
     settings.sort(key=lambda row: -abs(row["seconds"] or 0.0))
     terms = changes(old.step.without(UNSTEADY_GROUP), new.step.without(UNSTEADY_GROUP), scale)
-    return Regression(f"A step of {tokens:,} tokens", steps, terms, settings)
+    return {"tokens_per_step": tokens, "steps": steps, "terms": terms, "settings": settings}
 
 
 def _job(settings: dict[str, Any]) -> Job:
     return plan(**{name: value for name, value in settings.items() if name != "step_seconds"}).best
+
+
+def tables_of(comparison: Row) -> list[Table]:
+    """Return the slowdown of a step, the changes of its terms, and the effect of each setting alone, as tables."""
+    least = _LEAST_SHARE * comparison["steps"][0]["after"]
+    terms = [row for row in comparison["terms"] if abs(row["after"] - row["before"]) > least]
+    times = number_columns(
+        before=lambda row: duration_text(row["before"]),
+        after=lambda row: duration_text(row["after"]),
+        difference=lambda row: f"{row['after'] - row['before']:+.3g} s",
+    )
+    share = number_columns(share=lambda row: f"{row['after'] / row['before'] - 1:+.1%}")
+    alone = number_columns(alone=lambda row: "not alone" if row["seconds"] is None else f"{row['seconds']:+.3g} s")
+    settings = text_columns(setting="setting", before="before", after="after")
+    names, formula = text_columns(group="group", term="name"), text_columns(formula="formula")
+    title = f"A step of {comparison['tokens_per_step']:,} tokens"
+    return [
+        Table((*text_columns(step="step"), *times, *share), comparison["steps"], title),
+        Table((*names, *times, *formula), terms, "Terms of the modelled step"),
+        Table((*settings, *alone), comparison["settings"], "What each setting does alone"),
+    ]

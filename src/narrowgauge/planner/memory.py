@@ -38,8 +38,6 @@ _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's 
 
 CHUNK_LOGITS = 1 << 24
 """Logits in one chunk of the trainer's loss: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones gain little."""
-LARGE_VOCABULARY = 16_384
-"""Minimum vocabulary size for the trainer's chunked loss."""
 OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.planner.clusters import Cluster, clusters_asked_for
+from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
+from narrowgauge.planner.clusters import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
@@ -76,24 +76,38 @@ def plan(
     """
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
     fixed, length = read_layout(layout), _sequence_length(architecture, sequence_length)
-    clusters = clusters_asked_for(cluster, chip, chips, **rates)
+    clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
+    kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
+    counts = [chips] if isinstance(chips, int) else list(chips)
+    if bool(clusters) == bool(kinds) or (clusters and (counts or rates)):
+        problem = (
+            f"a cluster and {next(iter(rates), 'chips')} were requested together"
+            if clusters
+            else "no machine was named"
+        )
+        advice = (
+            "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
+        )
+        raise ChipError(f"{problem}.", advice)
+    machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
+    machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
     asked = read_recipes(recipes, optimizer)
 
     def searched(where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed) -> Job:
         return search(architecture, recipe, where, length, tokens_per_step, fixed=fixed)
 
     jobs = []
-    for where in clusters:
+    for where in machines:
         usual = [] if recipes == "all" else _suited(USUAL_RECIPES, where.chip, optimizer)
         jobs += [searched(where, recipe) for recipe in asked or usual or _native_recipes(where.chip, optimizer)]
     jobs.sort(key=_rank)
     # The first configuration that fits on every cluster: same recipe, model sharding and micro-batch.
     shared: list[Job] = []
-    has_kinds = len({where.chip.name for where in clusters}) > 1
+    has_kinds = len({where.chip.name for where in machines}) > 1
     for job in (job for job in jobs if has_kinds and job.fits):
         pinned = {name: getattr(job.layout, name) for name in _PINNED}
         with contextlib.suppress(RecipeError):  # the chips do not divide like that
-            on_each = [searched(where, job.recipe, pinned) for where in clusters]
+            on_each = [searched(where, job.recipe, pinned) for where in machines]
             if all(job.fits for job in on_each):
                 shared = on_each
                 break

@@ -56,7 +56,27 @@ class Plan:
 
     def sentences(self) -> list[str]:
         """Return the conclusions, the most important first."""
-        return list(_sentences(self))
+        best, memory, lines = self.best, self.best.chip.memory_bytes, []
+        if not best.fits:
+            closest = f"{best.recipe.title} ({layout_text(best.layout)})"
+            lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
+        elif not best.layout.is_fsdp:
+            lines.append("narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here.")
+        if best.num_chips > 1:
+            width = min(job.recipe.bytes_per_param for job in self.options)
+            whole = best.architecture.num_parameters * width
+            lines.append(
+                f"Pure data parallelism keeps the whole state on every chip, {bytes_text(whole)} at {width:g} B a parameter; "
+                f"a chip has {bytes_text(memory)}: {'impossible' if whole > memory else 'the state alone fits'}."
+            )
+        lines.append(
+            f"While resuming, optimizer states exist twice. A chip has {bytes_text(memory)}: where that is not "
+            "enough, load the checkpoint on the CPU."
+        )
+        if len({job.chip.name for job in self.options}) > 1 and not self.shared:
+            places = " and ".join(_places(self.options))
+            lines.append(f"No configuration fits on all of {places}: the chips with the least memory decide.")
+        return [*lines, f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
 
     def tables(self) -> list[Table]:
         """Return the options, and the time of each group in the best option's step."""
@@ -164,32 +184,6 @@ def _groups_table(step: Terms, title: str) -> Table:
         *text_columns(what_helps=lambda item: CAUSES["groups"][item[0]]["remedy"]),
     )
     return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
-
-
-# ── the sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _sentences(plan: Plan) -> Iterator[str]:
-    best, memory = plan.best, plan.best.chip.memory_bytes
-    if not best.fits:
-        too_large = bytes_text(-best.headroom_bytes)
-        yield f"Nothing fits. The closest is {best.recipe.title} ({layout_text(best.layout)}): too large by {too_large}."
-    if best.fits and not best.layout.is_fsdp:
-        yield "narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here."
-    if best.num_chips > 1:
-        size, width = best.architecture.num_parameters, min(job.recipe.bytes_per_param for job in plan.options)
-        verdict = "impossible" if size * width > memory else "the state alone fits"
-        yield (
-            f"Pure data parallelism keeps the whole state on every chip, {bytes_text(size * width)} at {width:g} B a parameter; "
-            f"a chip has {bytes_text(memory)}: {verdict}."
-        )
-    yield (
-        f"While resuming, optimizer states exist twice. A chip has {bytes_text(memory)}: where that is not "
-        "enough, load the checkpoint on the CPU."
-    )
-    if len({job.chip.name for job in plan.options}) > 1 and not plan.shared:
-        yield f"No configuration fits on all of {' and '.join(_places(plan.options))}: the chips with the least memory decide."
-    yield f"Assumed: {'; '.join(dict.fromkeys(_assumptions(plan)))}."
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

@@ -33,11 +33,9 @@ class Setting(NamedTuple):
 
 def setting_of(layer: str, recipe: Recipe) -> Setting:
     """Return the recipe's arithmetic for a layer, by name."""
-    weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
-    # Layers that a recipe keeps compute in float32, like their weights.
-    stream = "float32" if recipe.keeps(layer) else recipe.dtype
+    compute, stream = recipe.compute_of(layer).name, recipe.dtype
     # These computes differ from the plain compute of their dtype only in storage.
-    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
+    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, recipe.storage.visible)
 
 
 def is_native(product: Product, chip: Chip) -> bool:
