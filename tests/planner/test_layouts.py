@@ -30,7 +30,7 @@ def test_a_cluster_file_names_its_software(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('chip = "A100-SXM4-80GB"\nchips = 8\nsoftware = "fsdp-2023"\n')
     assert read_cluster(file).software == "fsdp-2023"
-    for value, says in (("3", "is no name"), ('"fsdp-2032"', "Did you mean 'fsdp-2023'")):
+    for value, says in (("3", "is not str"), ('"fsdp-2032"', "Did you mean 'fsdp-2023'")):
         file.write_text(f'chip = "A100-SXM4-80GB"\nchips = 8\nsoftware = {value}\n')
         with pytest.raises(NarrowgaugeError) as caught:
             read_cluster(file)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowgauge.numerics.metrics import cast_loss, cast_sums
+from narrowgauge.numerics.metrics import CastLoss, cast_loss, cast_sums
 from narrowgauge.profiling import cast_error
-from narrowgauge.profiling.cast_error import Loss, losses
+from narrowgauge.profiling.cast_error import losses
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
@@ -24,8 +24,8 @@ SHAPE = {
 WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "import", "lazy", "dog", "self", "None"]
 
 
-def reading(x: torch.Tensor, cast: Cast, **options: torch.Tensor) -> Loss:
-    return Loss("layer", "input", *cast_loss(cast_sums(x, cast, **options).sum(0)))
+def reading(x: torch.Tensor, cast: Cast, **options: torch.Tensor) -> CastLoss:
+    return cast_loss(cast_sums(x, cast, **options).sum(0))
 
 
 def test_what_a_format_holds_loses_nothing() -> None:
@@ -81,14 +81,14 @@ def test_the_casts_of_every_layer_are_read(tmp_path: Path, monkeypatch: pytest.M
     names = ["int8-row/word", "nvfp4/word", "bfloat16/word"]
     measured = dict(zip(names, losses([parse(name) for name in names], config), strict=True))
     for name in names[:2]:
-        read = {(loss.layer, loss.tensor) for loss in measured[name]}
+        read = {(loss["layer"], loss["tensor"]) for loss in measured[name]}
         assert len(read) == len(measured[name]) and {tensor for _, tensor in read} == {"input", "weight", "output_grad"}
         assert len({layer for layer, tensor in read if tensor == "input"}) == 8, (
             "one of q, k and v, one of gate and up; the row keeps lm_head"
         )
-        db = [loss.sqnr_db for loss in measured[name]]
+        db = [loss["sqnr_db"] for loss in measured[name]]
         assert db == sorted(db) and all(math.isfinite(x) for x in db)
-    assert measured["bfloat16/word"] == ()
-    by_row = {name: sum(loss.sqnr_db for loss in casts) / len(casts) for name, casts in measured.items() if casts}
+    assert measured["bfloat16/word"] == []
+    by_row = {name: sum(loss["sqnr_db"] for loss in casts) / len(casts) for name, casts in measured.items() if casts}
     assert by_row["nvfp4/word"] < by_row["int8-row/word"]
-    assert not any(loss.overflow for loss in measured["int8-row/word"])
+    assert not any(loss["overflow"] for loss in measured["int8-row/word"])

@@ -43,7 +43,6 @@ COMMANDS = {
     "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
     "--recipe bfloat16/master,bfloat16/word",
     "plan-slow-links": f"plan run --model llama-8b {WORD} --chips 8,32 --interconnect 25",
-    "plan-deadline": f"plan run --model llama-8b {WORD} --tokens 300e9 --days 14 --price 2.5",
 }
 MISTAKES = (
     "shwo", "show recipe bfloat16/wrod", "train --recpie x", "train --steps 0",

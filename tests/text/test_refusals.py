@@ -71,7 +71,7 @@ COMMANDS = [
     ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
     (f"{CHIP} --chips 12", "ChipError", "12 chips"),
     (f"{CHIP} --layout tensr=2", "RecipeError", "mean 'tensor'"),
-    (f"{CHIP} --days 14", "NarrowgaugeError", "days = 14.*tokens"),
+    ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),
     (f"{CHIP} --optimizer moun", "RecipeError|UsageError", "moun"),
     ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
     ("plan scaling 128:10d", "DataError", "128 chips"),
@@ -146,7 +146,12 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "what does not multiply": (
         lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="V100", chips=8), ChipError, "bfloat16"
     ),
-    "a deadline without machines": (lambda: plan("llama-8b", days=3, tokens=1e9), NarrowgaugeError, "without machines"),
+    "a text that is no recipe": (lambda: plan("llama-8b", recipes="word", chip="H100-SXM"), RecipeError, "bfloat16/word"),
+    "a recipe with exceptions": (
+        lambda: plan("llama-8b", recipes=[parse({"recipe": "bfloat16/word", "keep": ["lm_head"]})], chip="H100-SXM"),
+        RecipeError, "its layers differ.*bfloat16/word",
+    ),
+    "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "chips were requested"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
     "no runs": (lambda: compare_runs([]), RecordError, "no run"),
@@ -179,7 +184,7 @@ FILES = [
     ("not toml", r"mine\.toml"),
 ]
 CLUSTERS = [
-    ("chips = 8", "does not say where it runs"),
+    ("chips = 8", "does not say its chip"),
     (f"{NODES}chps = 8", "mean 'chips'"),
     (f"{NODES}chips = 0", "chips = 0"),
     ("[[nodes", r"cluster\.toml"),

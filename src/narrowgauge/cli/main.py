@@ -320,11 +320,11 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
 @flags.batch_shape
 @flags.json_list
 def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
-    """Measure what recipes cost a model here: casts, matmuls, step time, and the fastest combination."""
-    from narrowgauge.profiling.profile import profile as profiled
+    """Measure what recipes cost a model here: whole steps, and each kind of linear layer."""
+    from narrowgauge.profiling import profile as profiling
 
-    measured = profiled(model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True))
-    planning.show_profile(measured, as_json)
+    rows = profiling.profile(model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True))
+    _print(as_json, rows, profiling.tables_of(rows))
 
 
 main.add_command(planning.plan_group)

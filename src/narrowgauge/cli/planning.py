@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,10 +17,6 @@ from narrowgauge.planner.model import preset_names
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.update_rules import UPDATE_RULES
-
-if TYPE_CHECKING:
-    from narrowgauge.planner.plan_tables import Plan
-    from narrowgauge.profiling.profile import Profile
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -76,13 +73,6 @@ _chip = click.option(
 _chips = click.option(
     "--chips", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips; several are compared.  [default: 1]"
 )
-_chips_per_node = click.option(
-    "--chips-per-node", type=click.IntRange(min=1), metavar="N", help="Chips of a node.  [default: as usual]"
-)
-_cluster = click.option(
-    "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
-    help="A TOML file of chips and links, instead of --chip; several are compared.",
-)  # fmt: skip
 _layout = click.option(
     "--layout", metavar="FIELD=N,…", type=flags.Parsed(read_layout),
     help="Layouts to consider: values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
@@ -92,9 +82,6 @@ _optimizer = click.option(
     type=click.Choice([name for name, row in UPDATE_RULES.items() if row.moments is not None]),
     help="The update rule whose states are counted.  [default: adamw]",
 )  # fmt: skip
-_explain = click.option(
-    "--explain", is_flag=True, help="Print every term of the best option: formula, numbers, interval, source."
-)
 
 
 @plan_group.command(
@@ -106,32 +93,29 @@ _explain = click.option(
     "--model", metavar="TEXT", required=True, shell_complete=flags.of([*MODELS, *preset_names()], "file"),
     help="A preset, or a Hugging Face config.json.",
 )  # fmt: skip
-@flags.combined(_recipe, _chip, _chips, _chips_per_node)
+@_recipe
+@_chip
+@_chips
 @click.option(
     "--interconnect", "interconnect_gbit_per_second", type=_amount(1e-3), metavar="X",
     help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
 )  # fmt: skip
-@_cluster
+@click.option(
+    "--cluster", metavar="FILE", multiple=True, type=click.Path(path_type=Path),
+    help="A TOML file of chips, nodes and links, instead of --chip; several are compared.",
+)  # fmt: skip
 @click.option(
     "--sequence-length", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence.  [default: 4096 at most]"
 )
 @click.option("--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]")
-@click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days and cost.")
+@click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days.")
 @click.option(
     "--software", type=click.Choice(list(SOFTWARE)),
     help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
 )  # fmt: skip
-@click.option(
-    "--price", "--dollars-per-hour", "dollars_per_hour", type=_amount(0), metavar="X",
-    help="Dollars for an hour of one chip; none is assumed.",
-)  # fmt: skip
-@click.option(
-    "--days", type=_amount(1e-6), metavar="X",
-    help="A deadline for --tokens: the fewest chips that meet it, of any number or of --chips.",
-)  # fmt: skip
 @_optimizer
 @_layout
-@_explain
+@click.option("--explain", is_flag=True, help="Print every term of the best option: formula, interval, source.")
 @flags.json_object
 def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
     """Say whether a model fits, how fast it trains, on which machines, and why.
@@ -139,45 +123,35 @@ def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
     \b
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
     narrowgauge plan run --model config.json --cluster cluster.toml --tokens 300e9
-    narrowgauge plan run --model llama-8b --chip H100-SXM --tokens 300e9 --days 14 --price 2.5
+    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8,16,32 --tokens 300e9
     """
     from narrowgauge.planner.plan import plan
 
-    _show_plan(plan(**flags.given(asked)), as_json, explain)
-
-
-@plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
-@click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
-@flags.combined(_recipe, _chip, _chips, _chips_per_node, _cluster, _optimizer, _layout, _explain, flags.json_object)
-def state_command(as_json: bool, explain: bool, **asked: Any) -> None:
-    """Count the state of a number of parameters: weights, gradients and optimizer states.
-
-    narrowgauge plan state --params 10e9 --recipe bfloat16/states8
-    """
-    from narrowgauge.planner.plan import plan
-
-    _show_plan(plan(**flags.given(asked)), as_json, explain)
-
-
-def _show_plan(answer: Plan, as_json: bool, explain: bool) -> None:
+    answer = plan(**flags.given(asked))
     parts = [*answer.tables(), *(answer.explanation() if explain else [])]
     _show(answer.row(), parts, answer.sentences(), as_json)
 
 
-def _show(row: tables.Row, parts: list[tables.Table], sentences: list[str], as_json: bool) -> None:
+@plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
+@click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
+@flags.combined(_recipe, _chip, _chips, _optimizer, _layout, flags.json_list)
+def state_command(as_json: bool, **asked: Any) -> None:
+    """Count the state of a number of parameters: weights, gradients and optimizer states.
+
+    narrowgauge plan state --params 10e9 --recipe bfloat16/states8
+    """
+    from narrowgauge.planner.state import SENTENCES, plan_state, state_table
+
+    rows = plan_state(**flags.given(asked))
+    _show(rows, [state_table(rows, asked["params"])], SENTENCES, as_json)
+
+
+def _show(row: Any, parts: list[tables.Table], sentences: Sequence[str], as_json: bool) -> None:
     """Print an answer as JSON, or as tables and sentences."""
     if as_json:
         return tables.write_json(row)
     tables.write(parts)
     return click.echo("\n".join(["", *sentences])) if sentences else None
-
-
-def show_profile(profile: Profile, as_json: bool) -> None:
-    """Print the costs of recipes layer by layer, as tables or as JSON."""
-    if as_json:
-        return tables.write_json(profile.rows)
-    tables.write(profile.tables())
-    return click.echo(f"\n{profile.text()}")
 
 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
@@ -189,10 +163,10 @@ def scaling_command(measured: str, at: list[int] | None, as_json: bool) -> None:
 
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     """
-    from narrowgauge.planner.scaling_laws import fit, read_points
+    from narrowgauge.planner.scaling_laws import fit, read_points, tables_of
 
-    law = fit(read_points(measured))
-    _show(law.row(at or ()), law.tables(at or ()), law.sentences(), as_json)
+    row = fit(read_points(measured)).row(at or ())
+    _show(row, tables_of(row), row["sentences"], as_json)
 
 
 @plan_group.command("regression", short_help="Which setting made a step slower.")
@@ -206,7 +180,7 @@ def regression_command(before: Path, after: Path, as_json: bool) -> None:
 
     narrowgauge plan regression before.toml after.toml
     """
-    from narrowgauge.planner.launches import compare_launches, read_launch
+    from narrowgauge.planner.launches import compare_launches, read_launch, tables_of
 
     comparison = compare_launches(read_launch(before), read_launch(after))
-    _show(comparison.row(), comparison.tables(), [], as_json)
+    _show(comparison, tables_of(comparison), [], as_json)

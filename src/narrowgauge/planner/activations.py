@@ -74,23 +74,6 @@ def widths_of(compute: Compute, visible: str) -> Widths:
     return Widths(stream, matmul, matmul != stream)
 
 
-def saved_of_input(compute: Compute, matmul_bytes: float) -> tuple[float, float]:
-    """Return the ``(per element, per token)`` bytes of a linear layer's saved input: codes with scales, or the input itself.
-
-    Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> saved_of_input(COMPUTES["int8-row"], 2.0), saved_of_input(COMPUTES["mxfp8"], 2.0)
-        ((1.0, 4.0), (2.0, 0.0))
-    """
-    if not compute.keeps_codes:
-        return matmul_bytes, 0.0
-    cast = compute.output.left
-    element = cast.element.storage_bits / 8
-    if cast.granularity in BLOCKS:
-        return element + (cast.bits - cast.element.bits) / 8, 0.0
-    return element, float(_STATISTIC) if cast.granularity == "row" else 0.0
-
-
 def layer_tensors(
     architecture: Architecture,
     recipe: Recipe,
@@ -136,13 +119,16 @@ class _Layer:
 
         ``is_saved_anyway``: another operation saves the uncast input, in the matmuls' dtype.
         """
-        element, scale = saved_of_input(self.compute, self.widths.matmul)
-        if self.compute.keeps_codes:
-            # Under autocast every layer casts the input separately, so layers do not share codes.
-            return (element * size + scale) * (consumers if self.widths.is_cast and not is_saved_anyway else 1)
-        if is_saved_anyway:
-            return 0.0
-        return element * size * (consumers if self.widths.is_cast else 1)
+        casts = consumers if self.widths.is_cast else 1
+        if not self.compute.keeps_codes:
+            return 0.0 if is_saved_anyway else self.widths.matmul * size * casts
+        cast = self.compute.output.left
+        if cast.granularity in BLOCKS:
+            codes = size * (cast.element.storage_bits + cast.bits - cast.element.bits) / 8
+        else:
+            codes = size * cast.element.storage_bits / 8 + (_STATISTIC if cast.granularity == "row" else 0)
+        # Under autocast every layer casts the input separately, so layers do not share codes.
+        return codes * (1 if is_saved_anyway else casts)
 
     def attention(self) -> Iterator[SavedTensor]:
         """Yield projection inputs, queries, keys, values and the attention's result."""

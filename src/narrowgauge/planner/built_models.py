@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.model import Architecture, LatentAttention, Matmul, Mixture, Norm, Part, Split, of_size
+from narrowgauge.planner.model import Architecture, LatentAttention, Matmul, Mixture, Norm, Part, Split
 
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k", "moe_top_k")
 _FLOAT32_NORMS = ("Gemma", "VaultGemma", "Olmo2", "Olmo3")
@@ -18,7 +18,7 @@ _RECURRENT = re.compile(r"A_log|conv1d|time_decay|time_mix")
 _OUTSIDE = re.compile(r"vision|visual|audio|multi_modal|image")
 
 
-def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Architecture:
+def of_config(config: Mapping[str, Any], name: str) -> Architecture:
     """Return the architecture of a Hugging Face configuration; ``name`` is for messages.
 
     Raises:
@@ -42,7 +42,7 @@ def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Archite
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
             "Plan its number of parameters: narrowgauge plan state --params.",
         ) from error
-    return _architecture(model, built.get_text_config(), name, source)
+    return _architecture(model, built.get_text_config(), name)
 
 
 def _size(config: Any, *names: str, default: int = 0) -> int:
@@ -50,7 +50,7 @@ def _size(config: Any, *names: str, default: int = 0) -> int:
     return int(next((value for value in values if isinstance(value, int) and value), default))
 
 
-def _architecture(model: Any, config: Any, name: str, source: str) -> Architecture:
+def _architecture(model: Any, config: Any, name: str) -> Architecture:
     """Return the architecture of a model on the meta device, from its modules and parameters."""
     import torch.nn as nn
 
@@ -63,7 +63,10 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
     layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
     is_recurrent = any(_RECURRENT.search(n) for layer in layers for n, _ in layer.named_parameters())
     if is_recurrent or not (layers and heads and embedding is not None and head is not None):
-        return of_size(total, name)  # no decoder of attention layers: plan only its state
+        raise DataError(
+            f"Cannot plan {name}, because it is no decoder of attention layers.",
+            f"Plan its state: narrowgauge plan state --params {total}.",
+        )
 
     counts: Counter[Matmul] = Counter()
     for layer in layers:
@@ -94,8 +97,8 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
     named = (value for key in activations if isinstance(value := getattr(config, key, None), str))
 
     inside = dict(layers[0].named_modules())
-    head_norms = [p.numel() for n, m in inside.items() if _HEAD_NORM.search(n) for p in m.parameters()]
-    has_head_norms = any(_HEAD_NORM.search(n) for n in inside)
+    head_norms = [m for n, m in inside.items() if _HEAD_NORM.search(n)]
+    is_of_all = any(p.numel() > head_dim for m in head_norms for p in m.parameters())
     norms = [m for n, m in inside.items() if "norm" in type(m).__name__.lower() and not _HEAD_NORM.search(n)]
     wide = [m for m in norms if not list(m.parameters()) or max(p.numel() for p in m.parameters()) == hidden]
     tables = (
@@ -109,6 +112,7 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
         head.weight.shape[0],
         tuple(matmuls),
         vectors,
+        outer_vectors=0,
         num_heads=heads,
         num_kv_heads=round(kv_heads),
         query_dim=latent.plain_dim + latent.rotary_dim if latent else head_dim,
@@ -119,14 +123,13 @@ def _architecture(model: Any, config: Any, name: str, source: str) -> Architectu
         positions=sum(rows for rows, columns in tables if columns == hidden),
         norm=_norm_kind(wide or norms),
         norms_per_layer=len(wide),
-        head_norms="none" if not has_head_norms else "all" if head_norms and head_norms[0] > head_dim else "head",
+        head_norms="none" if not head_norms else "all" if is_of_all else "head",
         activation=next(named, "silu" if is_gated else "gelu"),
         has_fused_inputs=len({m.name for m in inputs}) == 1 and not latent,
         window=window,
         window_share=window_share,
         mixture=mixture,
         latent=latent,
-        source=source,
         left_out="parts beside the text decoder" if any(map(_OUTSIDE.search, modules)) else "",
     )
     # All parameters not counted yet: final norms, an embedding's norm, a vision tower.

@@ -5,12 +5,10 @@ Rates are in one direction and per chip, as in the table of chips. A TOML file h
     chip = "H100-SXM"
     chips = 32
     interconnect_gbit_per_second = 400   # of a node
-    dollars_per_hour = 2.5               # of a chip
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, suggestion
-from narrowgauge.planner.efficiency import SOFTWARE, efficiency_of
+from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
@@ -34,9 +32,7 @@ class Cluster:
 
     Args:
         chips: number of all chips.
-        link_gb_per_second: between chips of a node, per chip, one direction, 10^9 bytes per second; None for the chip's rate.
         interconnect_gbit_per_second: of all network cards of a node; None for the usual rate of such nodes.
-        dollars_per_hour: per chip; None if unknown.
         software: a row of :data:`narrowgauge.planner.efficiency.SOFTWARE`; empty for the chip's default assumption.
         name: for tables and messages.
     """
@@ -44,21 +40,16 @@ class Cluster:
     chip: Chip
     chips: int
     chips_per_node: int
-    link_gb_per_second: float | None = None
     interconnect_gbit_per_second: float | None = None
-    dollars_per_hour: float | None = None
     software: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
         efficiency_of(self.chip, self.software)
-        where = f"a cluster of {self.chip.name} has"
-        for name in _NUMBERS:
-            value, least = getattr(self, name), 1 if name in _WHOLE else 0
+        for name, least in (("chips", 1), ("chips_per_node", 1), ("interconnect_gbit_per_second", 1e-3)):
+            value = getattr(self, name)
             if value is not None and not (least <= value < math.inf):
-                raise ChipError(f"{where} {name} = {value}.", f"Use {least} or more.")
-        if self.link_gb_per_second == 0 and self.chips_per_node > 1:
-            raise ChipError(f"{where} link_gb_per_second = 0 within a node.", "Omit it for the chip's.")
+                raise ChipError(f"a cluster of {self.chip.name} has {name} = {value}.", f"Use {least} or more.")
         if self.chips % self.chips_per_node:
             size, near = self.chips_per_node, self.chips - self.chips % self.chips_per_node
             raise ChipError(
@@ -67,15 +58,9 @@ class Cluster:
             )
 
     @property
-    def memory_bytes(self) -> float:
-        """Return the bytes of a chip."""
-        return float(self.chip.memory_bytes)
-
-    @property
     def host_bytes_per_second(self) -> float:
         """Return the printed rate between a chip and its host; PCIe4's rate if the link is not published."""
-        rates = (rate for name, rate in HOST_GB_PER_SECOND.items() if self.chip.host_link.startswith(name))
-        return 1e9 * next(rates, HOST_GB_PER_SECOND[_ASSUMED_HOST])
+        return 1e9 * HOST_GB_PER_SECOND.get(self.chip.host_link.split()[0], HOST_GB_PER_SECOND[_ASSUMED_HOST])
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
         """Return a chip's send rate to a group of ``ranks`` that lie ``stride`` apart in its node.
@@ -86,16 +71,10 @@ class Cluster:
             >>> [cluster_of("MI300X", 8).link_bytes_per_second(ranks) / 1e9 for ranks in (2, 8)]
             [64.0, 448.0]
         """
-        if self.link_gb_per_second is not None:
-            return self.link_gb_per_second * 1e9
         chip = self.chip
         if not chip.link_gb_per_second or (chip.peers and ranks * stride > chip.peers):
             return self.host_bytes_per_second
         return 1e9 * min(chip.link_gb_per_second, (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1))
-
-    @property
-    def is_network_assumed(self) -> bool:
-        return self.interconnect_gbit_per_second is None
 
     @property
     def network_bytes_per_second(self) -> float:
@@ -108,19 +87,6 @@ class Cluster:
         if self.interconnect_gbit_per_second is None:
             return self.chip.network_gbit_per_second * 1e9 / 8
         return self.interconnect_gbit_per_second * 1e9 / 8 / self.chips_per_node
-
-    @property
-    def peak_flops_per_second(self) -> float:
-        """Return the total peak of all chips for dense 16-bit matmuls, the denominator of MFU."""
-        peaks = self.chip.peak_tflops
-        wide = next(name for name in ("bfloat16", "float16", "float32") if name in peaks)
-        return 1e12 * self.chips * peaks[wide]
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Cluster))
-_TEXTS = {"chip": "H100-SXM", "software": SOFTWARE[-1], "name": "mine"}
-_NUMBERS = tuple(name for name in _FIELDS if name not in _TEXTS)
-_WHOLE = ("chips", "chips_per_node")
 
 
 def cluster_of(
@@ -149,55 +115,42 @@ def cluster_of(
     return Cluster(kind, chips, size, name=name or f"{chips} × {kind.name}", **rates)
 
 
+CLUSTER_KEYS: dict[str, str | float] = {
+    "chip": "H100-SXM", "chips": 8, "chips_per_node": 8, "interconnect_gbit_per_second": 3200.0, "software": "torch-2025",
+}  # fmt: skip
+"""Keys of a cluster in a file, with examples of their values."""
+
+
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from a TOML file, whose stem is the default name."""
+    """Read a cluster from a TOML file with the arguments of :func:`cluster_of`. Its stem is the name."""
     path = Path(path).expanduser()
     table = read_table(path, "cluster", 'It is a TOML file with chip = "H100-SXM" and chips = 8.')
-    return cluster_in(path, {"name": path.stem, **table})
+    check_keys(path, table, CLUSTER_KEYS, required=("chip", "chips"))
+    return cluster_of(**table, name=path.stem)
 
 
-def cluster_in(path: Path, table: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of a table with the arguments of :func:`cluster_of`. ``path`` is for messages."""
+def check_keys(
+    path: Path, table: Mapping[str, Any], examples: Mapping[str, str | float], required: Sequence[str]
+) -> None:
+    """Raise a :class:`DataError` if a table has other keys than the examples, values of other types, or too few keys."""
     for name, value in table.items():
-        if name not in _FIELDS:
-            advice = suggestion(name, _FIELDS) or f"Known: {', '.join(_FIELDS)}."
+        if name not in examples:
+            advice = suggestion(name, examples) or f"Known: {', '.join(examples)}."
             raise DataError(f"{path}: no key is named {name!r}.", advice)
-        if name in _TEXTS and not isinstance(value, str):
-            raise DataError(f"{path}: {name} = {value!r} is no name.", f'Write {name} = "{_TEXTS[name]}".')
-        number = int if name in _WHOLE else (int, float)
-        if name not in _TEXTS and (isinstance(value, bool) or not isinstance(value, number)):
-            raise DataError(f"{path}: {name} = {value!r} is not a number, or not a whole one.", f"Write {name} = 8.")
-    if not {"chip", "chips"} <= table.keys():
-        raise DataError(f"{path} does not say where it runs.", 'Write chip = "H100-SXM" and chips = 8.')
-    return cluster_of(**table)
+        kind = type(examples[name])
+        if type(value) is not kind and (kind, type(value)) != (float, int):
+            raise DataError(
+                f"{path}: {name} = {value!r} is not {kind.__name__}.", f"Write {name} = {examples[name]!r}."
+            )
+    for name in required:
+        if name not in table:
+            raise DataError(f"{path} does not say its {name}.", f"Write {name} = {examples[name]!r}.")
 
 
 def read_table(path: Path, content: str, advice: str) -> dict[str, Any]:
     """Read a TOML file. ``content`` names what it holds, in the message of a :class:`DataError`."""
     try:
         return load_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise DataError(f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice) from None
-
-
-def clusters_asked_for(
-    cluster: Cluster | str | Path | Sequence[Cluster | str | Path],
-    chip: str | Chip | Sequence[str | Chip],
-    chips: Sequence[int],
-    chips_per_node: int | None = None,
-    **rates: float | str | None,
-) -> tuple[Cluster, ...]:
-    """Return the named clusters, or every chip in every number. ``rates`` are fields of :class:`Cluster`; None is ignored."""
-    clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
-    kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
-    fields: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
-    if clusters and (kinds or chips or fields):
-        second = "chips" if kinds or chips else next(iter(fields))
-        raise ChipError(
-            f"a cluster and {second} were requested together.",
-            "Leave out one of them: a cluster has its chips.",
-        )
-    if clusters:
-        return tuple(c if isinstance(c, Cluster) else read_cluster(c) for c in clusters)
-    return tuple(cluster_of(kind, count, chips_per_node, **fields) for kind in kinds for count in chips or [1])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.roofline import bytes_per_number
@@ -38,9 +38,8 @@ class Path:
     """Describe the links of a group of ranks that is spread evenly over nodes.
 
     Args:
-        link_bytes_per_second: of a chip within its node.
-        network_bytes_per_second: of its node's network cards, per chip.
-        link_latency, network_latency: seconds per message.
+        link_bytes_per_second: of a chip within its node; infinite with one rank per node.
+        network_bytes_per_second: of its node's network cards, per chip; infinite in one node.
         has_adding_switch: the switch in a node adds the chips' data.
     """
 
@@ -48,8 +47,6 @@ class Path:
     nodes: int
     link_bytes_per_second: float
     network_bytes_per_second: float
-    link_latency: float = LINK_LATENCY_SECONDS
-    network_latency: float = NETWORK_LATENCY_SECONDS
     has_adding_switch: bool = False
 
     @property
@@ -69,20 +66,18 @@ def path_of(ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, net
 
     Example:
         >>> from narrowgauge.planner.clusters import cluster_of
-        >>> cluster = cluster_of("H100-SXM", 64)
-        >>> path = path_of(16, 2, cluster)
+        >>> path = path_of(16, 2, cluster_of("H100-SXM", 64))
         >>> path.nodes, path.ranks_per_node
         (4, 4.0)
     """
     within = max(1, min(ranks, cluster.chips_per_node // stride))
+    nodes, chip = math.ceil(ranks / within), cluster.chip
     return Path(
         ranks,
-        math.ceil(ranks / within),
-        cluster.link_bytes_per_second(within, stride) * link,
-        cluster.network_bytes_per_second * network,
-        has_adding_switch=cluster.chips_per_node > 2
-        and cluster.chip.link.startswith(_ADDING_SWITCHES)
-        and "bridge" not in cluster.chip.link,
+        nodes,
+        cluster.link_bytes_per_second(within, stride) * link if within > 1 else math.inf,
+        cluster.network_bytes_per_second * network if nodes > 1 else math.inf,
+        cluster.chips_per_node > 2 and chip.link.startswith(_ADDING_SWITCHES) and "bridge" not in chip.link,
     )
 
 
@@ -92,22 +87,20 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
     A reduce-scatter takes as long.
 
     Example:
-        >>> all_gather_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
+        >>> round(all_gather_seconds(8e9, Path(8, 1, 1e9, math.inf)), 2)
         7.0
     """
-    if path.ranks == 1:
-        return 0.0
-    latency = (path.ranks - path.nodes) * path.link_latency + (path.nodes - 1) * path.network_latency
-    within = (path.ranks - 1) / path.ranks / path.link_bytes_per_second if path.ranks_per_node > 1 else 0.0
+    within = (path.ranks - 1) / path.ranks / path.link_bytes_per_second
     between = (path.nodes - 1) / path.nodes / (path.ranks_per_node * path.network_bytes_per_second)
-    return num_bytes * max(within, between) + latency
+    steps = (path.ranks - path.nodes) * LINK_LATENCY_SECONDS + (path.nodes - 1) * NETWORK_LATENCY_SECONDS
+    return num_bytes * max(within, between) + steps
 
 
 def all_reduce_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of an all-reduce of ``num_bytes``: the fastest of ring, tree, hierarchy and switch.
 
     Example:
-        >>> all_reduce_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
+        >>> round(all_reduce_seconds(8e9, Path(8, 1, 1e9, math.inf)), 2)
         14.0
     """
     ways = [ring_seconds, tree_seconds, hierarchical_seconds]
@@ -123,12 +116,9 @@ def ring_seconds(num_bytes: float, path: Path) -> float:
 
 def tree_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of a tree's all-reduce: 2 S/B + 2 log2(R) α. It is a tree between nodes, a chain within them."""
-    if path.ranks == 1:
-        return 0.0
-    within = 1 / path.link_bytes_per_second if path.ranks_per_node > 1 else 0.0
-    between = 1 / (path.ranks_per_node * path.network_bytes_per_second) if path.nodes > 1 else 0.0
-    steps = (path.ranks_per_node - 1) * path.link_latency + math.ceil(math.log2(path.nodes)) * path.network_latency
-    return 2 * (num_bytes * max(within, between) + steps)
+    slowest = max(1 / path.link_bytes_per_second, 1 / (path.ranks_per_node * path.network_bytes_per_second))
+    within = (path.ranks_per_node - 1) * LINK_LATENCY_SECONDS
+    return 2 * (num_bytes * slowest + within + math.ceil(math.log2(path.nodes)) * NETWORK_LATENCY_SECONDS)
 
 
 def switch_seconds(num_bytes: float, path: Path) -> float:
@@ -136,18 +126,15 @@ def switch_seconds(num_bytes: float, path: Path) -> float:
 
     Eight H200s reach 482 GB/s of ``busbw`` with the switch, 368 without (ml-engineering, network/benchmarks).
     """
-    if path.ranks == 1:
-        return 0.0
-    return num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second + 2 * path.ranks * path.link_latency
+    return num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second + 2 * path.ranks * LINK_LATENCY_SECONDS
 
 
 def hierarchical_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of a three-part all-reduce: scatter within nodes, sum between them, gather within them."""
     k, n = path.ranks_per_node, path.nodes
-    within = 2 * ((k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * path.link_latency)
-    steps = min(n - 1, math.ceil(math.log2(n)) * 2) * path.network_latency
-    between = 2 * ((n - 1) / n * num_bytes / k / path.network_bytes_per_second + steps)
-    return within + between
+    within = 2 * ((k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * LINK_LATENCY_SECONDS)
+    steps = min(n - 1, math.ceil(math.log2(n)) * 2) * NETWORK_LATENCY_SECONDS
+    return within + 2 * ((n - 1) / n * num_bytes / k / path.network_bytes_per_second + steps)
 
 
 def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) -> float:
@@ -156,25 +143,21 @@ def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) ->
     ``between`` is the fraction of bytes for other nodes that travels: equal parts for ranks of one node travel once.
 
     Example:
-        >>> all_to_all_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
+        >>> round(all_to_all_seconds(8e9, Path(8, 1, 1e9, math.inf)), 2)
         7.0
     """
-    if path.ranks == 1:
-        return 0.0
     within = (path.ranks_per_node - 1) / path.ranks * num_bytes / path.link_bytes_per_second
     far = between * (path.ranks - path.ranks_per_node) / path.ranks * num_bytes / path.network_bytes_per_second
     # Sends to all peers overlap: latency counts once per doubling.
-    latency = math.ceil(math.log2(path.ranks)) * (path.network_latency if path.nodes > 1 else path.link_latency)
-    return max(within, far) + latency
+    latency = NETWORK_LATENCY_SECONDS if path.nodes > 1 else LINK_LATENCY_SECONDS
+    return max(within, far) + math.ceil(math.log2(path.ranks)) * latency
 
 
 def send_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of one message between neighbours of the group."""
-    if path.ranks == 1:
-        return 0.0
     if path.ranks_per_node > 1:
-        return num_bytes / path.link_bytes_per_second + path.link_latency
-    return num_bytes / path.network_bytes_per_second + path.network_latency
+        return num_bytes / path.link_bytes_per_second + LINK_LATENCY_SECONDS
+    return num_bytes / path.network_bytes_per_second + NETWORK_LATENCY_SECONDS
 
 
 # ── exchanges: what ranks send in a step, how long it takes, and how much of it computing hides ───────────────────────────
@@ -206,7 +189,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     def term(name: str, kind: str, path: Path, size: float, count: int, exchanges: str, seconds: float) -> Term:
         """Return an exchange of ``size`` bytes that takes ``seconds``, ``count`` times per layer and micro-batch."""
         sending = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
-        text = "{} × {:g} layers × {} {} of {:,.3g} MB", batches, sending, count, exchanges, size / 1e6
+        text = f"{batches} × {sending:g} layers × {count} {exchanges} of {size / 1e6:,.3g} MB"
         under = batches * (attention if kind == "context" else compute)
         return _exposed(job, name, batches * sending * count * seconds, kind, under, path, text)
 
@@ -232,7 +215,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
     if layout.pipeline > 1:
         path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
         count = 2 * layout.interleave * batches
-        seconds, text = count * send_seconds(size, path), ("{} sends of {:,.3g} MB", count, size / 1e6)
+        seconds, text = count * send_seconds(size, path), f"{count} sends of {size / 1e6:,.3g} MB"
         yield _exposed(job, "activations between stages", seconds, "pipeline", batches * compute, path, text)
 
 
@@ -256,12 +239,15 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         seconds = 0.0
         for number, link in ((dense, path), (experts, experts_path)):
             if number:
-                # Per layer, during the next layer's compute. Or once a step, in buckets that grow with the ranks.
-                parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
+                # Per layer, during the next layer's compute. Or once a step, in Megatron-LM's buckets (``bucket_size``): 40
+                # million parameters, or a million per rank if that is more. Then bandwidth decides, not latency.
+                buckets = math.ceil(number / max(40e6, 1e6 * link.ranks))
+                parts = layers if layout.zero >= 2 else min(layers, buckets)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
                 seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
-        form = "{:.3g} parameters: {} × {:g} B gathered and {} × {:g} B reduced"
-        text: tuple[Any, ...] = (form, dense + experts, gathers, weight, sums, gradient)
+        text = (
+            f"{dense + experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
+        )
         yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
     if every > sharing:
         # An expert has fewer copies: one per group of expert ranks. Some of these share its state.
@@ -270,43 +256,25 @@ def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
         sizes = [dense / sharing * gradient, experts / layout.sharing_experts(sharing) * gradient]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
         last_backward = compute * 2 / 3
-        text = "an all-reduce of {:,.3g} MB", sum(sizes) / 1e6
+        text = f"an all-reduce of {sum(sizes) / 1e6:,.3g} MB"
         yield _exposed(job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text)
 
 
 def _path(job: Job, ranks: int, stride: int) -> Path:
     shares = job.efficiency
-    return path_of(ranks, stride, job.hardware, link=shares["link"], network=shares["network"])
+    return path_of(ranks, stride, job.cluster, link=shares["link"], network=shares["network"])
 
 
-def _exposed(
-    job: Job, name: str, seconds: float, kind: str, under: float, path: Path, description: tuple[Any, ...]
-) -> Term:
+def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, text: str) -> Term:
     """Return an exchange. Up to ``under`` seconds of computing can hide a part of it.
 
     Computing is slower meanwhile, since the exchange takes multiprocessors.
     """
-    assumed = " (assumed)" if path.nodes > 1 and job.hardware.is_network_assumed else ""
+    assumed = " (assumed)" if path.nodes > 1 and job.cluster.interconnect_gbit_per_second is None else ""
     hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
     slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
-    text, *numbers = description
-    formula = text + ", {}{}: {:.3g} s, {:.3g} hidden, {:.3g} slower", *numbers, path, assumed, seconds, hidden, slowed
+    formula = f"{text}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
     return Term("communication", name, seconds - hidden + slowed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
-
-
-def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
-    """Count the buckets of a once-a-step gradient reduction, at most one per layer.
-
-    A bucket has 40 million parameters, or a million per rank if that is more. Then bandwidth decides, not latency.
-
-    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``, with ``overlap_grad_reduce``
-    (without it one bucket holds all).
-
-    Example:
-        >>> _buckets(8e9, 64, 32), _buckets(8e9, 2048, 32)
-        (32, 4)
-    """
-    return min(layers, math.ceil(num_parameters / max(40e6, 1e6 * ranks)))
 
 
 def _repeated(experts_per_token: int, nodes: int) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.roofline import Setting, Shape, bytes_per_number, operation_seconds, setting_of
+from narrowgauge.planner.roofline import Setting, bytes_per_number, operation_seconds, setting_of
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
@@ -90,7 +90,7 @@ def _linear_seconds(
         count = matmul.count / experts
         # A grouped kernel starts once for all experts of a layer.
         kernels = mixture.num_layers if matmul.is_expert and mixture else count
-        for name, seconds in operation_seconds(Shape(out, inputs), setting, tokens, chip, shares).items():
+        for name, seconds in operation_seconds(out, inputs, setting, tokens, chip, shares).items():
             place, _, side = name.partition(".")
             if side and SLOTS[name].tensor == "input" and not is_first:
                 continue  # cast for another layer already

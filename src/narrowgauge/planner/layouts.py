@@ -110,11 +110,6 @@ class Layout:
         return self.data * self.shard
 
     @property
-    def model_ranks(self) -> int:
-        """Count the ranks that compute one sequence together: tensor, pipeline and context."""
-        return self.tensor * self.pipeline * self.context
-
-    @property
     def num_sequences(self) -> int:
         """Count the sequences of an optimizer step, over all ranks."""
         return self.num_replicas * self.micro_batch * self.micro_batches
@@ -176,12 +171,13 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = (side.strip() for side in part.partition("="))
-        if not equals and name.lower() in NAMED_LAYOUTS:
-            named |= NAMED_LAYOUTS[name.lower()]
-        elif not equals:
-            raise RecipeError(f"no layout is named '{name}'.", suggestion(name.lower(), NAMED_LAYOUTS) or _ADVICE)
-        elif name not in _FIELDS:
-            raise RecipeError(f"a layout has no field '{name}'.", suggestion(name, _FIELDS) or _ADVICE)
+        known = _FIELDS if equals else tuple(NAMED_LAYOUTS)
+        if name not in known:
+            raise RecipeError(
+                f"a layout has no {'field' if equals else 'name'} '{name}'.", suggestion(name, known) or _ADVICE
+            )
+        if not equals:
+            named |= NAMED_LAYOUTS[name]
         elif str(fields.setdefault(name, int(value) if value.isdecimal() else value)) != value:
             raise RecipeError(f"a layout has {name} = {fields[name]} and {name} = {value}.", "Name it once.")
     fields = {**named, **fields}

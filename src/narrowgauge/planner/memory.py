@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 from narrowgauge.planner.activations import (
     Kernels,
@@ -21,7 +20,7 @@ from narrowgauge.planner.activations import (
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import Bytes, bytes_per_parameter, on_stage, shared, state_of
-from narrowgauge.planner.terms import Formula, Term, Terms
+from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS
 
@@ -39,8 +38,6 @@ _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's 
 
 CHUNK_LOGITS = 1 << 24
 """Logits in one chunk of the trainer's loss: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones gain little."""
-LARGE_VOCABULARY = 16_384
-"""Minimum vocabulary size for the trainer's chunked loss."""
 OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),
@@ -54,16 +51,9 @@ _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
 
 
-class _LayerBytes(NamedTuple):
-    """Hold saved bytes per token of a mean layer, the residual stream's part of them, and bytes of weight casts."""
-
-    saved: float
-    stream: float
-    casts: float
-
-
 @lru_cache(maxsize=256)
-def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerBytes:
+def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> tuple[float, float, float]:
+    """Return the saved bytes per token of a mean layer, the residual stream's part of them, and the bytes of weight casts."""
     mixtures = a.mixture.num_layers if a.mixture else 0
     total = stream = 0.0
     for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
@@ -72,19 +62,11 @@ def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerByt
             total += count / a.num_layers * bytes_per_token(tensors)
             stream += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
     casts = cast_weight_bytes(a, recipe) * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers
-    return _LayerBytes(total, stream, casts)
+    return total, stream, casts
 
 
-class Stage(NamedTuple):
-    """Describe a pipeline stage; ``in_flight`` is layers times micro-batches with live activations."""
-
-    number: int
-    layers: float
-    in_flight: float
-
-
-def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
-    """Return the stages that can be the worst: the first, the second and the last.
+def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
+    """Return the stages that can be the worst: the first, the second and the last. Each has its layers, and layers in flight.
 
     The first holds activations of as many micro-batches as there are stages, ``L (1 + (p - 1) / (p v))`` layers. The second can
     have a layer more. The last has the head and the logits.
@@ -93,12 +75,12 @@ def stages_of(architecture: Architecture, layout: Layout) -> list[Stage]:
     """
     p, v, total = layout.pipeline, layout.interleave, architecture.num_layers
     even = total % (p * v) == 0 or p == 1
-    stages = []
-    for number in dict.fromkeys((0, p - 1) if even else (0, 1, p - 1)):
+    stages = {}
+    for number in (0, p - 1) if even else (0, 1, p - 1):
         # Uneven stages omit a layer where the embedding or head is.
         layers = total / p if even else math.ceil((total + 2) / p) - (number in (0, p - 1))
         batches_in_flight = p - number if v == 1 else (2 * (p - number - 1) + (v - 1) * p + 1) / v
-        stages.append(Stage(number, layers, layers * min(batches_in_flight, layout.micro_batches)))
+        stages[number] = layers, layers * min(batches_in_flight, layout.micro_batches)
     return stages
 
 
@@ -111,23 +93,12 @@ def memory_terms(
     """Return the memory of the worst rank at its worst moment: bytes by group.
 
     If every rank computes whole layers, norms and activation functions are eager kernels (Hugging Face), and logits are computed
-    a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM). If only the size of a model is known, only its state
-    counts.
-
-    Example:
-        >>> from narrowgauge.planner.model import of_size
-        >>> from narrowgauge.spec.notation import parse
-        >>> [memory_terms(of_size(10e9), parse(f"bfloat16/{s}"), Layout(), 0).total / 1e9 for s in ("master", "word", "states8")]
-        [160.0, 80.0, 60.0]
+    a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM).
     """
     peaks = []
-    for stage in stages_of(architecture, layout):
-        rank = _Rank(architecture, recipe, layout, sequence_length, stage)
-        if architecture.has_shape:
-            terms = rank.worst_moment()
-            peaks.append(Terms((*terms, *_overhead_terms(terms, layout))))
-        else:
-            peaks.append(Terms(rank.state_terms()))
+    for stage, (layers, in_flight) in stages_of(architecture, layout).items():
+        terms = _Rank(architecture, recipe, layout, sequence_length, stage, layers, in_flight).worst_moment()
+        peaks.append(Terms((*terms, *_overhead_terms(terms, layout))))
     return max(peaks, key=lambda terms: terms.total)
 
 
@@ -140,11 +111,14 @@ class _Rank:
         recipe: Recipe,
         layout: Layout,
         length: int,
-        stage: Stage,
+        stage: int,
+        layers: float,
+        layers_in_flight: float,
     ) -> None:
-        self.a, self.recipe, self.layout, self.stage = a, recipe, layout, stage
+        self.a, self.recipe, self.layout = a, recipe, layout
+        self.stage, self.layers, self.layers_in_flight = stage, layers, layers_in_flight
         self.kernels: Kernels = "eager" if layout.is_whole else "fused"
-        self.is_last = stage.number == layout.pipeline - 1
+        self.is_last = stage == layout.pipeline - 1
         self.tokens = layout.tokens_on_rank(length)  # of a micro-batch
         self.widths = widths_of(recipe.compute, recipe.storage.visible)
         self.per = bytes_per_parameter(recipe.storage)
@@ -154,7 +128,7 @@ class _Rank:
         # Parameters of the largest layer on one of the ranks that shard it.
         experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
         experts = experts / layout.expert / layout.expert_tensor_ranks
-        self.largest_layer = (a.largest_layer if a.has_shape else 0) / layout.tensor + experts
+        self.largest_layer = a.largest_layer / layout.tensor + experts
 
     def worst_moment(self) -> Terms:
         a, layout = self.a, self.layout
@@ -163,16 +137,15 @@ class _Rank:
         # Autograd adds to earlier gradients. Megatron-LM has buffers for them. Both exist during forward.
         late = early = gradients
         if sums and not layout.is_fsdp:
-            late = early = gradients._replace(value=0.0, derivation="each is added to the sum as soon as it is made")
+            late = early = gradients._replace(value=0.0, formula="each is added to the sum as soon as it is made")
         elif layout.is_fsdp and (layout.micro_batches == 1 or sums):
-            early = gradients._replace(value=0.0, derivation=("none at this moment; {.formula} later", gradients))
+            early = gradients._replace(value=0.0, formula=f"none at this moment; {gradients.formula} later")
         saved, layer = self.activation_terms()
         # Backward of a layer holds gradients of activations: of the stream, and of the MLP's inner tensors.
         size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
         stream, inner = self.widths.stream * a.hidden_size, (2 if a.is_gated else 1) * self.widths.matmul * size
         value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
-        text = "{:g} tokens × ({:,.0f} / {} + {:,.0f} / {}) B"
-        formula: Formula = (text, self.tokens, stream, layout.stream_ranks, inner, layout.tensor)
+        formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
         passing = Term("activations", "gradients on their way", value, formula)
         # Temporary gradients: of the head, the first in backward, and of the current layer.
         head, of_layer, width = [], [], self.per.gradients
@@ -180,7 +153,7 @@ class _Rank:
             value = a.vocab_size * a.hidden_size * width / layout.tensor
             head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
         if not late.value and layout.zero < 3:
-            formula = "{:,.0f} parameters × {:g} B", self.largest_layer, width
+            formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
             of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
@@ -197,7 +170,7 @@ class _Rank:
 
     def whole_state(self) -> tuple[Bytes, Bytes]:
         """Return the stage's state before ZeRO: experts, and the rest."""
-        return on_stage(self.a, self.recipe, self.layout, self.stage.layers, self.stage.number)
+        return on_stage(self.a, self.recipe, self.layout, self.layers, self.stage)
 
     def state_terms(self) -> tuple[Term, Term, Term]:
         layout, per, (experts, rest) = self.layout, self.per, self.whole_state()
@@ -208,9 +181,8 @@ class _Rank:
         def term(group: str, name: str, level: int) -> Term:
             value, width = getattr(state, group), getattr(per, group)
             over = layout.tensor * layout.pipeline * (layout.num_sharing if layout.zero >= level else 1)
-            note = ", vectors and what is not shared as they are" if self.a.has_shape else ""
-            formula = "{:,} parameters × {:g} B / {} ranks{}", self.a.num_parameters, width, over, note
-            return Term(group, name, value, formula, source)
+            formula = f"{self.a.num_parameters:,} parameters × {width:g} B / {over} ranks"
+            return Term(group, name, value, f"{formula}, vectors and what is not shared as they are", source)
 
         optimizer = term("optimizer", "states beside the weights", 1)
         return term("weights", "weights", 3), term("gradients", "gradients", 2), optimizer
@@ -228,30 +200,29 @@ class _Rank:
             return ()
         count = gradients.value / self.per.gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
-        formula = "{:.4g} parameters × {:g} B, {}", count, row.bytes_per_param, where
+        formula = f"{count:.4g} parameters × {row.bytes_per_param:g} B, {where}"
         return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
-        a, layout, stage, tokens = self.a, self.layout, self.stage, self.tokens
-        saved = _layer_bytes(a, self.recipe, self.kernels)
-        per_layer = saved.stream / layout.stream_ranks + (saved.saved - saved.stream) / layout.tensor
-        casts = saved.casts / layout.tensor
-        formula: Formula = ("{:g} tokens × {:,.0f} B", tokens, per_layer)
+        a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
+        saved, stream, casts = _layer_bytes(a, self.recipe, self.kernels)
+        per_layer = stream / layout.stream_ranks + (saved - stream) / layout.tensor
+        casts = casts / layout.tensor
+        formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
         layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
-        start = "{:g} layers in flight × {:g} tokens × "
+        start = f"{in_flight:g} layers in flight × {tokens:g} tokens × "
         if layout.recompute == "full":
             width = self.widths.stream * a.hidden_size
-            value = stage.in_flight * tokens * width / layout.stream_ranks
-            formula = start + "{:g} B / {} tensor ranks", stage.in_flight, tokens, width, layout.stream_ranks
+            value = in_flight * tokens * width / layout.stream_ranks
+            formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
             return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
-        value = stage.in_flight * tokens * per_layer
-        text = start + "{:,.0f} B ({} kernels, flash attention)"
-        formula = text, stage.in_flight, tokens, per_layer, self.kernels
+        value = in_flight * tokens * per_layer
+        formula = f"{start}{per_layer:,.0f} B ({self.kernels} kernels, flash attention)"
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
         if casts:
-            formula = "{:g} layers × {:,.0f} B of casts that autocast keeps for backward", stage.layers, casts
-            terms.append(Term("activations", "casts of the weights", stage.layers * casts, formula))
+            formula = f"{self.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
+            terms.append(Term("activations", "casts of the weights", self.layers * casts, formula))
         return terms, layer
 
     def buffer_terms(self) -> list[Term]:
@@ -259,10 +230,8 @@ class _Rank:
         layout, per, largest = self.layout, self.per, self.largest_layer
         terms: list[Term] = []
 
-        def add(
-            name: str, count: float, width: float, source: str, formula: str = "{:,.0f} parameters × {:g} B"
-        ) -> None:
-            terms.append(Term("buffers", name, count * width, (formula, count, width), source))
+        def add(name: str, count: float, width: float, source: str) -> None:
+            terms.append(Term("buffers", name, count * width, f"{count:,.0f} parameters × {width:g} B", source))
 
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
@@ -276,14 +245,14 @@ class _Rank:
             add("two layers, gathered", 2 * largest, per.weights, _FSDP)
             add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
             state = state_of(self.a, self.recipe, layout.tensor)
-            ends = [state.embedding] * (self.stage.number == 0) + [state.head] * self.is_last
+            ends = [state.embedding] * (self.stage == 0) + [state.head] * self.is_last
             if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"
-                add("outer weights, gathered", 1, outer, _FSDP, formula)
+                terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
-            row = self.a.hidden_size * self.widths.matmul
-            name = "a layer's input and its gradient, gathered"
-            add(name, 2 * self.tokens, row, _SEQUENCE, "{:g} tokens × {:,.0f} B")
+            tokens, row = 2 * self.tokens, self.a.hidden_size * self.widths.matmul
+            name, formula = "a layer's input and its gradient, gathered", f"{tokens:g} tokens × {row:,.0f} B"
+            terms.append(Term("buffers", name, tokens * row, formula, _SEQUENCE))
         return terms
 
     def loss_terms(self) -> list[Term]:
@@ -292,13 +261,13 @@ class _Rank:
             return []
         layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.widths
         row = (4 + 2 * widths.stream) * self.a.hidden_size
-        formula: Formula = ("{:g} tokens × {:g} B", tokens, row)
-        hidden = Term("logits", "input of the head", tokens * row / layout.stream_ranks, formula)
-        if layout.model_ranks == 1:
+        value = tokens * row / layout.stream_ranks
+        hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
+        if layout.tensor == layout.pipeline == layout.context == 1:
             return [hidden, *self.chunked_loss(widths.matmul)]
         # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
         low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, 12.0))
-        formula = "{:g} tokens × {:,} × 12 B / {}: {}", tokens, vocab, layout.tensor, _LOSS
+        formula = f"{tokens:g} tokens × {vocab:,} × 12 B / {layout.tensor}: {_LOSS}"
         return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
 
     def chunked_loss(self, width: float) -> list[Term]:
@@ -307,32 +276,37 @@ class _Rank:
         count, head = min(CHUNK_LOGITS, logits), self.a.vocab_size * self.a.hidden_size
         if width == 4:
             # PyTorch's own chunked loss works in place.
-            formula: Formula = ("{:,.0f} logits × 4 B", count)
-            chunk = Term("logits", "a chunk of logits", 4.0 * count, formula, "torch 2.13, counted")
-            return [chunk, Term("logits", "gradient of the head", 4.0 * head, ("{:,} × 4 B, made in forward", head))]
+            chunk = Term(
+                "logits", "a chunk of logits", 4.0 * count, f"{count:,.0f} logits × 4 B", "torch 2.13, counted"
+            )
+            return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
         # The larger of two moments: log-softmax backward of the chunk, and its head gradient, in both dtypes.
         earlier = 4 * (count < logits)
         first, second = 4 + width + earlier, 8 + 2 * width + earlier
-        text = "the larger of {:g} h + 12 c and {:g} h + {:g} c B: h = {:,} of the head, in float32 and with its gradient, "
-        formula = text + "c = {:,.0f} logits", first, second, width, head, count
+        formula = (
+            f"the larger of {first:g} h + 12 c and {second:g} h + {width:g} c B: h = {head:,} of the head, in float32 and with "
+            f"its gradient, c = {count:,.0f} logits"
+        )
         value = max(first * head + 12.0 * count, second * head + width * count)
         return [Term("logits", "a chunk of logits, head in float32", value, formula, "trainer/language_model.py")]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
     """Return memory without a formula. What is allocated and freed during a step can fragment."""
-    changing = terms.only("activations", "logits", "buffers", "gradients")
+    changing = terms.without("weights", "optimizer")
     total, (low, high) = changing.total, changing.interval
-    formula: Formula = ("{:.0%} of {:.3g} GB that change", _FORMULA_ERROR, total / 1e9)
-    ends = -_FORMULA_ERROR * low, _FORMULA_ERROR * high
-    source = "measured and counted steps differ by less"
-    overhead = [Term("overhead", "error of the formulas", 0.0, formula, source, *ends)]
+    that_change = f"of {total / 1e9:.3g} GB that change"
+    error = Term(
+        "overhead", "error of the formulas", 0.0, f"{_FORMULA_ERROR:.0%} {that_change}",
+        "measured and counted steps differ by less", -_FORMULA_ERROR * low, _FORMULA_ERROR * high,
+    )  # fmt: skip
+    overhead = [error]
     for name, (usual, least, most) in OVERHEAD.items():
         if name == "communication buffers" and layout.num_ranks == 1:
             continue
-        factor, formula = 1.0, ("{:g} GB", usual / 1e9)
+        factor, formula = 1.0, f"{usual / 1e9:g} GB"
         if name == "fragmentation":
-            factor, formula = total, ("{:.0%} of {:.3g} GB that change", usual, total / 1e9)
+            factor, formula = total, f"{usual:.0%} {that_change}"
         ends = least * factor, most * factor
         overhead.append(Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, *ends))
     return overhead

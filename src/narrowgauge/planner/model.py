@@ -111,23 +111,21 @@ class Architecture:
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: queries, keys and values are one matmul.
         window, window_share: attended tokens per layer, None for all; and the fraction of layers with that window.
-        stated_parameters: number of parameters of a model with unknown shape (:func:`of_size`).
-        source: publication of the shape.
         left_out: parts of the model without planned time and activations; empty if none.
     """
 
     name: str
-    num_layers: int = 0
-    hidden_size: int = 0
-    vocab_size: int = 0
-    matmuls: tuple[Matmul, ...] = ()
-    vectors: int = 0
-    outer_vectors: int = 0
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    query_dim: int = 0
-    value_dim: int = 0
-    intermediate_size: int = 0
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    matmuls: tuple[Matmul, ...]
+    vectors: int
+    outer_vectors: int
+    num_heads: int
+    num_kv_heads: int
+    query_dim: int
+    value_dim: int
+    intermediate_size: int
     is_gated: bool = True
     tie_embeddings: bool = False
     positions: int = 0
@@ -140,17 +138,10 @@ class Architecture:
     window_share: float = 1.0
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
-    stated_parameters: int | None = None
-    source: str = ""
     left_out: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.num_parameters))
-
-    @property
-    def has_shape(self) -> bool:
-        """Tell whether the shape is known, not only the number of parameters."""
-        return self.stated_parameters is None
 
     @property
     def num_dense_layers(self) -> int:
@@ -158,24 +149,14 @@ class Architecture:
         return self.num_layers - (self.mixture.num_layers if self.mixture else 0)
 
     @cached_property
-    def embedding_parameters(self) -> int:
-        return (self.vocab_size + self.positions) * self.hidden_size
-
-    @cached_property
-    def head_parameters(self) -> int:
-        """Count the head's own parameters: its weight unless tied, and its bias."""
-        head = self.matmuls[-1]
-        return head.num_parameters - (head.num_elements if self.tie_embeddings else 0)
-
-    @property
     def outer_parameters(self) -> int:
-        return self.embedding_parameters + self.head_parameters + self.outer_vectors
+        """Count the parameters outside the layers; the head's weight counts unless tied."""
+        head, tables = self.matmuls[-1], (self.vocab_size + self.positions) * self.hidden_size
+        return tables + head.num_parameters - (head.num_elements if self.tie_embeddings else 0) + self.outer_vectors
 
     @cached_property
     def num_parameters(self) -> int:
         """Count all parameters; a tied embedding counts once."""
-        if self.stated_parameters is not None:
-            return self.stated_parameters
         return self.outer_parameters + self.vectors + sum(m.num_parameters for m in self.matmuls if m.part != "head")
 
     @cached_property
@@ -194,14 +175,6 @@ class Architecture:
                 layers = {"attention": self.num_layers, "mlp": self.num_dense_layers, "experts": mixtures}[part]
                 sizes[part] += matmul.num_parameters / layers
         return round(sizes["attention"] + max(sizes["mlp"], sizes["experts"]))
-
-    @property
-    def num_active_parameters(self) -> int:
-        """Count the parameters that a token meets: all without its unvisited experts. An embedding counts whole."""
-        if self.mixture is None:
-            return self.num_parameters
-        idle = 1 - self.mixture.experts_per_token / self.mixture.num_experts
-        return self.num_parameters - round(self.expert_parameters * idle)
 
     def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Return the attended keys per token, averaged over tokens and layers.
@@ -235,20 +208,8 @@ class Architecture:
 
         Recomputation does not count: it is in HFU, not in MFU.
         """
-        if self.stated_parameters is not None:
-            return 6.0 * self.stated_parameters
         weights = 3 * sum(matmul.flops_per_token for matmul in self.matmuls)
         return weights + self.attention_flops(sequence_length, is_causal=is_causal)
-
-
-def of_size(num_parameters: float, name: str = "") -> Architecture:
-    """Return a model with a known number of parameters only: enough for its state, not for activations or time.
-
-    Example:
-        >>> of_size(10e9).num_parameters
-        10000000000
-    """
-    return Architecture(name or f"{num_parameters:.3g} parameters", stated_parameters=round(num_parameters))
 
 
 # ── presets: a decoder from its sizes ─────────────────────────────────────────────────────────────────────────────────────
@@ -336,7 +297,7 @@ def preset_names() -> list[str]:
 
 def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
     sizes = {**_presets()["families"][row.get("like", "llama")], **row}
-    sizes.pop("like", None)
+    sizes = {key: value for key, value in sizes.items() if key not in ("like", "source")}
     parts = {"mixture": Mixture, "latent": LatentAttention}
     return decoder(name, **{key: parts[key](**value) if key in parts else value for key, value in sizes.items()})
 
@@ -344,7 +305,7 @@ def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
 def _of_trainer(model: Model) -> Architecture:
     """Return the shape of a trainer model."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
-    row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings", "source")}
+    row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings")}
     if model.family == "gpt2":
         row |= {"like": "gpt", "positions": model.max_positions}
     return _of_preset(model.name, row)
@@ -380,4 +341,4 @@ def read_model(text: str) -> Architecture:
     # Imported here: it loads PyTorch.
     from narrowgauge.planner.built_models import of_config
 
-    return of_config(config, str(path), str(file))
+    return of_config(config, str(path))

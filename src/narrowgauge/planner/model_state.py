@@ -58,7 +58,7 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
     """Replace AdamW's states in a recipe by another optimizer's, a key of ``OPTIMIZER_STATES``.
 
     Raises:
-        RecipeError: the optimizer cannot be planned, or does not support a storage of the recipe.
+        RecipeError: the optimizer cannot be planned, or does not support the storage; or layers of the recipe differ.
 
     Example:
         >>> from narrowgauge.spec.notation import parse
@@ -70,14 +70,15 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
             f"the states of optimizer {optimizer!r} were requested.",
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
-    for storage in recipe.storages:
-        refuse_pair(optimizer, storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
-    states = OPTIMIZER_STATES[optimizer]
-    overrides = tuple(
-        override if override.storage is None else replace(override, storage=override.storage.keeping(states))
-        for override in recipe.overrides
+    if recipe.keep or recipe.overrides:
+        main = replace(recipe, keep=(), overrides=())
+        raise RecipeError(
+            f"Cannot plan {recipe.title} because its layers differ.", f"Plan {main.name}, and add the rest."
+        )
+    refuse_pair(
+        optimizer, recipe.storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw"
     )
-    return replace(recipe, storage=recipe.storage.keeping(states), overrides=overrides)
+    return replace(recipe, storage=recipe.storage.keeping(OPTIMIZER_STATES[optimizer]))
 
 
 @lru_cache(maxsize=256)
@@ -108,57 +109,34 @@ class ModelState:
 
 @lru_cache(maxsize=256)
 def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: int = 1) -> ModelState:
-    """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
-
-    A model of unknown shape is one matrix.
-    """
-    per = bytes_per_parameter(recipe.storage)
-    if not a.has_shape:
-        return ModelState(per * (a.num_parameters / tensor))
-    numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
-    storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
-    layers = sum((bytes_per_parameter(s) * (a.vectors / len(numbers)) for s in storages), Bytes())
-    experts = Bytes()
+    """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices."""
+    vectors, storage = bytes_per_parameter(for_vectors(recipe.storage)), recipe.storage
+    layers, experts = vectors * a.vectors, Bytes()
     for matmul in a.matmuls[:-1]:
-        ranks = expert_tensor if matmul.is_expert else tensor
-        parts = [_matrix_state(storage, matmul, count, ranks) for storage, count in _storages(a, recipe, matmul)]
-        part = sum(parts, Bytes())
-        experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
-    table_storage, head_storage = (
-        _outer_storage(recipe, name) for name in ("model.embed_tokens.weight", "lm_head.weight")
-    )
+        if matmul.is_expert:
+            experts += _matrix_state(storage, matmul, expert_tensor)
+        else:
+            layers += _matrix_state(storage, matmul, tensor)
+    # AdamW steps embedding and head if Muon steps the layers.
+    if storage.states == OPTIMIZER_STATES["muon"]:
+        storage = storage.keeping(OPTIMIZER_STATES["adamw"])
     embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
-    first = _matrix_state(table_storage, embedding, 1, tensor)
-    first += bytes_per_parameter(table_storage) * (a.positions * a.hidden_size)
-    last = bytes_per_parameter(recipe.storage_of("model.norm.weight", 1)) * a.outer_vectors
+    first = _matrix_state(storage, embedding, tensor) + bytes_per_parameter(storage) * (a.positions * a.hidden_size)
+    last = vectors * a.outer_vectors
     if not a.tie_embeddings:
-        last += _matrix_state(head_storage, a.matmuls[-1], 1, tensor)
+        last += _matrix_state(storage, a.matmuls[-1], tensor)
     return ModelState(layers, experts, first, last)
 
 
-def _outer_storage(recipe: Recipe, name: str) -> Storage:
-    """Return the storage of embedding or head. AdamW steps them if Muon steps the layers."""
-    storage = recipe.storage_of(name, 2)
-    return storage.keeping(OPTIMIZER_STATES["adamw"]) if storage.states == OPTIMIZER_STATES["muon"] else storage
-
-
-def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Storage, float]]:
-    """Return a matmul's storages and the number of weights in each. A recipe's exceptions are single weights."""
-    if not (recipe.keep or recipe.overrides):
-        return [(recipe.storage, matmul.count)]
-    place = f"{'self_attn' if matmul.part == 'attention' else 'mlp'}.{matmul.name}.weight"
-    names = (f"model.layers.{layer}.{place}" for layer in range(a.num_layers))
-    return [(recipe.storage_of(name, 2), matmul.count / a.num_layers) for name in names]
-
-
-def _matrix_state(storage: Storage, matmul: Matmul, count: float, ranks: int) -> Bytes:
-    """Return the state of ``count`` weights of a matmul and their biases. ``ranks`` shard them if the matmul is split."""
-    elements = count * matmul.in_features * matmul.out_features
-    rows = Bytes(optimizer=storage.bytes_per_row * count * matmul.out_features)
+def _matrix_state(storage: Storage, matmul: Matmul, ranks: int) -> Bytes:
+    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
+    rows = Bytes(optimizer=storage.bytes_per_row * matmul.count * matmul.out_features)
     if not storage.states:
-        rows += Bytes(optimizer=_FACTOR_BYTES * count * (matmul.in_features + matmul.out_features))
-    biases = bytes_per_parameter(for_vectors(storage)) * (count * matmul.out_features * matmul.has_bias)
-    return (bytes_per_parameter(storage) * elements + rows) * (1 if matmul.split == "none" else 1 / ranks) + biases
+        rows += Bytes(optimizer=_FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features))
+    biases = bytes_per_parameter(for_vectors(storage)) * (matmul.count * matmul.out_features * matmul.has_bias)
+    return (bytes_per_parameter(storage) * matmul.num_elements + rows) * (
+        1 if matmul.split == "none" else 1 / ranks
+    ) + biases
 
 
 def on_stage(
@@ -169,7 +147,7 @@ def on_stage(
     The first stage has the embedding, the last the head.
     """
     state = state_of(architecture, recipe, layout.tensor, layout.expert_tensor_ranks)
-    share = layers / architecture.num_layers if architecture.has_shape else 1 / layout.pipeline
+    share = layers / architecture.num_layers
     rest = state.layers * share
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
     if is_first or (is_last and architecture.tie_embeddings):

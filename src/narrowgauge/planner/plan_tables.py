@@ -1,4 +1,4 @@
-"""A plan in tables and at most eight fixed sentences: options, and all terms of the best option."""
+"""A plan in tables and at most six fixed sentences: options, and all terms of the best option."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.planner.efficiency import RESTARTS
-from narrowgauge.planner.jobs import OURS, Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
-from narrowgauge.planner.terms import Change, Term, Terms
-from narrowgauge.planner.units import (
-    axes_text,
-    bytes_text,
-    count_text,
-    dollars_text,
-    duration_text,
-    layout_text,
-    unit_of,
-)
+from narrowgauge.planner.terms import Term, Terms
+from narrowgauge.planner.units import bytes_text, count_text, duration_text, layout_text, unit_of
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
@@ -33,19 +25,16 @@ class Plan:
 
     Args:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.
-        model: its name in the question; empty for a number of parameters.
-        tokens, days: of the whole run, and its deadline; None if not asked.
+        model: its name in the question.
+        tokens: of the whole run; None if not asked.
         optimizer: whose states are counted.
-        trainable: the best that this project's trainer runs, if the best of all is not.
         shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
     """
 
     options: tuple[Job, ...]
-    model: str = ""
+    model: str
     tokens: float | None = None
-    days: float | None = None
     optimizer: str = "adamw"
-    trainable: Job | None = None
     shared: tuple[Job, ...] = ()
 
     @property
@@ -53,70 +42,67 @@ class Plan:
         """Return the best option, or the nearest to fitting."""
         return self.options[0]
 
-    @property
-    def is_state_only(self) -> bool:
-        """Tell whether the plan counts only weights, gradients and optimizer states."""
-        return not self.best.architecture.has_shape
-
-    def is_met_by(self, job: Job) -> bool:
-        """Tell whether a job fits and meets the deadline."""
-        if self.days is None or self.tokens is None:
-            return bool(job.fits)
-        return bool(job.fits) and job.days(self.tokens) <= self.days
-
-    @property
-    def title(self) -> str:
-        """Name the model, the machines and the length of a sequence."""
-        size = f"{count_text(self.best.architecture.num_parameters)} parameters"
-        parts = [f"{self.model}: {size}" if self.model else size]
-        if self.optimizer != "adamw":
-            parts.append(f"states of {self.optimizer}")
-        parts.append(", ".join(_places(self.options)))
-        if not self.is_state_only:
-            parts.append(f"sequences of {self.best.sequence_length:,} tokens")
-        return "; ".join(filter(None, parts))
-
     def row(self) -> Row:
         """Return the question, the options and the answer as plain values, for JSON."""
-        architecture = self.best.architecture
         return {
             "model": self.model,
-            "num_parameters": architecture.num_parameters,
-            "num_active_parameters": architecture.num_active_parameters,
+            "num_parameters": self.best.architecture.num_parameters,
             "tokens": self.tokens,
-            "deadline_days": self.days,
             "optimizer": self.optimizer,
             "options": [job.row(self.tokens) for job in self.options],
-            "trainable": self.trainable and self.trainable.row(self.tokens),
             "shared": [job.row(self.tokens) for job in self.shared],
             "answer": self.sentences(),
         }
 
     def sentences(self) -> list[str]:
         """Return the conclusions, the most important first."""
-        return list(_state_sentences(self) if self.is_state_only else _run_sentences(self))
+        best, memory, lines = self.best, self.best.chip.memory_bytes, []
+        if not best.fits:
+            closest = f"{best.recipe.title} ({layout_text(best.layout)})"
+            lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
+        elif not best.layout.is_fsdp:
+            lines.append("narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here.")
+        if best.num_chips > 1:
+            width = min(job.recipe.bytes_per_param for job in self.options)
+            whole = best.architecture.num_parameters * width
+            lines.append(
+                f"Pure data parallelism keeps the whole state on every chip, {bytes_text(whole)} at {width:g} B a parameter; "
+                f"a chip has {bytes_text(memory)}: {'impossible' if whole > memory else 'the state alone fits'}."
+            )
+        lines.append(
+            f"While resuming, optimizer states exist twice. A chip has {bytes_text(memory)}: where that is not "
+            "enough, load the checkpoint on the CPU."
+        )
+        if len({job.chip.name for job in self.options}) > 1 and not self.shared:
+            places = " and ".join(_places(self.options))
+            lines.append(f"No configuration fits on all of {places}: the chips with the least memory decide.")
+        return [*lines, f"Assumed: {'; '.join(dict.fromkeys(_assumptions(self)))}."]
 
     def tables(self) -> list[Table]:
         """Return the options, and the time of each group in the best option's step."""
-        best, ours = self.best, [self.trainable] if self.trainable else []
-        tables = [_options_table([*self.options, *ours], self, self.title)]
+        best = self.best
+        states = "" if self.optimizer == "adamw" else f"states of {self.optimizer}; "
+        title = f"{self.model}: {count_text(best.architecture.num_parameters)} parameters; {states}"
+        title += f"{', '.join(_places(self.options))}; sequences of {best.sequence_length:,} tokens"
+        tables = [_options_table(self.options, self.tokens, title)]
         if self.shared:
-            tables.append(_options_table(self.shared, self, "One configuration for all"))
-        if best.fits and not self.is_state_only:
+            tables.append(_options_table(self.shared, self.tokens, "One configuration for all"))
+        if best.fits:
             tables.append(_groups_table(best.step, f"A step of {best.tokens_per_step:,} tokens"))
         return tables
 
     def explanation(self) -> list[Table]:
         """Return every term of the best option's memory and step."""
         best = self.best
-        title = f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}"
-        tables = [_terms_table(best.memory, "bytes", title)]
-        if not self.is_state_only:
-            tables.append(_terms_table(best.step, "s", f"An optimizer step of {best.tokens_per_step:,} tokens"))
-        return tables
+        return [
+            _terms_table(
+                best.memory, "bytes", f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}"
+            ),
+            _terms_table(best.step, "s", f"An optimizer step of {best.tokens_per_step:,} tokens"),
+        ]
 
 
-# ── tables: options, sizes, terms, and changes between two sums ───────────────────────────────────────────────────────────
+# ── tables: options, terms and groups ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Any], title: str) -> Table:
@@ -125,66 +111,51 @@ def _table(columns: Sequence[Column], rows: Sequence[Any], title: str) -> Table:
     return Table(shown, list(rows), title)
 
 
-def _places(jobs: Sequence[Job]) -> dict[str, None]:
+def _places(jobs: Sequence[Job]) -> list[str]:
     """Return the names of the clusters, in order."""
-    return dict.fromkeys(job.cluster.name for job in jobs if job.cluster is not None)
+    return list(dict.fromkeys(job.cluster.name for job in jobs))
 
 
-def _options_table(jobs: Sequence[Job], plan: Plan, title: str) -> Table:
-    memory = (
+def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Table:
+    columns = (
         *name_columns(recipe=lambda job: job.recipe.title),
         *number_columns(B_per_parameter=lambda job: job.recipe.bytes_per_param),
         *text_columns(
-            cluster=lambda job: job.hardware.name if len(_places(jobs)) > 1 else "",
-            layout=lambda job: (axes_text if plan.is_state_only else layout_text)(job.layout),
+            cluster=lambda job: job.cluster.name if len(_places(jobs)) > 1 else "",
+            layout=lambda job: layout_text(job.layout),
         ),
         *number_columns(
-            all_chips=lambda job: bytes_text(job.memory.total * job.num_chips) if plan.is_state_only else "",
             a_chip=lambda job: bytes_text(job.memory.total),
             free=_free_text,
             while_resuming=lambda job: bytes_text(job.resuming_bytes),
         ),
         *text_columns(fits=lambda job: job.fits),
-    )
-    why_not = text_columns(why_not=lambda job: job.why_not)
-    if plan.is_state_only:
-        return _table((*memory, *why_not), jobs, title)
-
-    def cost(job: Job, tokens: float | None) -> str:
-        dollars = None if plan.tokens is None or tokens is None else job.cost(tokens)
-        return "" if dollars is None else dollars_text(dollars)
-
-    time = (
         Column("tokens/s", lambda job: f"{job.tokens_per_second:,.0f}", right=True),
         Column("80 % interval", lambda job: " to ".join(f"{end:,.0f}" for end in job.rate_interval), right=True),
         Column("MFU", lambda job: f"{job.mfu:.0%}", right=True),
         *number_columns(step=lambda job: duration_text(job.step.total)),
     )
-    if (tokens := plan.tokens) is not None:
-        time += (
+    if tokens is not None:
+        columns += (
             *number_columns(time=lambda job: duration_text(_DAY * job.days(tokens))),
             Column(
                 "80 % interval",
                 lambda job: " to ".join(duration_text(_DAY * end) for end in job.days_interval(tokens)),
                 right=True,
             ),
-            *number_columns(cost=lambda job: cost(job, tokens), a_billion_tokens=lambda job: cost(job, 1e9)),
         )
-    limits = text_columns(
-        limited_by=lambda job: job.limited_by if job.fits else "",
-        runs_with=lambda job: "" if job.runs_with == OURS else job.runs_with,
+    columns += text_columns(
+        limited_by="limited_by", runs_with=lambda job: "" if job.layout.is_fsdp else "torchtitan with ng.AdamW"
     )
-    return _table((*memory, *time, *limits, *why_not), jobs, title)
+    return _table(columns, jobs, title)
 
 
 def _free_text(job: Job) -> str:
     """Write the worst rank's free memory, with its interval if it may not fit."""
-    if job.cluster is None or job.headroom_bytes is None:
-        return ""
     free = bytes_text(job.headroom_bytes)
     if job.is_certain:
         return free
-    low, high = (bytes_text(job.cluster.memory_bytes - end) for end in reversed(job.memory.interval))
+    low, high = (bytes_text(job.chip.memory_bytes - end) for end in reversed(job.memory.interval))
     return f"{free} ({low} to {high})"
 
 
@@ -215,79 +186,14 @@ def _groups_table(step: Terms, title: str) -> Table:
     return Table(columns, [item for item in groups if item[1] >= _LEAST_SHARE * step.total], title)
 
 
-def changes_table(differences: Sequence[Change], title: str, least: float = 0.0) -> Table:
-    """Return the changes between two sums of seconds, if larger than ``least``."""
-    columns = (
-        *text_columns(group="group", term="name"),
-        *number_columns(
-            before=lambda change: duration_text(change.before), after=lambda change: duration_text(change.after),
-            difference=lambda change: f"{change.difference:+.3g} s",
-        ),
-        *text_columns(formula="formula"),
-    )  # fmt: skip
-    return _table(columns, [change for change in differences if abs(change.difference) > least], title)
-
-
-# ── the sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _state_sentences(plan: Plan) -> Iterator[str]:
-    best = plan.best
-    yield (
-        f"Only the state is counted (weights, gradients and optimizer states): "
-        f"{bytes_text(best.memory.total * best.num_chips)} in {best.recipe.title} ({axes_text(best.layout)}). "
-        "narrowgauge plan run adds activations, logits and buffers."
-    )
-    yield "While resuming, optimizer states exist twice: those that were made, and those of the checkpoint."
-    if best.num_chips > 1:
-        yield _data_parallel(plan)
-
-
-def _run_sentences(plan: Plan) -> Iterator[str]:
-    best = plan.best
-    if not best.fits:
-        yield f"Nothing fits. The closest is {best.recipe.title} ({layout_text(best.layout)}): {best.why_not}."
-    if plan.days is not None:
-        asked = f"{count_text(plan.tokens or 0.0)} tokens within {duration_text(_DAY * plan.days)}"
-        if plan.is_met_by(best):
-            yield f"The fewest chips that train {asked}: {best.hardware.name}."
-        else:
-            yield f"No tried number of chips trains {asked}."
-    if best.fits and best.runs_with != OURS:
-        yield "narrowgauge train runs FSDP2 alone (--layout fsdp2); the table says what runs other layouts."
-    if best.num_chips > 1:
-        yield _data_parallel(plan)
-    yield (
-        f"While resuming, optimizer states exist twice. A chip has {bytes_text(best.hardware.memory_bytes)}: where that is not "
-        "enough, load the checkpoint on the CPU."
-    )
-    if len({job.chip.name for job in plan.options}) > 1 and not plan.shared:
-        yield f"No configuration fits on all of {' and '.join(_places(plan.options))}: the chips with the least memory decide."
-    yield f"Assumed: {'; '.join(dict.fromkeys(_assumptions(plan)))}."
-
-
-def _data_parallel(plan: Plan) -> str:
-    """Give the memory per chip under pure data parallelism."""
-    size, cluster = plan.best.architecture.num_parameters, plan.best.cluster
-    widths = sorted({job.recipe.bytes_per_param for job in plan.options}, reverse=True)
-    needs = " and ".join(
-        f"{bytes_text(size * w)} at {w:g} B a parameter" for w in dict.fromkeys((widths[0], widths[-1]))
-    )
-    sentence = f"Pure data parallelism keeps the whole state on every chip: {needs}"
-    if cluster is None:
-        return f"{sentence}."
-    verdict = "impossible" if size * widths[-1] > cluster.memory_bytes else "the narrowest state fits"
-    return f"{sentence}; a chip has {bytes_text(cluster.memory_bytes)}: {verdict}."
-
-
 def _assumptions(plan: Plan) -> Iterator[str]:
     """Yield the plan's assumptions: libraries, networks, parts of the model, and losses of recipes."""
     best, preset = plan.best, MODELS.get(plan.model)
     for job in plan.options:
         yield f"{job.efficiency.engines} on {job.chip.name} (--software)"
     for job in plan.options:
-        cluster = job.hardware
-        if cluster.is_network_assumed and cluster.chips > cluster.chips_per_node:
+        cluster = job.cluster
+        if cluster.interconnect_gbit_per_second is None and cluster.chips > cluster.chips_per_node:
             rate = cluster.network_bytes_per_second * 8e-9 * cluster.chips_per_node
             yield f"{rate:,.0f} Gbit/s a node of {job.chip.name} (--interconnect)"
     yield f"{best.recipe.title} loses {best.recipe.storage.loses}"

@@ -7,7 +7,6 @@ memory bandwidth. A cast takes its bytes. Neither reaches the printed peak, so a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,22 +16,6 @@ from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, P
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from narrowgauge.spec.recipes import Recipe
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Describe a linear layer's weight ``[out, in]``. A transposed weight is ``[in, out]`` (transformers' ``Conv1D``)."""
-
-    out_features: int
-    in_features: int
-    is_transposed: bool = False
-
-    @property
-    def num_weights(self) -> int:
-        return self.out_features * self.in_features
-
-    def __str__(self) -> str:
-        return f"{self.out_features} × {self.in_features}"
 
 
 class Setting(NamedTuple):
@@ -47,19 +30,12 @@ class Setting(NamedTuple):
         """Tell whether PyTorch's own linear function computes it."""
         return self.compute == self.stream
 
-    @property
-    def plain(self) -> Setting:
-        """Return the same layer under PyTorch's own linear function."""
-        return self._replace(compute=self.stream)
-
 
 def setting_of(layer: str, recipe: Recipe) -> Setting:
     """Return the recipe's arithmetic for a layer, by name."""
-    weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
-    # Layers that a recipe keeps compute in float32, like their weights.
-    stream = "float32" if recipe.keeps(layer) else recipe.dtype
+    compute, stream = recipe.compute_of(layer).name, recipe.dtype
     # These computes differ from the plain compute of their dtype only in storage.
-    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
+    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, recipe.storage.visible)
 
 
 def is_native(product: Product, chip: Chip) -> bool:
@@ -77,26 +53,19 @@ def multiplies(compute: Compute, chip: Chip) -> bool:
     return all(is_native(product, chip) for product in compute.products.values())
 
 
-def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip, shares: Efficiency) -> float:
-    """Return the longer of compute time and memory time, plus the start and end of a kernel."""
-    name = chip.rate_format(format)
-    rate = chip.peak_tflops[name] * 1e12 * shares[f"matmul.{name}"]
-    return max(flops / rate, bytes_seconds(num_bytes, chip, shares)) + shares["kernel_seconds"]
-
-
 def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
     """Return the seconds to read or write bytes, without the start of a kernel."""
     return num_bytes / (chip.bandwidth_bytes_per_second * shares["bandwidth"])
 
 
 def operation_seconds(
-    shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
+    out_features: int, in_features: int, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
 ) -> dict[str, float]:
     """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot, matmuls by name."""
+    num_weights = out_features * in_features
     compute = COMPUTES[setting.compute]
-    sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
-    sizes["gradient"] = num_tokens * shape.out_features
-    flops = 2.0 * num_tokens * shape.num_weights
+    sizes = {"input": num_tokens * in_features, "weight": float(num_weights), "gradient": num_tokens * out_features}
+    flops = 2.0 * num_tokens * num_weights
     seconds: dict[str, float] = {}
     casts = () if setting.is_plain else casts_made(compute)
     for matmul, product in compute.products.items():
@@ -114,7 +83,10 @@ def operation_seconds(
         moved += sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
         extra = 0.0 if setting.is_plain else _extra_bytes(matmul, product, native, first, second, sizes[result])
         format = product.left.format if native else setting.stream
-        seconds[matmul] = matmul_seconds(flops, moved, format, chip, shares) + bytes_seconds(extra, chip, shares)
+        rate_format = chip.rate_format(format)
+        rate = chip.peak_tflops[rate_format] * 1e12 * shares[f"matmul.{rate_format}"]
+        longer = max(flops / rate, bytes_seconds(moved, chip, shares))
+        seconds[matmul] = longer + shares["kernel_seconds"] + bytes_seconds(extra, chip, shares)
     return seconds
 
 

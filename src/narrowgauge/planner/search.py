@@ -2,13 +2,13 @@
 
 A layout has a shape (ranks per axis, and the sharded state) and a batch (sequences at once, recomputation). Shapes follow the
 bounds of practice. Tensor ranks share a node. Stages hold at least one layer each. Context ranks split long sequences only. The
-search combines every shape with every batch. The answer is the fastest layout that fits, or the closest to fitting.
+search tries every shape with every batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -36,8 +36,6 @@ SIMPLER_STEP_FACTOR = 2
 LONG_SEQUENCE = 32_768
 """Minimum tokens for context ranks."""
 _TENSOR, _PIPELINE, _CONTEXT, _MICRO_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16), (1, 2, 4, 8)
-MOST_OPTIONS = 4
-"""Maximum number of shown layouts per recipe."""
 NOISE = 0.05
 """Rates within this fraction count as equal. Then a layout of this project's trainer wins: the intervals are far wider."""
 
@@ -50,19 +48,17 @@ def search(
     tokens_per_step: float | None = None,
     *,
     fixed: Mapping[str, Any] | None = None,
-    most: int = MOST_OPTIONS,
-) -> list[Job]:
-    """Try every layout of a recipe on all chips of a cluster.
+) -> Job:
+    """Return the best layout of a recipe on all chips of a cluster.
+
+    That is the fastest whose memory interval fits, or a layout of this project's trainer within ``NOISE`` of it. Else it is the
+    fastest that fits, or the closest to fitting.
 
     Args:
         tokens_per_step: None for ``TOKENS_PER_STEP``, or ``TOKENS_PER_CHIP`` on many chips. It is at least
             ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest number of sequences that its
             ranks can share. Layouts with more replicas than sequences are skipped.
         fixed: fields of :class:`~narrowgauge.planner.layouts.Layout` with fixed values.
-        most: jobs of different shapes to return.
-    Returns:
-        Jobs, the fastest first; or the nearest to fitting. The best is the first job whose memory interval fits: the fastest
-        such layout, or a layout of this project's trainer within ``NOISE`` of it.
     Raises:
         RecipeError: no layout has these fixed values on this cluster, or a step has fewer sequences than replicas.
         ChipError: the chip does not multiply the recipe's dtype.
@@ -71,7 +67,7 @@ def search(
         >>> from narrowgauge.planner.clusters import cluster_of
         >>> from narrowgauge.planner.model import read_model
         >>> from narrowgauge.spec.notation import parse
-        >>> best = search(read_model("llama-8b"), parse("bfloat16/word"), cluster_of("H100-SXM", 8), 8192)[0]
+        >>> best = search(read_model("llama-8b"), parse("bfloat16/word"), cluster_of("H100-SXM", 8), 8192)
         >>> best.fits, best.layout.num_ranks
         (True, 8)
     """
@@ -81,7 +77,11 @@ def search(
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
     shapes = [shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
-        raise _no_shape(job, fixed)
+        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+        ranks = math.prod(fixed.get(name, 1) for name in AXES)
+        why = why_not(architecture, Layout(**fixed), sequence_length)
+        why = why or f"{ranks} ranks do not divide {cluster.chips} chips"
+        raise RecipeError(f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open.")
     # Leave each replica a sequence. If no shape does, take all, unless tokens per step were given.
     micro_batch, limit = fixed.get("micro_batch", 1), num_sequences
     if tokens_per_step is None:
@@ -101,40 +101,26 @@ def search(
         for shape in small or shapes
         for layout in _batches(shape, num_sequences, fixed, is_batch_free)
     ]
-    usual = [option for option in tried if not is_batch_free or option.tokens_per_step >= LEAST_TOKENS_PER_STEP]
-    best = _fastest(usual, most)
-    if is_batch_free and not any(option.is_certain for option in best):
-        safe = [option for option in _fastest(tried, most) if not best or option.is_certain]
-        best = sorted([*safe, *best][:most], key=_pace)
-    return best or [min(tried, key=lambda option: option.memory.total)]
+    fitting = [option for option in tried if option.fits]
+    certain = [option for option in fitting if option.is_certain]
+    # Small steps are the last resort, and jobs that may run out of memory come after those.
+    least = LEAST_TOKENS_PER_STEP if is_batch_free else 0
+    for options in (certain, fitting):
+        for tokens in (least, 0):
+            if enough := [option for option in options if option.tokens_per_step >= tokens]:
+                return _fastest(enough)
+    return min(tried, key=lambda option: option.memory.total)
 
 
-def _pace(job: Job) -> tuple[float, float]:
-    """Return the sort key of jobs that fit: seconds per sequence, then memory."""
-    return job.step.total / job.layout.num_sequences, job.memory.total
+def _fastest(jobs: Sequence[Job]) -> Job:
+    """Return the fastest job, or one of this project's trainer within ``NOISE`` of it."""
 
+    def pace(job: Job) -> tuple[float, float]:
+        return job.step.total / job.layout.num_sequences, job.memory.total
 
-def _fastest(jobs: Iterable[Job], most: int) -> list[Job]:
-    """Return the fitting jobs with the fewest seconds per token, one per shape, including the best."""
-    fitting = sorted((job for job in jobs if job.fits), key=_pace)
-    if not fitting:
-        return []
-    certain = [job for job in fitting if job.is_certain] or fitting
-    # Among layouts within NOISE of the fastest, one of this project's trainer is the best.
-    limit = _pace(certain[0])[0] * (1 + NOISE)
-    best = next((job for job in certain if job.layout.is_fsdp and _pace(job)[0] <= limit), certain[0])
-    best_shape = _shape_of(best.layout), best.is_certain
-    alternatives: dict[Layout, Job] = {}
-    for job in fitting:
-        shape = _shape_of(job.layout)
-        is_behind = _pace(job)[0] > _pace(best)[0] or (best.is_certain and not job.is_certain)
-        if is_behind and (shape, job.is_certain) != best_shape:
-            alternatives.setdefault(shape, job)
-    return sorted([best, *list(alternatives.values())[: most - 1]], key=_pace)
-
-
-def _shape_of(layout: Layout) -> Layout:
-    return replace(layout, micro_batch=1, micro_batches=1, recompute="none")
+    limit = min(map(pace, jobs))[0] * (1 + NOISE)
+    ours = [job for job in jobs if job.layout.is_fsdp and pace(job)[0] <= limit]
+    return min(ours or jobs, key=pace)
 
 
 # ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +133,7 @@ def _values(fixed: Mapping[str, Any], name: str, candidates: Iterable[Any]) -> t
 
 def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes, with one sequence at a time."""
-    model, chips, node = job.architecture, job.hardware.chips, job.hardware.chips_per_node
+    model, chips, node = job.architecture, job.cluster.chips, job.cluster.chips_per_node
     tensors = _values(fixed, "tensor", (ranks for ranks in _TENSOR if ranks <= node))
     stages = (stages for stages in _PIPELINE if stages == 1 or (chips > node and stages <= model.num_layers))
     contexts = _values(fixed, "context", _CONTEXT if job.sequence_length >= LONG_SEQUENCE else (1,))
@@ -188,13 +174,3 @@ def _batches(shape: Layout, num_sequences: int, fixed: Mapping[str, Any], is_bat
             counts.append(1)
         for recompute, count in product(_values(fixed, "recompute", ("none", "full")), counts):
             yield replace(shape, micro_batch=micro_batch, micro_batches=count, recompute=recompute)
-
-
-def _no_shape(job: Job, fixed: Mapping[str, Any]) -> RecipeError:
-    """Say why no layout has the fixed values, if known."""
-    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
-    why = why_not(job.architecture, Layout(**fixed), job.sequence_length)
-    if not why:
-        ranks = math.prod(fixed.get(name, 1) for name in AXES)
-        why = f"{ranks} ranks do not divide {job.hardware.chips} chips"
-    return RecipeError(f"no layout with {asked} suits {job.architecture.name}: {why}.", "Leave a field open.")

@@ -25,7 +25,7 @@ from narrowgauge.planner.layer_times import (
     optimizer_seconds,
 )
 from narrowgauge.planner.layouts import why_not
-from narrowgauge.planner.terms import Formula, Term, Terms
+from narrowgauge.planner.terms import Term, Terms
 
 if TYPE_CHECKING:
     from narrowgauge.planner.jobs import Job
@@ -49,18 +49,7 @@ def step_terms(job: Job) -> Terms:
 
     Raises:
         ChipError: the chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster has chips.
-        RecipeError: only the model's number of parameters is known, or the layout does not suit it.
-
-    Example:
-        >>> from narrowgauge.planner.clusters import cluster_of
-        >>> from narrowgauge.planner.jobs import Job
-        >>> from narrowgauge.planner.layouts import Layout
-        >>> from narrowgauge.planner.model import read_model
-        >>> from narrowgauge.spec.notation import parse
-        >>> model, chips = read_model("llama-8b"), cluster_of("H100-SXM", 8)
-        >>> terms = step_terms(Job(model, parse("bfloat16/word"), Layout(shard=8), chips, 8192))
-        >>> 0.5 < terms.groups["matmuls"] / terms.total < 0.7
-        True
+        RecipeError: the layout does not suit the model.
     """
     check_job(job)
     layers, has_head = stage_layers(job.architecture.num_layers, job.layout.pipeline)
@@ -69,7 +58,7 @@ def step_terms(job: Job) -> Terms:
     sharing = job.layout.num_sharing if job.layout.zero else 1
     number = dense / sharing + experts / job.layout.sharing_experts(sharing)
     seconds = optimizer_seconds(job, number)
-    formula = "{:.3g} parameters × {:g} B read and written", number, job.recipe.bytes_per_param
+    formula = f"{number:.3g} parameters × {job.recipe.bytes_per_param:g} B read and written"
     optimizer = Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
     terms = [*_stage_terms(job, layers, has_head), optimizer]
     return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
@@ -78,16 +67,14 @@ def step_terms(job: Job) -> Terms:
 def check_job(job: Job) -> None:
     """Raise if a job cannot run."""
     architecture, layout, chip = job.architecture, job.layout, job.chip
-    if not architecture.has_shape:
-        raise RecipeError(f"only the size of {architecture.name} is known.", "Name a model, or a config.json.")
     if chip.rate_format(job.recipe.dtype) not in chip.peak_tflops:
         raise ChipError(
             f"{job.recipe.name} was requested on {chip.name}, which does not multiply {job.recipe.dtype}.",
             f"It multiplies {', '.join(chip.peak_tflops)}.",
         )
-    if layout.num_ranks > job.hardware.chips:
+    if layout.num_ranks > job.cluster.chips:
         raise ChipError(
-            f"a layout of {layout.num_ranks} ranks was requested on {job.hardware.chips} chips.",
+            f"a layout of {layout.num_ranks} ranks was requested on {job.cluster.chips} chips.",
             "Share less, or add chips.",
         )
     why = why_not(architecture, layout, job.sequence_length)
@@ -144,16 +131,16 @@ def _stage_terms(job: Job, layers: int, has_head: bool) -> Iterator[Term]:
     for group, seconds in groups.items():
         if seconds:
             name, source = _GROUPS[group]
-            formula: Formula = ("{} × {:.3g} s, {} layers on {}", batches, seconds, layers, job.chip.name)
+            formula = f"{batches} × {seconds:.3g} s, {layers} layers on {job.chip.name}"
             yield Term(group, name, batches * seconds, formula, source)
-    formula = "{} × {:.3g} s × (1 / {:.3g} - 1)", batches, busy, library
+    formula = f"{batches} × {busy:.3g} s × (1 / {library:.3g} - 1)"
     source = f"{job.efficiency.engines}: what it reaches of its kernels' sum"
     yield Term("waiting", "between kernels", batches * busy * (1 / library - 1), formula, source)
     yield from layer_exchanges(job, layers, busy, groups["attention"])
     yield from state_exchanges(job, layers, busy)
     if layout.pipeline > 1:
         waiting = max(sum(body.values()) + sum(tail.values()) - busy, 0.0)
-        formula = "{} other stages, {:.3g} s a micro-batch, / {}", layout.pipeline - 1, waiting, layout.interleave
+        formula = f"{layout.pipeline - 1} other stages, {waiting:.3g} s a micro-batch, / {layout.interleave}"
         bubble = waiting / layout.interleave / library
         yield Term("bubble", "filling and draining the pipeline", bubble, formula, "arXiv 2104.04473")
 
@@ -164,10 +151,10 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
     if chips > 1:
         # The expected excess of the slowest chip over the mean.
         late = shares["spread"] * math.sqrt(2 * math.log(chips))
-        formula: Formula = ("{:.3g} s × {:.3g} × √(2 ln {})", seconds, shares["spread"], chips)
+        formula = f"{seconds:.3g} s × {shares['spread']:.3g} × √(2 ln {chips})"
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    saved = number * job.recipe.bytes_per_param / (job.hardware.host_bytes_per_second * shares["host"])
-    formula = "{:.3g} s to the host's memory every {:,.0f} s", saved, CHECKPOINT_SECONDS
+    saved = number * job.recipe.bytes_per_param / (job.cluster.host_bytes_per_second * shares["host"])
+    formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
     yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Formula = str | tuple[Any, ...]
-"""A text, or a format string and its numbers. A search makes thousands of terms and prints a few."""
+from narrowgauge.spec.tables import Row
 
 
 class Term(NamedTuple):
@@ -20,7 +19,7 @@ class Term(NamedTuple):
 
     Args:
         group: its group, such as ``"optimizer"``; a key of a plan's JSON.
-        derivation: its :attr:`formula`, not yet written.
+        formula: with its numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
         source: the publication, or ``"definition"`` without a measurement.
         low, high: the 80 % interval; None for ``value`` itself.
     """
@@ -28,18 +27,10 @@ class Term(NamedTuple):
     group: str
     name: str
     value: float
-    derivation: Formula
+    formula: str
     source: str = "definition"
     low: float | None = None
     high: float | None = None
-
-    @property
-    def formula(self) -> str:
-        """Return the derivation with numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``."""
-        if isinstance(self.derivation, str):
-            return self.derivation
-        text, *numbers = self.derivation
-        return str(text.format(*numbers))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -65,9 +56,6 @@ class Terms:
         """Return the addends of all other groups."""
         return Terms(tuple(term for term in self.addends if term.group not in groups))
 
-    def only(self, *groups: str) -> Terms:
-        return Terms(tuple(term for term in self.addends if term.group in groups))
-
     @cached_property
     def total(self) -> float:
         return float(sum(term.value for term in self.addends))
@@ -86,23 +74,8 @@ class Terms:
         return sums
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Hold one addend before and after, 0 if absent; ``before`` is already scaled."""
-
-    group: str
-    name: str
-    before: float
-    after: float
-    formula: str = ""
-
-    @property
-    def difference(self) -> float:
-        return self.after - self.before
-
-
-def changes(before: Terms, after: Terms, scale: float = 1.0) -> tuple[Change, ...]:
-    """Return each addend's change between sums in the same unit, the largest first.
+def changes(before: Terms, after: Terms, scale: float = 1.0) -> list[Row]:
+    """Return each addend's change between sums in the same unit, the largest first: 0 where it is absent.
 
     Join addends of one group and name. ``scale`` multiplies the values before, such as the ratio of chips if the whole should
     have shrunk by it.
@@ -110,14 +83,16 @@ def changes(before: Terms, after: Terms, scale: float = 1.0) -> tuple[Change, ..
     Example:
         >>> was = Terms((Term("matmuls", "mlp", 2.0, ""), Term("communication", "gradients", 0.5, "")))
         >>> now = Terms((Term("matmuls", "mlp", 1.0, ""), Term("communication", "gradients", 0.6, "")))
-        >>> [(c.name, round(c.difference, 2)) for c in changes(was, now, scale=0.5)]
+        >>> [(row["name"], round(row["after"] - row["before"], 2)) for row in changes(was, now, scale=0.5)]
         [('gradients', 0.35)]
     """
-    joined = []
-    for key in dict.fromkeys((term.group, term.name) for term in (*before, *after)):
-        old, new = ([term for term in terms if (term.group, term.name) == key] for terms in (before, after))
-        formula = "; ".join(term.formula for term in new if term.formula)
-        joined.append(Change(*key, scale * sum(t.value for t in old), float(sum(t.value for t in new)), formula))
-    total = max(abs(before.total) * scale, abs(after.total))
-    differing = [change for change in joined if abs(change.difference) > 1e-9 * total]
-    return tuple(sorted(differing, key=lambda change: -abs(change.difference)))
+    rows: dict[tuple[str, str], Row] = {}
+    for side, terms, factor in (("before", before, scale), ("after", after, 1.0)):
+        for term in terms:
+            empty = {"group": term.group, "name": term.name, "before": 0.0, "after": 0.0, "formula": ""}
+            row = rows.setdefault((term.group, term.name), empty)
+            row[side] += factor * term.value
+            row["formula"] = term.formula
+    least = 1e-9 * max(abs(before.total) * scale, abs(after.total))
+    differing = [row for row in rows.values() if abs(row["after"] - row["before"]) > least]
+    return sorted(differing, key=lambda row: -abs(row["after"] - row["before"]))

@@ -37,16 +37,6 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if abs(seconds) >= 1 or seconds == 0 else f"{1e3 * seconds:.3g} ms"
 
 
-def dollars_text(dollars: float) -> str:
-    """Write a price: whole dollars from a hundred on.
-
-    Example:
-        >>> dollars_text(41_312.4), dollars_text(1.3771), dollars_text(0.00042)
-        ('$41,312', '$1.38', '$0.00042')
-    """
-    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}" if dollars >= 1 else f"${dollars:.2g}"
-
-
 def count_text(number: float) -> str:
     """Write a count of parameters or tokens.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +26,20 @@ NUM_BATCHES = 3
 _METRICS = ("sqnr_db", "overflow", "underflow")
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The losses of the cast of one tensor, means over the steps.
+def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[list[Row]]:
+    """Return the losses of each recipe's casts on a run's first batches, worst first. ``config.recipe`` is not used.
 
-    Args:
-        tensor: ``input``, ``weight`` or ``output_grad``.
-        sqnr_db: signal to quantization noise, decibels.
-        overflow: fraction of values beyond the format's largest.
-        underflow: fraction of nonzero values that become zero.
+    A row has the ``layer``, the ``tensor`` (``input``, ``weight`` or ``output_grad``), and means over the steps: signal to
+    quantization noise in decibels (``sqnr_db``), the fraction of values beyond the format's largest (``overflow``), and the
+    fraction of nonzero values that become zero (``underflow``).
     """
-
-    layer: str
-    tensor: str
-    sqnr_db: float
-    overflow: float
-    underflow: float
-
-
-def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, ...]]:
-    """Return the losses of each recipe's casts on a run's first batches, worst first. ``config.recipe`` is not used."""
     with tempfile.TemporaryDirectory() as folder:
         data = prepare_data(config.data, vocab_size=vocabulary_size(config.model), seed=config.seed)
         plain = replace(config, compile=False, audit_every=0)
         return [_losses_in(build(replace(plain, recipe=recipe), Path(folder), data)) for recipe in recipes]
 
 
-def _losses_in(session: Session) -> tuple[Loss, ...]:
+def _losses_in(session: Session) -> list[Row]:
     rows: list[Row] = []
     gauges = attach_gauges(session.model, session.optimizer, every=1, on_row=rows.append, alarms=False)
     try:
@@ -63,8 +50,11 @@ def _losses_in(session: Session) -> tuple[Loss, ...]:
 
     lost = []
     for key in rows[0]["tensors"]:
-        kind, _, layer = key.partition(":")
-        figures: list[list[Any]] = [[metric_of(row, "tensors", key, m) for row in rows] for m in _METRICS]
-        if all(value is not None for values in figures for value in values):  # others have no cast
-            lost.append(Loss(layer, kind, *(statistics.fmean(map(float, values)) for values in figures)))
-    return tuple(sorted(lost, key=lambda loss: loss.sqnr_db))
+        tensor, _, layer = key.partition(":")
+        figures: dict[str, list[Any]] = {
+            name: [metric_of(row, "tensors", key, name) for row in rows] for name in _METRICS
+        }
+        if all(value is not None for values in figures.values() for value in values):  # others have no cast
+            means = {name: statistics.fmean(map(float, values)) for name, values in figures.items()}
+            lost.append({"layer": layer, "tensor": tensor, **means})
+    return sorted(lost, key=lambda row: row["sqnr_db"])

@@ -6,7 +6,6 @@ differ only in numbers (``model.layers.*.self_attn.q_proj``). The *baseline* of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,14 +37,6 @@ def kinds_of(model: Any) -> tuple[Kind, ...]:
     return tuple(Kind(*key, tuple(layers)) for key, layers in names.items())
 
 
-def plain_recipe(recipe: Recipe) -> Recipe:
-    """Return the recipe with the plain compute of its own dtype: the same storage, no narrow layers."""
-    overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
-    # A storage that belongs to one compute is plain, and works with no other.
-    compute = recipe.compute if recipe.storage.owner else COMPUTES[recipe.dtype]
-    return replace(recipe, compute=compute, overrides=overrides)
-
-
 def baseline_of(recipe: Recipe) -> Recipe:
     """Return the bfloat16 recipe to compare a recipe with: with the same storage, if bfloat16 supports it.
 
@@ -56,9 +47,5 @@ def baseline_of(recipe: Recipe) -> Recipe:
     """
     if recipe.storage.owner:
         return Recipe(COMPUTES["bfloat16"], STORAGES["word"])
-    return replace(plain_recipe(recipe), compute=COMPUTES["bfloat16"])
-
-
-def timed_recipes(recipes: Sequence[Recipe]) -> list[Recipe]:
-    """Return the recipes that are timed, without duplicates, the baselines first."""
-    return list(dict.fromkeys([*map(baseline_of, recipes), *recipes]))
+    overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
+    return replace(recipe, compute=COMPUTES["bfloat16"], overrides=overrides)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from narrowgauge import inductor
-from narrowgauge.matmul.gemm import emulated_formats
+from narrowgauge.inductor import MANY_VERSIONS
 from narrowgauge.matmul.scopes import compute_scope
-from narrowgauge.profiling.layers import Kind, kinds_of, timed_recipes
-from narrowgauge.spec.computes import Compute
+from narrowgauge.profiling.layers import Kind, baseline_of, kinds_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
@@ -38,63 +35,32 @@ from narrowgauge.trainer.step import train_step
 
 ROUNDS = 5
 _LEAST_SECONDS = 2e-3  # a shorter call is repeated until it takes this long
-# The largest ratio between rounds on an idle machine.
-_QUIET = 1.25
+_RANDOM_TOKENS = 1 << 18
 Work = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Round:
-    """Seconds timed in one round.
+class Times:
+    """Hold the model's kinds of layers, and seconds by round.
 
     Args:
         steps: of a whole step in each recipe.
         layers: of the forward pass of one layer, and of both passes, by recipe and the pattern of its kind.
     """
 
-    steps: Mapping[Recipe, float]
-    layers: Mapping[tuple[Recipe, str], tuple[float, float]]
+    kinds: tuple[Kind, ...]
+    steps: dict[Recipe, list[float]]
+    layers: dict[tuple[Recipe, str], list[tuple[float, float]]]
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def where() -> str:
-    """Describe this machine."""
-    if torch.cuda.is_available():
-        return f"this {torch.cuda.get_device_name()}"
-    return f"this CPU ({torch.get_num_threads()} threads)"
-
-
-def describe_support(compute: Compute) -> str:
-    """Return ``native``, or ``emulated`` and why."""
-    formats = emulated_formats(compute, _device())
-    return f"emulated: {where()} does not multiply {' or '.join(formats)}" if formats else "native"
-
-
-def noise_notes(rounds: Sequence[Round]) -> list[str]:
-    """Warn if step times differ from round to round."""
-    steps = [[r.steps[recipe] for r in rounds] for recipe in rounds[0].steps]
-    spread = max(max(times) / min(times) for times in steps)
-    if spread < _QUIET:
-        return []
-    return [f"timings are noisy: the same step took up to {spread:.1f} × as long in one round as in another."]
-
-
-def measure(
-    recipes: Sequence[Recipe],
-    config: TrainConfig,
-    rounds: int = ROUNDS,
-    say: Callable[[str], None] = lambda _: None,
-) -> tuple[tuple[Kind, ...], list[Round]]:
-    """Return the model's layers, and all times that the costs of these recipes need. ``say`` gets lines of progress.
-
-    ``config.recipe`` is not used.
-    """
-    sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in timed_recipes(recipes)}
+def measure(recipes: Sequence[Recipe], config: TrainConfig, say: Callable[[str], None] = lambda _: None) -> Times:
+    """Time these recipes and their baselines. ``config.recipe`` is not used. ``say`` gets lines of progress."""
+    timed = dict.fromkeys([*map(baseline_of, recipes), *recipes])
+    sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in timed}
     kinds = kinds_of(next(iter(sessions.values())).model)
-    with _many_versions():
+    times = Times(kinds, {recipe: [] for recipe in timed}, {(r, kind.pattern): [] for r in timed for kind in kinds})
+    # The compiler keeps a version of a block for each compute. By default it keeps eight.
+    with torch._dynamo.config.patch(recompile_limit=MANY_VERSIONS):
         for recipe, session in sessions.items():
             say(f"compiling a step and the layers in {recipe.name}")
             train_step(session)
@@ -102,17 +68,13 @@ def measure(
         for forward, forward_backward in works.values():
             forward()
             forward_backward()
-        say(f"timing {rounds} rounds")
-        return kinds, [
-            Round(
-                {recipe: _timer(partial(train_step, session)).timeit(1).median for recipe, session in sessions.items()},
-                {
-                    key: (_seconds(forward), _seconds(forward_backward))
-                    for key, (forward, forward_backward) in works.items()
-                },
-            )
-            for _ in range(rounds)
-        ]
+        say(f"timing {ROUNDS} rounds")
+        for _ in range(ROUNDS):
+            for recipe, session in sessions.items():
+                times.steps[recipe].append(_timer(partial(train_step, session)).timeit(1).median)
+            for key, (forward, forward_backward) in works.items():
+                times.layers[key].append((_seconds(forward), _seconds(forward_backward)))
+    return times
 
 
 def _timer(work: Work) -> Timer:
@@ -158,11 +120,6 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
     return forward, forward_backward
 
 
-# ── whole steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_RANDOM_TOKENS = 1 << 18
-
-
 def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
     """Return the trainer's own session on random tokens, without audits."""
     size = vocabulary_size(config.model)
@@ -171,11 +128,3 @@ def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
     tokens = np.random.default_rng(config.seed).integers(0, size, count).astype(np.uint32)
     data = Dataset(tokens, tokens[:0], size, must_validate=False)
     return build(replace(config, compile=compile, audit_every=0), Path(), data)
-
-
-@contextmanager
-def _many_versions() -> Iterator[None]:
-    """Let the compiler keep a version of a block for each compute. By default it keeps eight."""
-    limit = max(torch._dynamo.config.recompile_limit, inductor.MANY_VERSIONS)
-    with torch._dynamo.config.patch(recompile_limit=limit):
-        yield

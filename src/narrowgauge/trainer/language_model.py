@@ -33,13 +33,13 @@ from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.numerics.widening import linear
 from narrowgauge.planner.memory import CHUNK_LOGITS
-from narrowgauge.planner.memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code, weights_file
 from narrowgauge.trainer.config import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
     from transformers import PretrainedConfig, PreTrainedModel
 
+LARGE_VOCABULARY = 16_384  # the least for which the loss is computed in chunks
 _MIN_CHUNK_TOKENS = 128
 _UNREADABLE = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, SafetensorError)
 

@@ -1,0 +1,84 @@
+"""The state alone: weights, gradients and optimizer states of a number of parameters, on each chip of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Any
+
+from narrowgauge.errors import ChipError, RecipeError
+from narrowgauge.planner.layouts import Layout, read_layout
+from narrowgauge.planner.model_state import bytes_per_parameter, shared
+from narrowgauge.planner.plan import read_recipes, recipes_of_storages
+from narrowgauge.planner.units import axes_text, bytes_text, count_text
+from narrowgauge.spec.chips import Chip, get_chip
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
+
+SENTENCES = (
+    "Only the state is counted (weights, gradients and optimizer states). narrowgauge plan run adds activations, logits and "
+    "buffers.",
+    "While resuming, optimizer states exist twice: those that were made, and those of the checkpoint.",
+)
+
+
+def plan_state(
+    params: float,
+    *,
+    recipes: str | Recipe | Sequence[str | Recipe] = (),
+    chip: Sequence[str] = (),
+    chips: Sequence[int] = (),
+    layout: str | Mapping[str, Any] = "",
+    optimizer: str = "adamw",
+) -> list[Row]:
+    """Return the state of ``params`` parameters on a chip in bytes, the smallest first for each number of chips.
+
+    Args:
+        recipes: by default every storage of bfloat16 weights.
+        chip: names, to compare the state with their memory.
+        chips: numbers of chips. Those that the layout does not use shard the state.
+        layout, optimizer: as in :func:`narrowgauge.planner.plan.plan`.
+
+    Example:
+        >>> [row["total"] / 1e9 for row in plan_state(10e9, recipes=["bfloat16/master", "bfloat16/word"])]
+        [80.0, 160.0]
+    """
+    if not 1 <= params < 1e18:
+        raise RecipeError(f"{params:g} parameters were requested.", "Give a number above 1, such as 10e9.")
+    fixed = read_layout(layout)
+    base = Layout(**fixed)
+    places: list[Chip | None] = [*map(get_chip, chip)] or [None]
+    compared = read_recipes(recipes, optimizer) or recipes_of_storages(optimizer)
+    rows: list[Row] = []
+    for number, place, recipe in product(chips or [base.num_ranks], places, compared):
+        ranks, rest = divmod(number, base.num_ranks)
+        if rest or ranks < 1 or (ranks > 1 and "shard" in fixed):
+            raise ChipError(
+                f"a layout of {base.num_ranks} chips was requested on {number}.", "Name all its axes, or none."
+            )
+        axes = replace(base, shard=base.shard * ranks)
+        on_rank = bytes_per_parameter(recipe.storage) * (params / axes.tensor / axes.pipeline)
+        held = shared(on_rank, axes, axes.num_sharing)
+        total = held.weights + held.gradients + held.optimizer
+        row = {"recipe": recipe.title, "bytes_per_param": recipe.bytes_per_param, "layout": axes_text(axes)}
+        row |= {"chips": number, **asdict(held), "total": total, "resuming": held.weights + 2 * held.optimizer}
+        rows.append(row if place is None else {**row, "chip": place.name, "free": place.memory_bytes - total})
+    return sorted(rows, key=lambda row: (row["chips"], row["total"]))
+
+
+def state_table(rows: Sequence[Row], params: float) -> Table:
+    """Return a table of the states of ``params`` parameters."""
+    columns = (
+        *name_columns(recipe="recipe"),
+        *number_columns(B_per_parameter="bytes_per_param"),
+        *text_columns(layout="layout"),
+        *number_columns(
+            all_chips=lambda row: bytes_text(row["total"] * row["chips"]),
+            a_chip=lambda row: bytes_text(row["total"]),
+            while_resuming=lambda row: bytes_text(row["resuming"]),
+        ),
+    )
+    if "chip" in rows[0]:
+        columns += (*text_columns(chip="chip"), *number_columns(free=lambda row: bytes_text(row["free"])))
+    return Table(columns, list(rows), f"{count_text(params)} parameters")
