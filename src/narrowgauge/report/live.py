@@ -16,7 +16,6 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -67,55 +66,41 @@ def rendered(paths: Sequence[Path]) -> bytes:
     return process.stdout
 
 
-def waiting_page(paths: Sequence[Path], trouble: str = "") -> bytes:
-    """Return the page for missing or unreadable runs."""
-    from narrowgauge.report.page import document
-
-    text = trouble or "No run is here yet; the page begins when one does."
-    return document(
-        "waiting.html.j2", [], title="Waiting for a run", paths=list(map(str, paths)), text=text, live=True
-    ).encode()
-
-
 class LivePage:
     """Render the report of runs in folders that training writes, or will write.
 
     Args:
         paths: run folders, or folders of runs. They may not exist yet.
         render: returns the page of these paths.
+    Attributes:
+        current: the number of the rendering, and its page; 0 before the first run.
     """
 
     def __init__(self, paths: Sequence[Path], render: Callable[[Sequence[Path]], bytes] = rendered) -> None:
         self.paths, self._render = list(paths), render
-        self.current: tuple[int, bytes] = (0, waiting_page(paths))
+        self.current: tuple[int, bytes] = (0, b"")
         self._stamp: tuple[tuple[str, int, int], ...] = ()
-        self._rendered_at, self._seconds = 0.0, 0.0
-        self._ends = threading.Event()
+        self._next = 0.0
 
-    def poll(self, is_last: bool = False) -> bool:
-        """Render the page again if its runs have grown and enough time has passed. Return whether it was rendered."""
-        now, stamp = time.monotonic(), stamp_of(self.paths)
-        if not stamp or stamp == self._stamp or not (is_last or now - self._rendered_at >= _REST * self._seconds):
+    def poll(self) -> bool:
+        """Render the page if its runs have grown and enough time has passed. Return whether it was rendered.
+
+        Raises:
+            NarrowgaugeError: the first rendering failed. After that, keep the last rendering: it is older, but correct.
+        """
+        began, stamp = time.monotonic(), stamp_of(self.paths)
+        if not stamp or stamp == self._stamp or began < self._next:
             return False
-        self._stamp = stamp
+        self._stamp, number = stamp, self.current[0]
         try:
-            page = self._render(self.paths)
-        except NarrowgaugeError as error:
-            # Keep the last rendering: it is older, but correct.
-            page = self.current[1] if self._seconds else waiting_page(self.paths, str(error))
-        else:
-            self._rendered_at = time.monotonic()
-            self._seconds = self._rendered_at - now
-        self.current = (self.current[0] + 1, page)
+            self.current = (number + 1, self._render(self.paths))
+        except NarrowgaugeError:
+            if not number:
+                raise
+            return False
+        now = time.monotonic()
+        self._next = now + _REST * (now - began)
         return True
-
-    def run(self) -> None:
-        """Poll until :meth:`end` is called."""
-        while not self._ends.wait(POLL_SECONDS):
-            self.poll()
-
-    def end(self) -> None:
-        self._ends.set()
 
 
 # ── serving ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,8 +120,6 @@ class PageServer(ThreadingHTTPServer):
     Args:
         page: the page to serve.
         port: 0 for a free port.
-        token: part of the address; ``None`` draws one.
-
     Raises:
         NarrowgaugeError: the port is taken.
     """
@@ -144,9 +127,8 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, page: LivePage, port: int = 0, token: str | None = None) -> None:
-        self.page = page
-        self.token = secrets.token_urlsafe(24) if token is None else token
+    def __init__(self, page: LivePage, port: int = 0) -> None:
+        self.page, self.token = page, secrets.token_urlsafe(24)
         try:
             super().__init__((HERE, port), _Handler)
         except OSError as error:
@@ -214,13 +196,11 @@ def main() -> None:
         os.nice(19)
     # Imported late: the page dominates the loading time.
     from narrowgauge.analysis.comparison.comparison import compare_runs
-    from narrowgauge.report.publishing import read_runs, title_of
+    from narrowgauge.report.publishing import read_runs
     from narrowgauge.report.runs_page import render
 
-    paths = sys.argv[1:]
     try:
-        comparison = compare_runs(read_runs(paths))
-        page = render(comparison, title_of(comparison), live=True)
+        page = render(compare_runs(read_runs(sys.argv[1:])), live=True)
     except NarrowgaugeError as error:
         sys.exit(str(error))
     sys.stdout.buffer.write(page.encode())

@@ -2,7 +2,7 @@
 
 Everything is inside: tables as plain HTML without scripts, figures as data, and compressed Plotly. A policy in the head forbids
 all requests. It allows only the two scripts of this package, by their digests. Templates escape all text from a run, so the
-name of a tensor is never markup. Data is encoded without any character that HTML interprets.
+name of a tensor is never markup. Data is encoded in base 64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ import markupsafe
 
 from narrowgauge.errors import require_package
 from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, dash_of, symbol_of
-from narrowgauge.report.figures.traces import Figure
 from narrowgauge.runs.schema import Row
 
 
@@ -41,17 +39,6 @@ def digest_of(script: str) -> str:
         'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='
     """
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def embedded(value: Any) -> str:
-    """Return JSON that is safe inside a script element: it cannot end the element or begin another. Floats must be finite.
-
-    Example:
-        >>> print(embedded({"a": "</script>"}))
-        {"a":"\\u003c/script\\u003e"}
-    """
-    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return text.translate({ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"})
 
 
 def packed(value: Any) -> str:
@@ -82,42 +69,24 @@ def _encoded(content: bytes) -> str:
 # ── pages from templates ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def document(
-    template_name: str,
-    /,
-    drawn: Iterable[Figure],
-    *,
-    strip: Row | None = None,
-    ranges: Sequence[Row] = (),
-    gauges: Sequence[Row] = (),
-    live: bool = False,
-    **words: Any,
-) -> str:
+def document(data: Row, live: bool = False, **words: Any) -> str:
     """Return a page as one HTML document. It fetches nothing. If live, it fetches only new data from its own address.
 
     Args:
-        drawn: the figures.
-        strip: the figure of events.
-        ranges: number formats of the histograms.
-        gauges: samples of each run's gauges.
+        data: the figures, as the page's script reads them.
         live: reload the page when its runs have grown.
         words: values for the template.
     """
-    script, plotly = asset("page.js"), plotly_script()
-    live_script = asset("live.js") if live else ""
-    figures = {item.name: {"data": item.data, "layout": item.layout | {"height": item.height}} for item in drawn}
-    data = {"figures": figures, "strip": strip, "formats": ranges}
-    page = template(template_name).render(
+    script, live_script = asset("page.js"), asset("live.js") if live else ""
+    page = template("page.html.j2").render(
         **words,
-        strip=strip,
         live=live,
         live_script=markupsafe.Markup(live_script),
         policy=policy_of(script, live_script),
         style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),
-        data=markupsafe.Markup(embedded(data)),
-        gauges=packed(gauges),
-        plotly=plotly.packed,
+        data=packed(data),
+        plotly=plotly_script().packed,
     )
     return page.lstrip()
 

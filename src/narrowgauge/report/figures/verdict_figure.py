@@ -13,7 +13,7 @@ from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_difference
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.series import rounded
-from narrowgauge.report.figures.traces import Figure, labelled_rows, layout_of
+from narrowgauge.report.figures.traces import Figure, layout_of
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
@@ -35,7 +35,10 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     beyond = [(group, paired) for group, paired in drawn if abs(paired.mean) > limit]
     layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
     layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
-    layout["yaxis"] |= labelled_rows([group.label for group, _ in drawn])
+    layout["yaxis"] |= {
+        "tickvals": list(range(len(drawn))), "ticktext": [plain(group.label) for group, _ in drawn],
+        "range": [len(drawn) - 0.5, -0.5], "zeroline": False, "showgrid": False,
+    }  # fmt: skip
     layout["shapes"] = [
         {
             "type": "rect", "xref": "x", "yref": "paper", "x0": -threshold, "x1": threshold, "y0": 0, "y1": 1,
