@@ -28,8 +28,6 @@ from ranks import run_ranks
 RECIPES: dict[str, Any] = {
     "word": "bfloat16/word",
     "autocast": "bfloat16/float32",
-    "kept head": {"recipe": "bfloat16/word", "keep": ["lm_head"]},
-    "kept norms": {"recipe": "bfloat16/word", "keep": ["*norm"]},
 }
 TINY = {
     "vocab_size": 40, "max_position_embeddings": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

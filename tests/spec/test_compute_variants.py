@@ -42,7 +42,7 @@ def test_a_form_of_four_bits_changes_the_casts_of_its_table_and_no_other(name: s
     )  # fmt: skip
     assert same == row and row.is_stochastic and row.purpose != base.purpose and base.source in row.source
     recipe = parse(name)
-    assert recipe.name == f"{name}/word" and parse(recipe.to_dict()) == recipe == parse(recipe.name)
+    assert recipe.name == f"{name}/word" and parse(recipe.to_value()) == recipe == parse(recipe.name)
     assert len({str(cast) for cast in (*row.casts.values(), *base.casts.values())}) == len(
         {*row.casts.values(), *base.casts.values()}
     )

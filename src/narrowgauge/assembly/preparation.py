@@ -221,15 +221,13 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
     narrow: dict[str, Compute] = {}
     for name in linear_names(model):
         compute = recipe.compute_of(name)
-        if compute.name != _compute_of_torch(recipe, name, device):
+        if compute.name != _compute_of_torch(recipe, device):
             narrow[name] = compute
     return swap_linears(model, narrow.get, seed=seed) if narrow else None
 
 
-def _compute_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
+def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
     """Return the compute that PyTorch's own layer implements, or ``""`` if speed or the loss scale needs ours."""
-    if recipe.keeps(name):
-        return "float32"
     is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
     # PyTorch's own head would get unscaled gradients of its logits. They underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"

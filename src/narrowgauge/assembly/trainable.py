@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -43,7 +43,6 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
                 f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is {dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
-    _check_tied(inner, recipe)
     _check_patterns(inner, recipe, list(parameters))
     for compute in recipe.computes:
         computes.check_layers(compute, linear_names(inner), kind)
@@ -54,25 +53,9 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
         _check_mesh(inner, mesh, shard)
 
 
-def _check_tied(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse to keep only one name of a tied parameter."""
-    first: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied = first.setdefault(parameter, name)
-        if recipe.keeps(tied) != recipe.keeps(name):
-            raise RecipeError(
-                f"Cannot keep only one of '{tied}' and '{name}' because they share one tensor.",
-                "Keep both modules or neither.",
-            )
-
-
 def _check_patterns(model: nn.Module, recipe: Recipe, names: list[str]) -> None:
     """Refuse patterns that match nothing, and overrides of another visible format."""
-    modules, linears = [name for name, _ in model.named_modules() if name], linear_names(model)
-    for pattern in recipe.keep:
-        single = Recipe(recipe.compute, recipe.storage, keep=(pattern,))
-        if not any(single.keeps(name) for name in [*names, *modules]):
-            raise _no_match(f"keep pattern '{pattern}'", "module", model, modules)
+    linears = linear_names(model)
     for override in recipe.overrides:
         what = f"override pattern '{override.pattern}'"
         if override.compute is not None and not any(map(override.matches, linears)):
@@ -83,7 +66,7 @@ def _check_patterns(model: nn.Module, recipe: Recipe, names: list[str]) -> None:
             raise RecipeError(
                 f"Cannot store {override.storage.visible} by override '{override.pattern}' in a model of "
                 f"{recipe.storage.visible}.",
-                "Name the modules in keep = [...] to leave them in float32.",
+                f"Take a storage whose visible weights are {recipe.storage.visible}.",
             )
 
 

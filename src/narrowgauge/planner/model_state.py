@@ -112,7 +112,7 @@ def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: in
     per = bytes_per_parameter(recipe.storage)
     if not a.has_shape:
         return ModelState(per * (a.num_parameters / tensor))
-    numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
+    numbers = range(a.num_layers) if recipe.overrides else (0,)
     storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
     layers = sum((bytes_per_parameter(s) * (a.vectors / len(numbers)) for s in storages), Bytes())
     experts = Bytes()
@@ -141,7 +141,7 @@ def _outer_storage(recipe: Recipe, name: str) -> Storage:
 
 def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Storage, float]]:
     """Return a matmul's storages and the number of weights in each. A recipe's exceptions are single weights."""
-    if not (recipe.keep or recipe.overrides):
+    if not recipe.overrides:
         return [(recipe.storage, matmul.count)]
     place = f"{'self_attn' if matmul.part == 'attention' else 'mlp'}.{matmul.name}.weight"
     names = (f"model.layers.{layer}.{place}" for layer in range(a.num_layers))

@@ -56,8 +56,7 @@ class Setting(NamedTuple):
 def setting_of(layer: str, recipe: Recipe) -> Setting:
     """Return the recipe's arithmetic for a layer, by name."""
     weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
-    # Layers that a recipe keeps compute in float32, like their weights.
-    stream = "float32" if recipe.keeps(layer) else recipe.dtype
+    stream = recipe.dtype
     # These computes differ from the plain compute of their dtype only in storage.
     return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -16,7 +16,8 @@ from narrowgauge.profiling import cast_error, measurement
 from narrowgauge.profiling.cast_error import Loss
 from narrowgauge.profiling.layers import Kind, baseline_of, plain_recipe
 from narrowgauge.profiling.measurement import Round
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.tables import Column, Row, Table
 from narrowgauge.trainer.config import TrainConfig
 
@@ -164,10 +165,12 @@ def _layer_row(recipe: Recipe, kind: Kind, rounds: Sequence[Round]) -> Row:
 def _fastest(recipe: Recipe, slower: Sequence[str], narrow: Sequence[str]) -> dict[str, Any]:
     """Return the recipe with the slower layers plain, as a table that :func:`narrowgauge.spec.notation.parse` reads."""
     if slower and set(slower) == set(narrow):
-        return plain_recipe(recipe).to_dict()
-    table = recipe.to_dict()
-    added = [{"pattern": pattern, "compute": recipe.dtype} for pattern in slower]
-    return {**table, "override": [*table.get("override", []), *added]} if added else table
+        fastest = plain_recipe(recipe)
+    else:
+        added = tuple(Override(pattern, compute=COMPUTES[recipe.dtype]) for pattern in slower)
+        fastest = replace(recipe, overrides=(*recipe.overrides, *added))
+    value = fastest.to_value()
+    return {"recipe": value} if isinstance(value, str) else value
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────────

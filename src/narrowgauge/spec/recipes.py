@@ -35,7 +35,6 @@ class Override:
 
 DEFAULT_RECIPE = "bfloat16/word"
 """What ``narrowgauge train`` takes where no recipe is named."""
-_PARTS = ("compute", "storage", "reduction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,6 @@ class Recipe:
         compute: how operands enter matmuls.
         storage: how weights and moments are stored.
         reduction: how gradients are summed across ranks.
-        keep: patterns of modules that stay in float32 (weights, states and matmuls).
         overrides: other storages and computes by pattern of name; the last match wins.
         label: a user's name, to distinguish recipes of the same full name; ignored by comparisons.
     Raises:
@@ -62,7 +60,6 @@ class Recipe:
     compute: Compute
     storage: Storage
     reduction: Reduction = REDUCTIONS["native"]
-    keep: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     label: str = field(default="", compare=False)
 
@@ -83,24 +80,23 @@ class Recipe:
     @property
     def is_plain(self) -> bool:
         """Return whether the full name describes it completely: no exceptions by module."""
-        return not (self.keep or self.overrides)
+        return not self.overrides
 
     @property
     def title(self) -> str:
-        """Return the display name: the full name, and for a recipe with exceptions its label or their kinds.
+        """Return the display name: the full name, and for a recipe with exceptions its label.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
-            >>> parse({"recipe": "bf16/word", "keep": ["lm_head"]}).title
-            'bfloat16/word with keep'
-            >>> parse({"recipe": "bf16/word", "keep": ["lm_head"], "name": "wide head"}).title
-            'bfloat16/word (wide head)'
+            >>> override = {"pattern": "lm_head", "compute": "bfloat16"}
+            >>> parse({"recipe": "float8-row/word", "override": [override]}).title
+            'float8-row/word with override'
+            >>> parse({"recipe": "float8-row/word", "override": [override], "name": "wide head"}).title
+            'float8-row/word (wide head)'
         """
         if self.is_plain:
             return self.name
-        if self.label:
-            return f"{self.name} ({self.label})"
-        return f"{self.name} with {', '.join(key for key in self.to_dict() if key not in _PARTS)}"
+        return f"{self.name} ({self.label})" if self.label else f"{self.name} with override"
 
     @property
     def bytes_per_param(self) -> float:
@@ -114,7 +110,7 @@ class Recipe:
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """Return the storages that the recipe names, without duplicates, the main one first; ``keep`` adds float32."""
+        """Return all storages of the recipe without duplicates, the main one first."""
         return tuple(dict.fromkeys([self.storage, *(o.storage for o in self.overrides if o.storage is not None)]))
 
     @property
@@ -123,12 +119,10 @@ class Recipe:
         return self.compute.dtype
 
     def storage_of(self, name: str, num_dims: int) -> Storage:
-        """Return a parameter's storage: float32 in ``keep``, or the last matching override's, or ``storage``.
+        """Return a parameter's storage: the last matching override's, or ``storage``.
 
         A parameter of at most one dimension is a vector.
         """
-        if self.keeps(name):
-            return STORAGES["float32"]
         matches = (o.storage for o in reversed(self.overrides) if o.storage is not None and o.matches(name))
         storage = next(matches, self.storage)
         return for_vectors(storage) if num_dims < 2 else storage
@@ -136,8 +130,8 @@ class Recipe:
     def compute_of(self, name: str) -> Compute:
         """Return the compute of the linear layer of that dotted name.
 
-        It is float32 for modules of ``keep``; else that of the last matching override; else, for a layer that the recipe's
-        compute keeps wide, the plain compute of ``dtype``; else the recipe's compute.
+        It is that of the last matching override; else, for a layer that the recipe's compute keeps wide, the plain compute of
+        ``dtype``; else the recipe's compute.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
@@ -145,36 +139,21 @@ class Recipe:
             >>> [recipe.compute_of(name).name for name in ("model.layers.0.mlp.up_proj", "lm_head")]
             ['float8-row', 'bfloat16']
         """
-        if self.keeps(name):
-            return COMPUTES["float32"]
         matches = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
         if (override := next(matches, None)) is not None:
             return at_layer(override, name)
         is_kept_wide = _matches_within(name, self.compute.keep)
         return COMPUTES[self.dtype] if is_kept_wide else at_layer(self.compute, name)
 
-    def keeps(self, name: str) -> bool:
-        """Return whether a ``keep`` pattern matches ``name``, a module or parameter, or a module that contains it."""
-        return _matches_within(name, self.keep)
-
     def to_value(self) -> str | dict[str, Any]:
-        """Return the full name if the recipe is plain, else the table; :func:`~narrowgauge.spec.notation.parse` reads both."""
-        return self.name if self.is_plain else self.to_dict()
+        """Return the full name if the recipe is plain, else a TOML table.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a TOML table that :func:`~narrowgauge.spec.notation.parse` reads back as an equal recipe."""
-        table: dict[str, Any] = {
-            "compute": self.compute.name,
-            "storage": self.storage.short_name,
-            "reduction": self.reduction.name,
-        }
-        if self.label:
-            table["name"] = self.label
-        if self.keep:
-            table["keep"] = list(self.keep)
-        if self.overrides:
-            table["override"] = [_override_table(override) for override in self.overrides]
-        return table
+        :func:`~narrowgauge.spec.notation.parse` reads both back as an equal recipe.
+        """
+        if self.is_plain:
+            return self.name
+        label = {"name": self.label} if self.label else {}
+        return {"recipe": self.name, **label, "override": [_override_table(override) for override in self.overrides]}
 
 
 def _matches_within(name: str, patterns: Iterable[str]) -> bool:
@@ -227,8 +206,7 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
 
 def _check_float64(recipe: Recipe) -> None:
     """Refuse parts that would compute or add a float64 model in fewer bits."""
-    narrower = [f"keep = {list(recipe.keep)}"] if recipe.keep else []
-    narrower += [
+    narrower = [
         f"storage '{storage.name}' in an override" for storage in recipe.storages if storage.visible != "float64"
     ]
     narrower += [f"reduction '{recipe.reduction.name}'"] if recipe.reduction.name != "native" else []

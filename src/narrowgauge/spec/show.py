@@ -56,7 +56,7 @@ def _recipe_row(recipe: Recipe) -> Row:
     short = [compute.name] if is_short else []
     return {
         "name": recipe.name,
-        "aliases": [*(row.name for row in ALIASES.values() if row.recipe in (recipe.name, *short)), *short],
+        "aliases": [*(name for name, row in ALIASES.items() if row["recipe"] in (recipe.name, *short)), *short],
         "bytes_per_param": recipe.bytes_per_param,
         "loses": storage.loses,
         "purpose": compute.purpose,
@@ -138,7 +138,7 @@ def _chip_row(chip: Chip) -> Row:
 
 
 def _alias_rows() -> list[Row]:
-    aliases = [{**alias._asdict(), "one_of": []} for alias in ALIASES.values()]
+    aliases = [{"name": name, **alias, "one_of": []} for name, alias in ALIASES.items()]
     return aliases + [{"name": n, "recipe": "", "source": "", "one_of": list(few)} for n, few in AMBIGUOUS.items()]
 
 
@@ -304,7 +304,6 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in {inside}",
         "linears left plain": ", ".join(compute.keep),
-        "kept in float32": ", ".join(recipe.keep),
         "stored otherwise": ", ".join(f"{o.pattern} as {o.storage.name}" for o in recipe.overrides if o.storage),
         "computed otherwise": ", ".join(f"{o.pattern} in {o.compute.name}" for o in recipe.overrides if o.compute),
     }
