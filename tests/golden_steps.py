@@ -143,7 +143,7 @@ def operand(shape: tuple[int, ...], key: int, amax: float = 1.75) -> Tensor:
 
 def computes() -> dict[str, Compute]:
     """Every compute and variant that ``narrowgauge show computes`` lists."""
-    names = [str(row["name"]) for row in show.rows("computes")]
+    names = [str(row["name"]) for row in show.table("computes").rows]
     return {name: COMPUTES.get(name) or get_compute(name) for name in names}
 
 

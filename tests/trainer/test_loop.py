@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (("--model", "{empty}"), "config.json"),
         (("--model", "{nonsense}"), "nonsense"),
         (("--out", "{taken}"), "is not empty"),
-        (("--recipe", "{recipe}"), "matches no module"),
+        (("--recipe", "{recipe}"), "matches no parameter"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
