@@ -9,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
 
 
@@ -108,15 +107,6 @@ def test_a_prepared_model_is_traced_whole() -> None:
     one, other = (each(input_ids=tokens()).logits.detach() for each in (model, traced))
     assert same(one, other)
     assert model.eval().generate(tokens()[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
-
-
-def test_overrides_choose_another_storage() -> None:
-    word = parse("bfloat16/word")
-    recipe = Recipe(word.compute, word.storage, overrides=(Override("head.*", STORAGES["exact"]),))
-    model, optimizer = ng.prepare(Net(), recipe)
-    rows = {n: g["storage"] for g in optimizer.param_groups for n in g["param_names"]}
-    assert rows["head.weight"] == "exact" and rows["block.inner.weight"] == "word"
-    assert same(optimizer.stored(model.head.weight), Net().head.weight.detach())
 
 
 def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:

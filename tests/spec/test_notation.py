@@ -104,6 +104,6 @@ def test_a_compute_of_another_library_is_taken_wherever_a_compute_is_named() -> 
 def test_a_file_says_the_same(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "bf16/word"\n[[override]]\npattern = "lm_head"\ncompute = "mxfp8"\n', encoding="utf-8")
-    override = Override("lm_head", compute=COMPUTES["mxfp8"])
+    override = Override("lm_head", COMPUTES["mxfp8"])
     assert parse(path) == parse(str(path)) == Recipe(WORD.compute, WORD.storage, overrides=(override,))
     assert parse(path).title == "bfloat16/word (mine)" and parse(parse(path).to_value()) == parse(path)

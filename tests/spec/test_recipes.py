@@ -7,30 +7,6 @@ import pytest
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-
-def test_storage_by_parameter_name() -> None:
-    recipe = parse(
-        {
-            "recipe": "bfloat16/word",
-            "override": [
-                {"pattern": "*embed*", "storage": "split"},
-                {"pattern": "*embed_positions*", "storage": "exact"},
-            ],
-        }
-    )
-    values = {
-        name: recipe.storage_of(name, dims).name
-        for name, dims in [
-            ("model.layers.0.mlp.up_proj.weight", 2),
-            ("model.norm.weight", 1),
-            ("model.embed_tokens.weight", 2),
-            ("model.embed_positions.weight", 2),
-        ]
-    }
-    assert list(values.values()) == ["word", "master", "split", "exact"]
-    assert parse(recipe.to_value()) == recipe
-
-
 # ── computes by module ───────────────────────────────────────────────────────────────────────────────────────────
 
 LINEARS = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "lm_head"]
@@ -60,19 +36,12 @@ def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> 
         "override": [
             {"pattern": "*.mlp.*", "compute": "int8-row"},
             {"pattern": "*.down_proj", "compute": "bf16"},
-            {"pattern": "*embed*", "storage": "split"},
-            {"pattern": "lm_head", "compute": "mxfp8", "storage": "exact"},
-            {"pattern": "*.layers.9.*", "storage": "exact"},
+            {"pattern": "lm_head", "compute": "mxfp8"},
         ],
     }
     recipe = parse(table)
     assert computes_of(recipe) == ["int8-row", "bfloat16", "mxfp8"]
     assert recipe.compute_of("model.layers.0.self_attn.q_proj").name == "float8-row"
-    assert (
-        recipe.compute_of("model.layers.9.self_attn.q_proj").name == "float8-row"
-    )  # another storage, not another compute
-    assert recipe.storage_of("model.layers.9.self_attn.q_proj.weight", 2).name == "exact"
-    assert recipe.storage_of("model.layers.0.mlp.up_proj.weight", 2).name == "word"
     assert parse(recipe.to_value()) == recipe
     assert [row.name for row in recipe.computes] == ["float8-row", "int8-row", "bfloat16", "mxfp8"]
 

@@ -178,7 +178,7 @@ FILES = [
     ('compute = "bfloat16"', "unknown key 'compute'.*recipe, name, override"),
     ("recipe = 16", "text"),
     (f'{WORD}override = "lm_head"', "above each entry"),
-    (f'{WORD}[[override]]\nstorage = "split"', "pattern"),
+    (f'{WORD}[[override]]\npattern = "*"\nstorage = "split"', "the keys pattern, storage.*pattern and compute"),
     (f'{WORD}[[override]]\npattern = "*"\ncompute = "mxpf8"', "mean 'mxfp8'"),
     (f'{WORD}[[override]]\npattern = "*"\ncompute = "unit"', "transform"),
     ("not toml", r"mine\.toml"),

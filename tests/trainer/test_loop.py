@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (("--model", "{empty}"), "config.json"),
         (("--model", "{nonsense}"), "nonsense"),
         (("--out", "{taken}"), "is not empty"),
-        (("--recipe", "{recipe}"), "matches no parameter"),
+        (("--recipe", "{recipe}"), "matches no linear layer"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -42,7 +42,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     (names["nonsense"] / "config.json").write_text('{"model_type": "nonsense"}')
     (names["taken"] / "mine").write_text("mine")
     (tmp_path / "recipe.toml").write_text(
-        'recipe = "bfloat16/word"\n[[override]]\npattern = "nothing"\nstorage = "split"\n'
+        'recipe = "bfloat16/word"\n[[override]]\npattern = "nothing"\ncompute = "mxfp8"\n'
     )
     named = {name: str(path) for name, path in {**names, "recipe": tmp_path / "recipe.toml"}.items()}
     before = sorted(tmp_path.rglob("*"))

@@ -283,7 +283,7 @@ def _extra_options(name: str, options_of: Callable[[str], Mapping[str, Any]]) ->
     extra = options_of(name)
     if not isinstance(extra, Mapping):
         raise RecipeError(f"options_of gave {extra!r} for '{name}', which is not a dict.", "Give {} for no options.")
-    for key, advice in (("storage", "Name it in an override of the recipe."), ("params", "Leave it out.")):
+    for key, advice in (("storage", "Name it in the recipe."), ("params", "Leave it out.")):
         if key in extra:
             raise RecipeError(f"options_of gave {key} for '{name}', which prepare decides.", advice)
     return dict(extra)
@@ -303,7 +303,7 @@ def _groups(
             continue
         key = {
             # The optimizer derives the storage of vectors from the storage of their group.
-            "storage": recipe.storage_of(name, max(2, parameter.ndim)).name,
+            "storage": recipe.storage.name,
             "decays": decays(name, parameter),
             "factor": factors.get(name, 1.0),
             "extra": extra_options[name],

@@ -43,7 +43,7 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
                 f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is {dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
-    _check_patterns(inner, recipe, list(parameters))
+    _check_patterns(inner, recipe)
     for compute in recipe.computes:
         computes.check_layers(compute, linear_names(inner), kind)
     for owner, module in inner.named_modules():
@@ -53,26 +53,15 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
         _check_mesh(inner, mesh, shard)
 
 
-def _check_patterns(model: nn.Module, recipe: Recipe, names: list[str]) -> None:
-    """Refuse patterns that match nothing, and overrides of another visible format."""
+def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse overrides that match no layer."""
     linears = linear_names(model)
     for override in recipe.overrides:
-        what = f"override pattern '{override.pattern}'"
-        if override.compute is not None and not any(map(override.matches, linears)):
-            raise _no_match(what, "linear layer", model, linears)
-        if override.storage is not None and not any(map(override.matches, names)):
-            raise _no_match(what, "parameter", model, names)
-        if override.storage is not None and override.storage.visible != recipe.storage.visible:
+        if not any(map(override.matches, linears)):
             raise RecipeError(
-                f"Cannot store {override.storage.visible} by override '{override.pattern}' in a model of "
-                f"{recipe.storage.visible}.",
-                f"Take a storage whose visible weights are {recipe.storage.visible}.",
+                f"override pattern '{override.pattern}' matches no linear layer of {type(model).__name__}.",
+                f"Its names look like '{linears[0]}' and '{linears[-1]}'." if linears else "",
             )
-
-
-def _no_match(what: str, kind: str, model: nn.Module, names: list[str]) -> RecipeError:
-    advice = f"Its names look like '{names[0]}' and '{names[-1]}'." if names else ""
-    return RecipeError(f"{what} matches no {kind} of {type(model).__name__}.", advice)
 
 
 def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
@@ -105,8 +94,7 @@ def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
     """Refuse a model whose gradients cannot be summed over ranks as a recipe says."""
     inner, size = inner_of(model), all_ranks().size
     if inner is not model:
-        visible = {name: recipe.storage_of(name, p.ndim).visible for name, p in inner.named_parameters()}
-        if mesh is not None or any(dtype_name(p.dtype) != visible[name] for name, p in inner.named_parameters()):
+        if mesh is not None or any(dtype_name(p.dtype) != recipe.storage.visible for p in inner.parameters()):
             raise RecipeError(
                 f"Cannot prepare a model inside DistributedDataParallel by recipe '{recipe.name}' because DDP's buckets fit "
                 "the parameters as they are.",

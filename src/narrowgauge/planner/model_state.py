@@ -66,15 +66,9 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
             f"the states of optimizer {optimizer!r} were requested.",
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
-    for storage in recipe.storages:
-        if not is_stepped(storage, optimizer):
-            refuse_matrix_rule(optimizer, storage)
-    states = OPTIMIZER_STATES[optimizer]
-    overrides = tuple(
-        override if override.storage is None else replace(override, storage=override.storage.keeping(states))
-        for override in recipe.overrides
-    )
-    return replace(recipe, storage=recipe.storage.keeping(states), overrides=overrides)
+    if not is_stepped(recipe.storage, optimizer):
+        refuse_matrix_rule(optimizer, recipe.storage)
+    return replace(recipe, storage=recipe.storage.keeping(OPTIMIZER_STATES[optimizer]))
 
 
 @lru_cache(maxsize=256)
@@ -112,40 +106,25 @@ def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: in
     per = bytes_per_parameter(recipe.storage)
     if not a.has_shape:
         return ModelState(per * (a.num_parameters / tensor))
-    numbers = range(a.num_layers) if recipe.overrides else (0,)
-    storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
-    layers = sum((bytes_per_parameter(s) * (a.vectors / len(numbers)) for s in storages), Bytes())
-    experts = Bytes()
+    vector = bytes_per_parameter(for_vectors(recipe.storage))
+    layers, experts = vector * a.vectors, Bytes()
     for matmul in a.matmuls[:-1]:
         ranks = expert_tensor if matmul.is_expert else tensor
-        parts = [_matrix_state(storage, matmul, count, ranks) for storage, count in _storages(a, recipe, matmul)]
-        part = sum(parts, Bytes())
+        part = _matrix_state(recipe.storage, matmul, matmul.count, ranks)
         experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
-    table_storage, head_storage = (
-        _outer_storage(recipe, name) for name in ("model.embed_tokens.weight", "lm_head.weight")
-    )
+    outer = _outer_storage(recipe.storage)
     embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
-    first = _matrix_state(table_storage, embedding, 1, tensor)
-    first += bytes_per_parameter(table_storage) * (a.positions * a.hidden_size)
-    last = bytes_per_parameter(recipe.storage_of("model.norm.weight", 1)) * a.outer_vectors
+    first = _matrix_state(outer, embedding, 1, tensor)
+    first += bytes_per_parameter(outer) * (a.positions * a.hidden_size)
+    last = vector * a.outer_vectors
     if not a.tie_embeddings:
-        last += _matrix_state(head_storage, a.matmuls[-1], 1, tensor)
+        last += _matrix_state(outer, a.matmuls[-1], 1, tensor)
     return ModelState(layers, experts, first, last)
 
 
-def _outer_storage(recipe: Recipe, name: str) -> Storage:
-    """Return the storage of embedding or head. AdamW steps them if Muon steps the layers."""
-    storage = recipe.storage_of(name, 2)
+def _outer_storage(storage: Storage) -> Storage:
+    """Return the storage of embedding and head. AdamW steps them if Muon steps the layers."""
     return storage.keeping(OPTIMIZER_STATES["adamw"]) if storage.states == OPTIMIZER_STATES["muon"] else storage
-
-
-def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Storage, float]]:
-    """Return a matmul's storages and the number of weights in each. A recipe's exceptions are single weights."""
-    if not recipe.overrides:
-        return [(recipe.storage, matmul.count)]
-    place = f"{'self_attn' if matmul.part == 'attention' else 'mlp'}.{matmul.name}.weight"
-    names = (f"model.layers.{layer}.{place}" for layer in range(a.num_layers))
-    return [(recipe.storage_of(name, 2), matmul.count / a.num_layers) for name in names]
 
 
 def _matrix_state(storage: Storage, matmul: Matmul, count: float, ranks: int) -> Bytes:

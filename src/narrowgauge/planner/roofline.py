@@ -55,8 +55,7 @@ class Setting(NamedTuple):
 
 def setting_of(layer: str, recipe: Recipe) -> Setting:
     """Return the recipe's arithmetic for a layer, by name."""
-    weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
-    stream = recipe.dtype
+    weights, compute, stream = recipe.storage.visible, recipe.compute_of(layer).name, recipe.dtype
     # These computes differ from the plain compute of their dtype only in storage.
     return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
 

@@ -40,10 +40,9 @@ def kinds_of(model: Any) -> tuple[Kind, ...]:
 
 def plain_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe with the plain compute of its own dtype: the same storage, no narrow layers."""
-    overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
     # A storage that belongs to one compute is plain, and works with no other.
     compute = recipe.compute if recipe.storage.owner else COMPUTES[recipe.dtype]
-    return replace(recipe, compute=compute, overrides=overrides)
+    return replace(recipe, compute=compute, overrides=())
 
 
 def baseline_of(recipe: Recipe) -> Recipe:

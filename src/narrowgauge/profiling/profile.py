@@ -167,7 +167,7 @@ def _fastest(recipe: Recipe, slower: Sequence[str], narrow: Sequence[str]) -> di
     if slower and set(slower) == set(narrow):
         fastest = plain_recipe(recipe)
     else:
-        added = tuple(Override(pattern, compute=COMPUTES[recipe.dtype]) for pattern in slower)
+        added = tuple(Override(pattern, COMPUTES[recipe.dtype]) for pattern in slower)
         fastest = replace(recipe, overrides=(*recipe.overrides, *added))
     value = fastest.to_value()
     return {"recipe": value} if isinstance(value, str) else value

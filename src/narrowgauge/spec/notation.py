@@ -111,7 +111,7 @@ def parse(value: Any, where: str = "") -> Recipe:
         value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a narrow compute alone
             (its default storage is added), the path of a ``.toml`` file, a table, or a recipe, which is returned unchanged.
             A table has ``recipe = "bfloat16/word"``. It may have ``name`` (a label) and ``override`` (tables with ``pattern``
-            and ``storage``, ``compute`` or both).
+            and ``compute``).
         where: names the place of a value in error messages.
     Returns:
         The recipe.
@@ -183,7 +183,7 @@ def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
         raise RecipeError(f"{where} names another recipe file, {name}.", "Write that recipe out here.")
     recipe = _from_name(name)
     label = " ".join(_text(table, "name", where).split()) if "name" in table else ""
-    return replace(recipe, overrides=tuple(_overrides(table, where, recipe.compute.name)), label=label)
+    return replace(recipe, overrides=tuple(_overrides(table, where)), label=label)
 
 
 def _text(table: Mapping[str, Any], key: str, where: str) -> str:
@@ -192,18 +192,16 @@ def _text(table: Mapping[str, Any], key: str, where: str) -> str:
     return str(table[key])
 
 
-def _overrides(table: Mapping[str, Any], where: str, compute: str) -> Iterator[Override]:
+def _overrides(table: Mapping[str, Any], where: str) -> Iterator[Override]:
     entries = table.get("override", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RecipeError(f"{where} has override = {entries!r}.", "Write [[override]] above each entry.")
     within = f"an [[override]] of {where}"
     for entry in entries:
-        if "pattern" not in entry or not {"pattern"} < set(entry) <= {"pattern", "storage", "compute"}:
+        if set(entry) != {"pattern", "compute"}:
             keys = ", ".join(sorted(entry)) or "none"
-            raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern, and storage, compute or both.")
-        storage = _find_storage(_text(entry, "storage", within), compute) if "storage" in entry else None
-        entry_compute = get_compute(_text(entry, "compute", within)) if "compute" in entry else None
-        yield Override(_text(entry, "pattern", within), storage, entry_compute)
+            raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern and compute.")
+        yield Override(_text(entry, "pattern", within), get_compute(_text(entry, "compute", within)))
 
 
 def _find_storage(name: str, compute: str) -> Storage:

@@ -1,4 +1,4 @@
-"""Recipes: a compute, a storage and a reduction, with exceptions by module.
+"""Recipes: a compute, a storage and a reduction, with other computes for some layers.
 
 A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are stored,
 and how gradients are summed across ranks. Each part is an entry of a small table: N + M + K entries give N × M × K recipes.
@@ -14,20 +14,16 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES, Compute, at_layer
-from narrowgauge.spec.storages import STORAGES, WIDE, Storage, for_vectors
+from narrowgauge.spec.storages import STORAGES, WIDE, Storage
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Another storage, compute or both for names that match ``pattern`` (shell wildcards; ``*`` also matches dots).
-
-    The storage applies to parameters, the compute to linear layers.
-    """
+    """Another compute for the linear layers whose names match ``pattern`` (shell wildcards; ``*`` also matches dots)."""
 
     pattern: str
-    storage: Storage | None = None
-    compute: Compute | None = None
+    compute: Compute
 
     def matches(self, name: str) -> bool:
         return fnmatch.fnmatchcase(name, self.pattern)
@@ -45,7 +41,7 @@ class Recipe:
         compute: how operands enter matmuls.
         storage: how weights and moments are stored.
         reduction: how gradients are summed across ranks.
-        overrides: other storages and computes by pattern of name; the last match wins.
+        overrides: other computes by pattern of name; the last match wins.
         label: a user's name, to distinguish recipes of the same full name; ignored by comparisons.
     Raises:
         RecipeError: the parts contradict each other.
@@ -68,8 +64,7 @@ class Recipe:
         if self.storage.visible == "float64":
             _check_float64(self)
         for override in self.overrides:
-            if override.compute is not None:
-                _check_other(self, f"override '{override.pattern}'", override.compute)
+            _check_override(self, override)
 
     @property
     def name(self) -> str:
@@ -106,26 +101,12 @@ class Recipe:
     @property
     def computes(self) -> tuple[Compute, ...]:
         """Return all computes of the recipe without duplicates, the main one first."""
-        return tuple(dict.fromkeys([self.compute, *(o.compute for o in self.overrides if o.compute is not None)]))
-
-    @property
-    def storages(self) -> tuple[Storage, ...]:
-        """Return all storages of the recipe without duplicates, the main one first."""
-        return tuple(dict.fromkeys([self.storage, *(o.storage for o in self.overrides if o.storage is not None)]))
+        return tuple(dict.fromkeys([self.compute, *(override.compute for override in self.overrides)]))
 
     @property
     def dtype(self) -> str:
         """Return the dtype of plain linear layers, norms and all else outside the casts, whatever the weights' format."""
         return self.compute.dtype
-
-    def storage_of(self, name: str, num_dims: int) -> Storage:
-        """Return a parameter's storage: the last matching override's, or ``storage``.
-
-        A parameter of at most one dimension is a vector.
-        """
-        matches = (o.storage for o in reversed(self.overrides) if o.storage is not None and o.matches(name))
-        storage = next(matches, self.storage)
-        return for_vectors(storage) if num_dims < 2 else storage
 
     def compute_of(self, name: str) -> Compute:
         """Return the compute of the linear layer of that dotted name.
@@ -139,9 +120,9 @@ class Recipe:
             >>> [recipe.compute_of(name).name for name in ("model.layers.0.mlp.up_proj", "lm_head")]
             ['float8-row', 'bfloat16']
         """
-        matches = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
-        if (override := next(matches, None)) is not None:
-            return at_layer(override, name)
+        for override in reversed(self.overrides):
+            if override.matches(name):
+                return at_layer(override.compute, name)
         is_kept_wide = _matches_within(name, self.compute.keep)
         return COMPUTES[self.dtype] if is_kept_wide else at_layer(self.compute, name)
 
@@ -153,7 +134,8 @@ class Recipe:
         if self.is_plain:
             return self.name
         label = {"name": self.label} if self.label else {}
-        return {"recipe": self.name, **label, "override": [_override_table(override) for override in self.overrides]}
+        overrides = [{"pattern": override.pattern, "compute": override.compute.name} for override in self.overrides]
+        return {"recipe": self.name, **label, "override": overrides}
 
 
 def _matches_within(name: str, patterns: Iterable[str]) -> bool:
@@ -161,15 +143,6 @@ def _matches_within(name: str, patterns: Iterable[str]) -> bool:
     parts = name.split(".")
     above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns for module in above)
-
-
-def _override_table(override: Override) -> dict[str, str]:
-    table = {"pattern": override.pattern}
-    if override.storage is not None:
-        table["storage"] = override.storage.short_name
-    if override.compute is not None:
-        table["compute"] = override.compute.name
-    return table
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
@@ -205,23 +178,19 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
 
 
 def _check_float64(recipe: Recipe) -> None:
-    """Refuse parts that would compute or add a float64 model in fewer bits."""
-    narrower = [
-        f"storage '{storage.name}' in an override" for storage in recipe.storages if storage.visible != "float64"
-    ]
-    narrower += [f"reduction '{recipe.reduction.name}'"] if recipe.reduction.name != "native" else []
-    if narrower:
+    """Refuse a reduction that would add gradients of float64 in fewer bits."""
+    if recipe.reduction.name != "native":
         raise RecipeError(
-            f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with {narrower[0]}, which has "
-            "fewer bits than float64.",
+            f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with reduction "
+            f"'{recipe.reduction.name}', which has fewer bits than float64.",
             "Leave it out.",
         )
 
 
-def _check_other(recipe: Recipe, where: str, compute: Compute) -> None:
+def _check_override(recipe: Recipe, override: Override) -> None:
     """Refuse a compute to which a model prepared for the main compute cannot switch."""
-    main = recipe.compute
-    requested = f"{where} has compute '{compute.name}'"
+    main, compute = recipe.compute, override.compute
+    requested = f"override '{override.pattern}' has compute '{compute.name}'"
     if compute != main and compute.owns_storages:
         raise RecipeError(f"{requested} in a recipe of '{main.name}'; it takes its own storages only.", "Take another.")
     if compute.transform != main.transform:

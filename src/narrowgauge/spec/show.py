@@ -235,8 +235,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
         "outside of matmuls": f"{recipe.dtype}; norms, softmax and the loss in {inside}",
         "linears left plain": ", ".join(compute.keep),
-        "stored otherwise": ", ".join(f"{o.pattern} as {o.storage.name}" for o in recipe.overrides if o.storage),
-        "computed otherwise": ", ".join(f"{o.pattern} in {o.compute.name}" for o in recipe.overrides if o.compute),
+        "computed otherwise": ", ".join(f"{o.pattern} in {o.compute.name}" for o in recipe.overrides),
     }
     return {label: text for label, text in facts.items() if text}
 

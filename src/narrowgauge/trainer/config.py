@@ -424,8 +424,8 @@ class TrainConfig:
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
             refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
-        for storage in self.recipe.storages if rule.is_matrix else ():
-            refuse_matrix_rule(self.rule, storage)
+        if rule.is_matrix:
+            refuse_matrix_rule(self.rule, self.recipe.storage)
 
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
