@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -32,6 +33,8 @@ def watch_command(runs: tuple[Path, ...], port: int) -> None:
             raise RecordError(f"No run in {path}: there is no such folder.", "Name a run folder, or a folder of runs.")
     if not stamp_of(runs):
         click.echo("note: no run is here yet; the address follows when one begins.", err=True)
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(19)
     page = LivePage(runs)
     with PageServer(page, port) as server, contextlib.suppress(KeyboardInterrupt):
         while not page.poll():

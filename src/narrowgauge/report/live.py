@@ -1,7 +1,7 @@
 """The live page: the report of unfinished runs, rendered again when they grow, and served locally to a browser.
 
-The watched training needs the processor more. So a separate process renders the page at the lowest priority. It waits ten times
-as long as the last rendering took. Nothing is written into the run folders.
+The watched training needs the processor more. So ``narrowgauge watch`` runs at the lowest priority, and waits ten times as long
+as the last rendering took. Nothing is written into the run folders.
 
 Any web page in a browser may send requests to the loopback address. It cannot guess the token in the address. It may point its
 own name to 127.0.0.1 (DNS rebinding). The ``Host`` header check refuses that. A tunnel may end on another port than the
@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -23,8 +20,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.report.publishing import run_folders
+from narrowgauge.report.publishing import read_runs, run_folders
+from narrowgauge.report.runs_page import render
 from narrowgauge.runs.lines import ROW_FILES
 
 HERE = "127.0.0.1"
@@ -54,16 +53,12 @@ def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
 
 
 def rendered(paths: Sequence[Path]) -> bytes:
-    """Render the page in a process of the lowest priority.
+    """Render the page of the runs in ``paths``.
 
     Raises:
         NarrowgaugeError: the report cannot show the runs.
     """
-    command = [sys.executable, "-m", "narrowgauge.report.live", *map(str, paths)]
-    process = subprocess.run(command, capture_output=True, check=False)
-    if process.returncode:
-        raise NarrowgaugeError(process.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-    return process.stdout
+    return render(compare_runs(read_runs(paths)), live=True).encode()
 
 
 class LivePage:
@@ -188,23 +183,3 @@ def is_here(hosts: list[str]) -> bool:
         return False
     name, _, port = hosts[0].partition(":")
     return name.lower() in HOSTS and (not port or port.isdecimal())
-
-
-def main() -> None:
-    """Write the page of the paths on the command line to standard output."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(19)
-    # Imported late: the page dominates the loading time.
-    from narrowgauge.analysis.comparison.comparison import compare_runs
-    from narrowgauge.report.publishing import read_runs
-    from narrowgauge.report.runs_page import render
-
-    try:
-        page = render(compare_runs(read_runs(sys.argv[1:])), live=True)
-    except NarrowgaugeError as error:
-        sys.exit(str(error))
-    sys.stdout.buffer.write(page.encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import markupsafe
@@ -22,13 +22,6 @@ import markupsafe
 from narrowgauge.errors import require_package
 from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, dash_of, symbol_of
 from narrowgauge.runs.schema import Row
-
-
-class Script(NamedTuple):
-    """Hold a script of a page: its compressed and encoded source, and its digest for the policy."""
-
-    packed: str
-    digest: str
 
 
 def digest_of(script: str) -> str:
@@ -52,14 +45,14 @@ def packed(value: Any) -> str:
 
 
 @functools.cache
-def plotly_script() -> Script:
-    """Return Plotly's JavaScript."""
+def plotly_script() -> tuple[str, str]:
+    """Return Plotly's JavaScript: compressed and encoded, and its digest for the policy."""
     require_package("plotly")
     from plotly.offline import get_plotlyjs
 
     source: str = get_plotlyjs()
     # Five megabytes: the highest level takes twice as long and saves one percent.
-    return Script(_encoded(gzip.compress(source.encode(), 6, mtime=0)), digest_of(source))
+    return _encoded(gzip.compress(source.encode(), 6, mtime=0)), digest_of(source)
 
 
 def _encoded(content: bytes) -> str:
@@ -78,29 +71,20 @@ def document(data: Row, live: bool = False, **words: Any) -> str:
         words: values for the template.
     """
     script, live_script = asset("page.js"), asset("live.js") if live else ""
+    plotly, digest = plotly_script()
+    digests = [digest_of(script), *([digest_of(live_script)] if live else []), digest]
+    policy = "script-src " + " ".join(f"'{digest}'" for digest in digests) + ("; connect-src 'self'" if live else "")
     page = template("page.html.j2").render(
         **words,
         live=live,
         live_script=markupsafe.Markup(live_script),
-        policy=policy_of(script, live_script),
+        policy=markupsafe.Markup(policy),
         style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),
         data=packed(data),
-        plotly=plotly_script().packed,
+        plotly=plotly,
     )
     return page.lstrip()
-
-
-def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
-    """Return the policy directives that depend on scripts: run these and Plotly, and connect if the page is live.
-
-    Example:
-        >>> "connect" in policy_of(""), policy_of("", "live").endswith("; connect-src 'self'")
-        (False, True)
-    """
-    digests = [digest_of(script), *([digest_of(live_script)] if live_script else []), plotly_script().digest]
-    allowed = "script-src " + " ".join(f"'{digest}'" for digest in digests)
-    return markupsafe.Markup(allowed + ("; connect-src 'self'" if live_script else ""))
 
 
 @functools.cache

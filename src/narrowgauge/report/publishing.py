@@ -11,7 +11,6 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
-from narrowgauge.spec.tables import Table
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -66,11 +65,6 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     if page.is_file() and not _is_page(page):
         raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
     return write_report(compare_runs(runs), page)
-
-
-def table(paths: Sequence[str | Path]) -> Table:
-    """Return the cost table of existing runs, named as for :func:`read_runs`: a row per recipe, as on their page."""
-    return compare_runs(read_runs(paths)).table()
 
 
 def _is_page(file: Path) -> bool:

@@ -24,7 +24,7 @@ from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS
 from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges
 from narrowgauge.report.figures.palette import colour, plain
-from narrowgauge.report.figures.traces import Figure, mark
+from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, template
 from narrowgauge.report.recipe_groups import Group, groups_of, run_names
@@ -193,6 +193,9 @@ def marked(figure: Figure, readings: RunReadings) -> Figure:
 
 
 def _mark(group: int, name: str, reading: Reading) -> Row:
-    line = {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"}
-    words = f"{plain(reading.what)}: step {reading.step}<extra>{plain(name)}</extra>"
-    return mark(reading.step, group, colour(group), line, words)
+    return {
+        "type": "scatter", "mode": "lines+markers", "x": [reading.step, reading.step], "y": [0, 0.98], "yaxis": "y2",
+        "meta": {"group": group}, "line": {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"},
+        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(group), "opacity": 1},
+        "hovertemplate": f"{plain(reading.what)}: step {reading.step}<extra>{plain(name)}</extra>",
+    }  # fmt: skip

@@ -70,15 +70,9 @@ def full_names() -> list[str]:
 
 
 def representative_names() -> list[str]:
-    """List names that cover every compute, storage and alias, for tables and tests.
-
-    List each compute with its default storage, and each storage with its own compute or bfloat16. Then list the recipes of
-    aliases, and ``word`` with all computes that support it.
-    """
+    """List each compute with its default storage, and each storage with its own compute or bfloat16."""
     names = [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
-    names += [alias["recipe"] for alias in ALIASES.values() if "/" in alias["recipe"]]
-    names += [name for name in full_names() if name.endswith("/word")]
     return list(dict.fromkeys(names))
 
 
@@ -177,11 +171,7 @@ def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
             raise RecipeError(f"{where} has an unknown key '{key}'.", advice)
     if "recipe" not in table:
         raise RecipeError(f"{where} names no recipe.", 'Add recipe = "bfloat16/word".')
-    name = _text(table, "recipe", where)
-    # A file that names itself would be read endlessly.
-    if name.endswith(".toml"):
-        raise RecipeError(f"{where} names another recipe file, {name}.", "Write that recipe out here.")
-    recipe = _from_name(name)
+    recipe = _from_name(_text(table, "recipe", where))
     label = " ".join(_text(table, "name", where).split()) if "name" in table else ""
     return replace(recipe, overrides=tuple(_overrides(table, where)), label=label)
 

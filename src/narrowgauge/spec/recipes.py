@@ -162,16 +162,13 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     """Refuse a storage that belongs to another compute, or that this compute does not support."""
     if is_pair(compute, storage):
         return
-    fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
-    name = storage.short_name
-    if name in fitting:
-        advice = f"Take '{compute.name}/{name}'."
+    if storage.owner:
+        advice = f"Take compute '{storage.owner}'."
     else:
         # "float8" usually means float8 matmuls, which take any storage.
         matmuls = f", or compute '{compute.name}-row'" if f"{compute.name}-row" in COMPUTES else ""
-        advice = (
-            f"Take storage {', '.join(map(repr, fitting))}{matmuls}." if fitting else f"Take compute '{storage.owner}'."
-        )
+        fitting = [row.short_name for row in STORAGES.values() if is_pair(compute, row)]
+        advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}."
     raise RecipeError(
         f"compute '{compute.name}' was requested with storage '{storage.name}', which it does not support.", advice
     )

@@ -91,12 +91,6 @@ HEAT_MAPS: dict[str, Metric] = {
         "that is too large or stale.",
         1e-6, 1.0, is_log=True,
     ),
-    "outlier": Metric(
-        "tensors", "outlier", "Outliers: amax over rms",
-        "How far the largest magnitude of a tensor exceeds its rms. A normal distribution has 4 to 6. A row that rises into "
-        "the hundreds needs a scale per row or per block.",
-        1.0, 1000.0, is_log=True,
-    ),
     "bias": Metric(
         "moments", "bias", "Second moments relative to exact ones",
         "The stored second moments over the same ones kept in float32. The middle colour is 1: no bias. Below 1 the steps are "
@@ -157,22 +151,6 @@ def lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[An
                     yield step, name, values
 
 
-def short_names(names: Sequence[str]) -> list[str]:
-    """Remove common leading and trailing parts of names, split at dots. Keep a kind before a colon.
-
-    Example:
-        >>> short_names(["input:model.layers.0.up.weight", "grad:model.norm.weight"])
-        ['input:layers.0.up', 'grad:norm']
-    """
-    pairs = [name.rpartition(":") for name in names]
-    parts = [name.split(".") for _, _, name in pairs]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[0] for part in parts}) == 1:
-        parts = [part[1:] for part in parts]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
-        parts = [part[:-1] for part in parts]
-    return [kind + colon + ".".join(part) for (kind, colon, _), part in zip(pairs, parts, strict=True)]
-
-
 def _heat_map(metric: Metric, names: Sequence[str], steps: Array, values: Array) -> Row:
     reach = np.fmax.reduce(np.abs(values - metric.good), axis=1)
     lines = np.sort(np.argsort(-reach, kind="stable")[:MOST_TENSORS])
@@ -197,7 +175,7 @@ def _heat_map(metric: Metric, names: Sequence[str], steps: Array, values: Array)
         "yaxis": {
             "autorange": "reversed",
             "tickvals": list(range(len(worst))),
-            "ticktext": [plain(name) for name in short_names(shown)],
+            "ticktext": [plain(name) for name in shown],
         },
         "height": 22 * len(worst) + 110,
     }

@@ -16,8 +16,6 @@ from narrowgauge.report.figures.series import Band, band, in_columns, json_list,
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
-CROSS_GAP = 0.05
-"""Vertical distance between the crosses of two recipes, as a fraction of the figure's height."""
 MOST_MARKERS = 40
 """A line of more points has no markers."""
 
@@ -63,7 +61,7 @@ def traces_of(curves: Iterable[Curve], name: str) -> list[Row]:
     """Return each curve's band, its crosses at non-finite values, and its mean. Bands lie lowest."""
     curves = list(curves)
     spans = [_span(curve) for curve in curves if (curve.joined.high > curve.joined.low).any()]
-    crosses = [_crosses(curve, line) for line, curve in enumerate(c for c in curves if c.not_finite)]
+    crosses = [_crosses(curve) for curve in curves if curve.not_finite]
     means = [_mean(curve, name) for curve in curves if curve.means.size or curve.not_finite]
     return [*spans, *crosses, *means]
 
@@ -86,10 +84,10 @@ def _mean(curve: Curve, name: str) -> Row:
     }
 
 
-def _crosses(curve: Curve, line: int) -> Row:
-    """Return crosses (about a hundred at most) along the top edge, one line per recipe. Only their x means anything."""
+def _crosses(curve: Curve) -> Row:
+    """Return crosses (about a hundred at most) along the top edge. Only their x means anything."""
     x = np.array(curve.not_finite[:: max(1, len(curve.not_finite) // 200)])
-    return _scatter(Series(x, np.full(len(x), 0.97 - CROSS_GAP * (line % 16))), curve.group) | {
+    return _scatter(Series(x, np.full(len(x), 0.97)), curve.group) | {
         "yaxis": "y2", "mode": "markers",
         "marker": {"symbol": "x-thin", "size": 9, "line": {"width": 2, "color": colour(curve.group.index)}},
         "hovertemplate": f"not finite<extra>{plain(curve.group.label)}</extra>",
@@ -98,15 +96,6 @@ def _crosses(curve: Curve, line: int) -> Row:
 
 def _scatter(line: Series, group: Group) -> Row:
     return {"type": "scatter", "x": json_list(line.x, 9), "y": json_list(line.y), "meta": {"group": group.index}}
-
-
-def mark(step: int, group: int, colour: str, line: Row, hover: str) -> Row:
-    """Return an upright line at a step. A triangle at its top shows ``hover``."""
-    return {
-        "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2",
-        "meta": {"group": group}, "line": line,
-        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour, "opacity": 1}, "hovertemplate": hover,
-    }  # fmt: skip
 
 
 def layout_of(x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, **yaxis: object) -> Row:
