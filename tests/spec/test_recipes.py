@@ -57,5 +57,5 @@ def test_the_last_override_that_names_a_layer_wins_over_what_the_row_keeps() -> 
 )
 def test_a_plain_recipe_is_written_as_its_name(table: dict[str, str]) -> None:
     recipe = parse(table)
-    assert recipe.is_plain and recipe.to_value() == recipe.title == recipe.name
+    assert recipe.to_value() == recipe.title == recipe.name
     assert parse(recipe.to_value()) == recipe == parse(recipe)

@@ -165,9 +165,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def version_string(self) -> str:
-        return self.server_version
-
     def log_message(self, format: str, *args: object) -> None:
         """Do nothing: the terminal shows the address, not requests."""
 

@@ -109,10 +109,9 @@ def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    """Return the common properties of all runs: model, text, length and device."""
+    """Return the common properties of all runs: text, length and device."""
     configs = [run.config for run in runs]
     shared = [
-        [config.get("model") for config in configs],
         [config.get("data") for config in configs],
         [f"{config['steps']} steps" if "steps" in config else None for config in configs],
         [run.run.get("machine", {}).get("device") for run in runs],

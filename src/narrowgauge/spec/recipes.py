@@ -29,10 +29,6 @@ class Override:
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
-DEFAULT_RECIPE = "bfloat16/word"
-"""What ``narrowgauge train`` takes where no recipe is named."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """The formats of a whole model: a compute, a storage and a reduction, with exceptions.
@@ -73,11 +69,6 @@ class Recipe:
         return f"{self.compute.name}/{self.storage.short_name}{tail}"
 
     @property
-    def is_plain(self) -> bool:
-        """Return whether the full name describes it completely: no exceptions by module."""
-        return not self.overrides
-
-    @property
     def title(self) -> str:
         """Return the display name: the full name, and for a recipe with exceptions its label.
 
@@ -89,7 +80,7 @@ class Recipe:
             >>> parse({"recipe": "float8-row/word", "override": [override], "name": "wide head"}).title
             'float8-row/word (wide head)'
         """
-        if self.is_plain:
+        if not self.overrides:
             return self.name
         return f"{self.name} ({self.label})" if self.label else f"{self.name} with override"
 
@@ -127,11 +118,11 @@ class Recipe:
         return COMPUTES[self.dtype] if is_kept_wide else at_layer(self.compute, name)
 
     def to_value(self) -> str | dict[str, Any]:
-        """Return the full name if the recipe is plain, else a TOML table.
+        """Return the full name of a recipe without overrides, else a TOML table.
 
         :func:`~narrowgauge.spec.notation.parse` reads both back as an equal recipe.
         """
-        if self.is_plain:
+        if not self.overrides:
             return self.name
         label = {"name": self.label} if self.label else {}
         overrides = [{"pattern": override.pattern, "compute": override.compute.name} for override in self.overrides]

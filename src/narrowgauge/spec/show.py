@@ -42,6 +42,8 @@ def _column(key: str, rows: list[Row]) -> Column:
     return Column(key.replace("_", " "), key, code=key == "name", right=is_number)
 
 
+_NOWHERE = "nowhere: emulated"
+
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -68,14 +70,10 @@ def _compute_row(compute: Compute) -> Row:
         "forward": operands("output.left", "output.right"),
         "gradients": operands("grad_input.left", "grad_weight.left"),
         "saved_bytes": compute.kept_bytes,
-        "native": _native_text(compute),
+        "native": compute.native or _NOWHERE,
         "purpose": compute.purpose,
         "source": compute.source,
     }
-
-
-def _native_text(compute: Compute) -> str:
-    return compute.native or "nowhere: emulated"
 
 
 def _storage_row(storage: Storage) -> Row:
@@ -118,6 +116,7 @@ def _reduction_row(reduction: Reduction) -> Row:
         "error": reduction.error,
         "order_invariant": reduction.order_invariant,
         "purpose": reduction.purpose,
+        "source": reduction.source,
     }
 
 
@@ -228,7 +227,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
     facts = {
         "for": compute.purpose,
         "loses": recipe.storage.loses,
-        "native": _native_text(compute),
+        "native": compute.native or _NOWHERE,
         "source": compute.source,
         "transform": compute.transform,
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",

@@ -27,7 +27,6 @@ class Accumulation:
         buffer: format of the buffer, in addition to the gradient. If empty, autograd adds into the gradient itself.
         gradients: formats of gradients that it sums. Autograd adds float32 gradients unless they are listed.
         addition: the largest error of one addition, relative to its result.
-        loses: what is lost, in a few words.
         source: the publication or library.
         stalls_at: the sum of equal gradients, in units of one, that one more does not change; 0 if it never stalls.
     """
@@ -36,7 +35,6 @@ class Accumulation:
     buffer: str
     gradients: tuple[str, ...]
     addition: float
-    loses: str
     source: str
     stalls_at: int = 0
 
@@ -74,24 +72,18 @@ ACCUMULATIONS: dict[str, Accumulation] = {
     for accumulation in (
         Accumulation(
             "float64", "float64", ("bfloat16", "float16", "float32"), 2.0**-53,
-            loses="2^-53 of the sum per addition; one rounding at the end",
-            source="IEEE 754: for reference runs, and for the error that a batch's rounded micro-batches leave",
+            "IEEE 754: for reference runs, and for the error that a batch's rounded micro-batches leave",
         ),
         Accumulation(
             "float32", "float32", ("bfloat16", "float16"), 2.0**-24,
-            loses="2^-24 of the sum per addition; one rounding at the end",
-            source="Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32",
+            "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32",
         ),
         Accumulation(
-            "bfloat16", "", ("bfloat16",), 2.0**-8,
-            loses="2^-8 of the sum per addition, always in the same direction: 256 ones and any number more sum to 256",
-            source="PyTorch's autograd, which adds into the gradient itself",
-            stalls_at=256,
+            "bfloat16", "", ("bfloat16",), 2.0**-8, "PyTorch's autograd, which adds into the gradient itself", stalls_at=256
         ),
         Accumulation(
             "bfloat16-stochastic", "bfloat16", ("bfloat16",), 2.0**-7 + 2.0**-23,
-            loses="up to 2^-7 of the sum per addition, at random and without bias",
-            source="stochastic rounding: Croci et al. 2022; bits hashed as in the storages",
+            "stochastic rounding: Croci et al. 2022; bits hashed as in the storages",
         ),
     )
 }  # fmt: skip

@@ -29,7 +29,7 @@ from narrowgauge.errors import (
 from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched_off
 from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_matrix_rule, rule_title
@@ -122,7 +122,7 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
 """Settings that say how a run is distributed over ranks. A resume may change them."""
 
-_DEFAULT = parse(DEFAULT_RECIPE)
+_DEFAULT = parse("bfloat16/word")
 
 # Above these sizes compilation pays off within a short run.
 COMPILE_PARAMETERS = 5_000_000

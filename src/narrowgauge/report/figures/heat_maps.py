@@ -97,12 +97,6 @@ HEAT_MAPS: dict[str, Metric] = {
         "too long, above 1 too short.",
         0.0, 2.0, good=1.0,
     ),
-    "frozen": Metric(
-        "moments", "frozen_fraction", "Share of frozen second moments",
-        "The share of second moments that did not change since the last sample although their float32 copies did. A row that "
-        "brightens is freezing: it decays too slowly for the storage.",
-        0.0, 1.0,
-    ),
     "max_logit": Metric(
         "attention", "max_logit", "Largest attention logit",
         "A row is an attention layer. Logits that rise through the hundreds lead to attention on a single token and to "

@@ -70,7 +70,14 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
     half = FORMATS["float16"]
     low = min(half.finest_exponent, *(start + FIRST_EXPONENT for start, _ in spans.values()))
     high = max(half.max_exponent + 1, *(stop + FIRST_EXPONENT for _, stop in spans.values()))
-    layout = _panels(len(spans), [low - 2, high + 2]) | {"sliders": [_slider([step for step, _ in chosen])]}
+    # The page's script shows the frame of the chosen step.
+    slider = {
+        "active": num_steps - 1, "steps": [{"label": f"{step}", "method": "skip"} for step, _ in chosen],
+        "currentvalue": {"prefix": "step ", "font": {"size": 12, "color": "@ink"}}, "pad": {"t": 44, "b": 4},
+        "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
+        "font": {"color": "@muted"},
+    }  # fmt: skip
+    layout = _panels(len(spans), [low - 2, high + 2]) | {"sliders": [slider]}
     return {"data": [*data, *_format_bars()], "layout": layout, "frames": frames}
 
 
@@ -98,16 +105,6 @@ def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float
         return None
     total = sum(counts)
     return json_list([count / total or math.nan for count in counts[slice(*span)]], 3)
-
-
-def _slider(steps: Sequence[int]) -> Row:
-    """Return a slider over the steps. The page's script shows the frame of the chosen step."""
-    return {
-        "active": len(steps) - 1, "pad": {"t": 44, "b": 4}, "steps": [{"label": f"{step}", "method": "skip"} for step in steps],
-        "currentvalue": {"prefix": "step ", "font": {"size": 12, "color": "@ink"}},
-        "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
-        "font": {"color": "@muted"},
-    }  # fmt: skip
 
 
 def format_ranges() -> list[Row]:
