@@ -14,7 +14,7 @@ from narrowgauge.report.figures import curves
 from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.series import NUM_COLUMNS
 from narrowgauge.report.figures.traces import Figure
-from narrowgauge.report.recipe_groups import Group, run_names
+from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs
 
@@ -93,7 +93,7 @@ def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun)
         {"kind": "warning", "step": 9, "message": "again"},
         {"kind": "note"},
     )
-    table = event_table(run_names(group_runs([make_run(events=happened)])))
+    table = event_table(group_runs([make_run(events=happened)])[0].named)
     assert [(row["kind"], row["step"]) for row in table.rows] == [("warning", "7–9"), ("start", "0"), ("note", "")]
     assert table.rows[0]["message"] == "<b>lost</b> (1 repetition: see events.jsonl)"
 

@@ -45,10 +45,9 @@ def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
     for path in paths:
         with contextlib.suppress(NarrowgaugeError, OSError):
             for folder in run_folders([path]):
-                for file in (folder / name for name in FILES):
-                    with contextlib.suppress(OSError):
-                        status = file.stat()
-                        files.append((str(file), status.st_size, status.st_mtime_ns))
+                for file in filter(Path.is_file, (folder / name for name in FILES)):
+                    status = file.stat()
+                    files.append((str(file), status.st_size, status.st_mtime_ns))
     return tuple(files)
 
 

@@ -9,7 +9,7 @@ release the rows before the next file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,10 +85,6 @@ def groups_of(comparison: Comparison) -> list[Group]:
         [('bfloat16/word', 2)]
     """
     return [Group(label, index, stats.runs) for index, (label, stats) in enumerate(comparison.classes.items())]
-
-
-def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
-    return [pair for group in groups for pair in group.named]
 
 
 def details_of(run: Run, index: int) -> RunDetails:

@@ -27,7 +27,7 @@ from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, template
-from narrowgauge.report.recipe_groups import Group, groups_of, run_names
+from narrowgauge.report.recipe_groups import Group, groups_of
 from narrowgauge.report.run_settings import setting_tables
 from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.record import Run
@@ -57,7 +57,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
         Plotly plus about 0.1 MB per run.
     """
     groups = groups_of(comparison)
-    named, readings = run_names(groups), run_readings(groups)
+    named, readings = [pair for group in groups for pair in group.named], run_readings(groups)
     details = [run for group in groups for run in group.details]
     verdict = differences(groups, comparison)
     figures = {"verdict": [verdict] if verdict is not None else [], **comparison_figures(groups, comparison.baseline)}
@@ -110,10 +110,9 @@ def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 def _subtitle(runs: Sequence[Run]) -> str:
     """Return the common properties of all runs: text, length and device."""
-    configs = [run.config for run in runs]
     shared = [
-        [config.get("data") for config in configs],
-        [f"{config['steps']} steps" if "steps" in config else None for config in configs],
+        [run.config.get("data") for run in runs],
+        [f"{run.config['steps']} steps" if "steps" in run.config else None for run in runs],
         [run.run.get("machine", {}).get("device") for run in runs],
     ]
     words = [str(values[0]) for values in shared if values and values[0] and len(set(map(str, values))) == 1]

@@ -18,7 +18,7 @@ from narrowgauge.spec import computes, storages
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Override, Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.spec.sums import REDUCTIONS, Reduction
+from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_data, load_toml
 
 _NAMES = load_data("aliases")
@@ -149,7 +149,10 @@ def _from_name(text: str) -> Recipe:
     # Beside a storage, "float8" can only be the compute of that name.
     row = computes.find(compute) or get_compute(compute)
     storage = _find_storage(rest[0] if rest else row.default_storage, row.name)
-    return Recipe(row, storage, _find_reduction(rest[1] if len(rest) == 2 else "native"))
+    reduction = rest[1] if len(rest) == 2 else "native"
+    if reduction not in REDUCTIONS:
+        raise _no_part("reduction", reduction, REDUCTIONS)
+    return Recipe(row, storage, REDUCTIONS[reduction])
 
 
 def _from_file(path: Path) -> Recipe:
@@ -206,12 +209,6 @@ def _find_storage(name: str, compute: str) -> Storage:
             "Take 'float64/float64', or storage 'master64', which updates narrow weights in float64.",
         )
     raise _no_part("storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)])
-
-
-def _find_reduction(name: str) -> Reduction:
-    if name not in REDUCTIONS:
-        raise _no_part("reduction", name, REDUCTIONS)
-    return REDUCTIONS[name]
 
 
 def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:

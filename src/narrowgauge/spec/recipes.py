@@ -183,7 +183,8 @@ def _check_override(recipe: Recipe, override: Override) -> None:
         raise RecipeError(f"{requested} in a recipe of '{main.name}'; it takes its own storages only.", "Take another.")
     if compute.transform != main.transform:
         raise RecipeError(
-            f"{requested}{_transforming(compute)}, in a recipe of '{main.name}'{_transforming(main)}.",
+            f"{requested}, whose transform is '{compute.transform or 'none'}', in a recipe of '{main.name}', whose transform is "
+            f"'{main.transform or 'none'}'.",
             "A transform changes the whole model once: take computes with the same transform.",
         )
     if recipe.storage.visible in WIDE and compute.dtype != main.dtype:
@@ -192,7 +193,3 @@ def _check_override(recipe: Recipe, override: Override) -> None:
             f"{main.dtype}.",
             "Take computes of one dtype, or a storage of narrow weights such as 'word'.",
         )
-
-
-def _transforming(compute: Compute) -> str:
-    return f" with transform '{compute.transform}'" if compute.transform else " without a transform"

@@ -18,7 +18,7 @@ from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, WIDE, Code, Storage, low_parts, width_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
-from narrowgauge.spec.tables import Column, Row, Table, cell_text, number_columns, text_columns
+from narrowgauge.spec.tables import Column, Row, Table, cell_text
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
 
@@ -32,7 +32,10 @@ def table(name: str) -> Table:
         [8.0]
     """
     _, make, keys = TABLES[name]
-    rows = make()
+    return _table(make(), keys)
+
+
+def _table(rows: list[Row], keys: str) -> Table:
     return Table(tuple(_column(key, rows) for key in keys.split()), rows)
 
 
@@ -203,21 +206,17 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
     recipe = notation.parse(name)
     facts, stored = _facts(recipe), _stored_parts(recipe.storage)
     matmuls = [
-        {"matmul": place, "left": str(product.left), "right": str(product.right), "in": product.accumulation}
+        {"matmul": place, "left": str(product.left), "right": str(product.right), "accumulation": product.accumulation}
         for place, product in recipe.compute.products.items()
     ]
     row = {**_recipe_row(recipe), "facts": facts, "stored": stored, "matmuls": matmuls}
-    in_all = {"what": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
-    columns = (
-        *text_columns(stored_of_each_parameter="what", format="format"), *number_columns(bytes="bytes"),
-        *text_columns(rounding="rounding"),
-    )  # fmt: skip
+    in_all = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
     return [row], [
         Table(
             (Column("recipe", "name"), Column(recipe.name, "text")), [{"name": n, "text": t} for n, t in facts.items()]
         ),
-        Table(columns, [*stored, in_all]),
-        Table(text_columns(matmul="matmul", left="left", right="right", accumulated_in="in"), matmuls),
+        _table([*stored, in_all], "part format bytes rounding"),
+        _table(matmuls, "matmul left right accumulation"),
     ]
 
 
@@ -262,4 +261,4 @@ def _stored_parts(storage: Storage) -> list[Row]:
         unused = width_of(group) - sum(bits for _, bits in group)
         stored += [(*parts[n][:2], (bits + (unused if n == group[0][0] else 0)) / 8, parts[n][2]) for n, bits in group]
     stored.append(("gradient", storage.visible, visible_bytes, ""))
-    return [dict(zip(("what", "format", "bytes", "rounding"), part, strict=True)) for part in stored]
+    return [dict(zip(("part", "format", "bytes", "rounding"), part, strict=True)) for part in stored]
