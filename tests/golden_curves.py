@@ -33,7 +33,7 @@ SHAPE = {
 def recipes() -> list[str]:
     """Each storage with its own compute, or with bfloat16; each compute with its default storage."""
     stored = (name if "/" in name else f"bfloat16/{name}" for name in ng.spec.STORAGES)
-    computed = (f"{row['name']}/{row['storage']}" for row in show.rows("computes"))
+    computed = (f"{row['name']}/{row['storage']}" for row in show.table("computes").rows)
     return list(dict.fromkeys([*stored, *computed]))
 
 

@@ -142,7 +142,7 @@ def operand(shape: tuple[int, ...], key: int, amax: float = 1.75) -> Tensor:
 
 def computes() -> dict[str, Compute]:
     """Every compute that ``narrowgauge show computes`` lists."""
-    names = [str(row["name"]) for row in show.rows("computes")]
+    names = [str(row["name"]) for row in show.table("computes").rows]
     return {name: COMPUTES[name] for name in names}
 
 

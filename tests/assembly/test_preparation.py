@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
 
 
@@ -105,52 +102,11 @@ def test_matmuls_run_in_the_recipes_compute(recipe: str, dtype: str) -> None:
 
 
 def test_a_prepared_model_is_traced_whole() -> None:
-    recipe = Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=("lm_head", "model.layers.*.self_attn"))
-    model, _ = ng.prepare(tiny_llama(tied=False), recipe)
+    model, _ = ng.prepare(tiny_llama(tied=False), "bfloat16/word")
     traced = torch.compile(model, backend="eager", fullgraph=True)
     one, other = (each(input_ids=tokens()).logits.detach() for each in (model, traced))
     assert same(one, other)
     assert model.eval().generate(tokens()[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
-
-
-@pytest.mark.parametrize("keep", ["block", "block.inner", "hea*"])
-def test_kept_modules_stay_float32_inside(keep: str) -> None:
-    recipe = Recipe(parse("bfloat16/word").compute, STORAGES["word"], keep=(keep,))
-    model = Net()
-    before = values(model)
-    model, optimizer = ng.prepare(model, recipe)
-    inside: dict[str, torch.dtype] = {}
-    for name in ("block.inner", "block.norm", "head"):
-        model.get_submodule(name).register_forward_pre_hook(lambda _, a, n=name: inside.update({n: a[0].dtype}))
-    assert model(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.bfloat16
-    for name, p in model.named_parameters():
-        kept = recipe.keeps(name)
-        assert p.dtype is (torch.float32 if kept else torch.bfloat16)
-        assert optimizer.stored(p).dtype is torch.float32
-        if kept:
-            assert same(p.detach(), before[name]) and same(optimizer.stored(p), before[name])
-    assert any(recipe.keeps(name) for name in before)
-    model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum().backward()
-    optimizer.step()
-    for name, dtype in inside.items():
-        assert (dtype is torch.float32) == recipe.keeps(name)
-
-
-def test_kept_modules_of_narrow_models_give_the_computes_format_back() -> None:
-    """A compute of float16 over bfloat16 weights: what flows between the layers is float16."""
-    model, _ = ng.prepare(Net(), Recipe(parse("float16/word").compute, STORAGES["word"], keep=("block",)))
-    assert model.block.inner.weight.dtype is torch.float32 and model.head.weight.dtype is torch.bfloat16
-    assert model.block(torch.ones(2, 6), scale=torch.ones(()))[0].dtype is torch.float16
-    assert model(torch.ones(2, 6, dtype=torch.bfloat16)).dtype is torch.float16
-
-
-def test_overrides_choose_another_storage() -> None:
-    word = parse("bfloat16/word")
-    recipe = Recipe(word.compute, word.storage, overrides=(Override("head.*", STORAGES["exact"]),))
-    model, optimizer = ng.prepare(Net(), recipe)
-    rows = {n: g["storage"] for g in optimizer.param_groups for n in g["param_names"]}
-    assert rows["head.weight"] == "exact" and rows["block.inner.weight"] == "word"
-    assert same(optimizer.stored(model.head.weight), Net().head.weight.detach())
 
 
 def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
@@ -203,9 +159,6 @@ def test_tied_embeddings_have_one_state() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     members = [p for group in optimizer.param_groups for p in group["params"]]
     assert sum(p is model.lm_head.weight for p in members) == 1 and len(members) == len(list(model.parameters()))
-    model, _ = ng.prepare(tiny_llama(), replace(parse("bfloat16/word"), keep=("lm_head", "model.embed_tokens")))
-    assert model.lm_head.weight.dtype is torch.float32
-    assert torch.isfinite(model(input_ids=tokens(), labels=tokens()).loss)
 
 
 def test_frozen_parameters_are_cut_and_left_alone() -> None:

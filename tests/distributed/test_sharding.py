@@ -22,14 +22,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import narrowgauge as ng
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.notation import parse
 from ranks import run_ranks
 
-RECIPES: dict[str, Any] = {
+RECIPES = {
     "word": "bfloat16/word",
     "autocast": "bfloat16/float32",
-    "kept head": {"recipe": "bfloat16/word", "keep": ["lm_head"]},
-    "kept norms": {"recipe": "bfloat16/word", "keep": ["*norm"]},
 }
 TINY = {
     "vocab_size": 40, "max_position_embeddings": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -42,17 +39,19 @@ def llama(tied: bool = True) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=tied))
 
 
-def recipe_of(case: str) -> Any:
-    found = RECIPES[case]
-    return parse(found) if isinstance(found, dict) else found
+def mixed(wide: str) -> nn.Module:
+    """A bfloat16 model with some modules in float32."""
+    model = llama(tied=False).bfloat16()
+    for name, module in model.named_modules():
+        if name.endswith(wide):
+            module.float()
+    return model
 
 
 def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ng.prepare(
-            llama(tied=case != "kept head"), recipe_of(case), lr=1e-2, max_grad_norm=1.0, compile=False, **options
-        )
+        return ng.prepare(llama(), RECIPES[case], lr=1e-2, max_grad_norm=1.0, compile=False, **options)
 
 
 def tokens(seed: int) -> Tensor:
@@ -86,6 +85,7 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {case: learn(*prepared(case, mesh=line)) for case in RECIPES}
     found["offload"] = learn(*prepared("word", mesh=line, offload=True))
     found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in RECIPES}
+    found["groups"] |= {wide: shapes(sharding.shard(mixed(wide), line)) for wide in ("lm_head", "norm")}
     found["unequal"] = learn(*unequal(rank, line))
     found["refusals"] = refusals(line)
     return found
@@ -113,7 +113,6 @@ def refusals(mesh: Any) -> dict[str, str]:
     parallel = DistributedDataParallel(llama())
     tries: dict[str, Any] = {
         "twice": lambda: ng.prepare(sharded, "float32/float32", mesh=mesh),
-        "mixed": lambda: ng.prepare(sharded, recipe_of("kept norms")),
         "unnamed": lambda: ng.prepare(llama(), "float32/float32", mesh=unnamed),
         "wrapped": lambda: ng.prepare(parallel, "bfloat16/word"),
         "replicas": lambda: sharding.make_mesh(dist.get_world_size(), "cpu", replicas=3),
@@ -143,13 +142,13 @@ def check_groups(groups: dict[str, Any]) -> None:
     """A layer in another format has a group of its own; vectors in another format stay whole."""
     layers = ["model.layers.0", "model.layers.1"]
     assert groups["word"] == groups["autocast"] == (["", *layers], [])
-    assert groups["kept head"] == (["", *layers, "lm_head"], [])
-    units, whole = groups["kept norms"]
+    assert groups["lm_head"] == (["", *layers, "lm_head"], [])
+    units, whole = groups["norm"]
     assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
 
 
 def check_refusals(refusals: dict[str, str]) -> None:
-    assert "sharded already" in refusals["twice"] and "with mesh=" in refusals["mixed"]
+    assert "sharded already" in refusals["twice"]
     assert "mesh_dim_names" in refusals["unnamed"]
     assert "DistributedDataParallel" in refusals["wrapped"] and "divisor" in refusals["replicas"]
 

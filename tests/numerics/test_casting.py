@@ -124,10 +124,10 @@ def test_scales() -> None:
     assert mismatches(ours, np.array([scale_nearest(value) for value in x.tolist()])) == 0
     assert mismatches(round_to(x.double(), "float8_e8m0fnu"), ours.numpy()) == 0
     below = torch.tensor([0.0, -0.0, -1.0, 1e-45, 2.0**-127, 3e38])
-    plain = round_to(below, "e8m0").tolist()
+    plain = round_to(below, "float8_e8m0fnu").tolist()
     assert all(map(math.isnan, plain[:3])) and plain[3:5] == [2.0**-127] * 2 and math.isnan(plain[5])
-    assert round_to(below, "e8m0", saturate=True).tolist() == [2.0**-127] * 5 + [2.0**127]
-    assert round_to(torch.tensor([3.9, 1e-45]), "e8m0", "toward_zero").tolist() == [2.0, 2.0**-127]
+    assert round_to(below, "float8_e8m0fnu", saturate=True).tolist() == [2.0**-127] * 5 + [2.0**127]
+    assert round_to(torch.tensor([3.9, 1e-45]), "float8_e8m0fnu", "toward_zero").tolist() == [2.0, 2.0**-127]
 
 
 def test_what_does_not_fit() -> None:
@@ -141,7 +141,6 @@ def test_what_does_not_fit() -> None:
         ("float8_e4m3fnuz", "nearest", True): [240, -240, 240, -240],
         ("float4_e2m1fn", "nearest", False): [6, -6, 6, -6],
         ("int4", "nearest", False): [7, -8, 7, -8],
-        ("uint8", "nearest", False): [255, 0, 255, 0],
     }
     for (name, rounding, saturate), wanted in cases.items():
         nan = math.nan if FORMATS[name].nans else 0.0
@@ -185,14 +184,14 @@ def test_stochastic_is_unbiased(name: str, dtype: torch.dtype) -> None:
 
 def test_stochastic_depends_on_seed_place_and_value() -> None:
     x = torch.full((1 << 16,), 1.0625)
-    one, again, other = (round_to(x, "e4m3", "stochastic", seed=seed) for seed in (1, 1, 2))
+    one, again, other = (round_to(x, "float8_e4m3fn", "stochastic", seed=seed) for seed in (1, 1, 2))
     assert one.equal(again) and not one.equal(other)
     # Independent halves agree in half of the places: 65,536 of them to within 4.5 standard deviations of 128.
     for left, right in ((one, other), (one[1:], one[:-1]), (one[1 << 15 :], one[: 1 << 15])):
         same = int((left == right).sum())
         assert abs(z_score(same, len(left), 0.5)) < 4.5
     for seed in (1, 1 + 2**32, torch.tensor(1), torch.tensor(1, dtype=torch.int32)):
-        assert round_to(x, "e4m3", "stochastic", seed=seed).equal(one)
+        assert round_to(x, "float8_e4m3fn", "stochastic", seed=seed).equal(one)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -202,4 +201,4 @@ def test_layouts_give_the_same_bits(dtype: torch.dtype) -> None:
     transposed = x.t().contiguous().t()
     assert not transposed.is_contiguous()
     assert round_to(transposed, "float8_e5m2", "stochastic", seed=9).equal(whole)
-    assert round_to(x[::2, 1::3], "e5m2").equal(round_to(x, "e5m2")[::2, 1::3])
+    assert round_to(x[::2, 1::3], "float8_e5m2").equal(round_to(x, "float8_e5m2")[::2, 1::3])

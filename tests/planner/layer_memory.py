@@ -58,9 +58,8 @@ def _saved(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, length: 
     is_mixture = "num_local_experts" in config
     with nullcontext() if is_mixture else FakeTensorMode(allow_non_fake_inputs=True):
         model = language_model.drawn(built, 0)
-        for name, parameter in model.named_parameters():
-            visible = recipe.storage_of(name, parameter.ndim).visible
-            parameter.data = parameter.data.to(getattr(torch, visible))
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, recipe.storage.visible))
         narrow_linears(model, recipe, 0)
         parameters = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         tokens = torch.zeros(micro_batch, length, dtype=torch.int64)

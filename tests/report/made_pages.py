@@ -15,6 +15,6 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return groups_of(compare_runs(runs))
 
 
-def page_of(runs: Sequence[Run], title: str = "") -> str:
+def page_of(runs: Sequence[Run]) -> str:
     """The page of these runs."""
-    return render(compare_runs(runs), title)
+    return render(compare_runs(runs))

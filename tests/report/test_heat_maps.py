@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from narrowgauge.report.figures.heat_maps import heat_maps
-from narrowgauge.report.recipe_groups import read_samples
-from narrowgauge.runs.record import Run
-
-MakeRun = Callable[..., Run]
-
-
-def maps_of(*runs: Run) -> list[dict[str, Any]]:
-    """The heat maps of each run, all on one page."""
-    samples = list(map(read_samples, runs))
-    return heat_maps([sampled.steps for sampled in samples], [sampled.metrics for sampled in samples])
 
 
 def updates(step: int, **edq: float | None) -> dict[str, object]:
     return {"step": step, "updates": {name: [value, None, None, None, None, None] for name, value in edq.items()}}
 
 
-def test_a_cell_is_a_value(make_run: MakeRun) -> None:
+def test_a_cell_is_a_value() -> None:
     rows = [updates(10, a=1.0, b=0.25), updates(20, a=0.5), updates(30, a=math.nan, b=2.5)]
-    (maps,) = maps_of(make_run(gauges=rows))
+    maps = heat_maps(rows)
     assert list(maps) == ["edq"]
     (trace,) = maps["edq"]["data"]
     assert trace["x"] == [10, 20, 30]
@@ -34,21 +22,21 @@ def test_a_cell_is_a_value(make_run: MakeRun) -> None:
     assert "Shown are" not in maps["edq"]["how"]
 
 
-def test_joined_steps_keep_the_value_farthest_from_health(make_run: MakeRun) -> None:
+def test_joined_steps_keep_the_value_farthest_from_health() -> None:
     values = [1.0] * 1000
     values[321], values[654] = 0.125, 1.75
     rows = [updates(step, a=value) for step, value in enumerate(values)]
-    (maps,) = maps_of(make_run(gauges=rows))
+    maps = heat_maps(rows)
     (cells,) = maps["edq"]["data"][0]["z"]
     assert len(cells) < 1000
     assert sorted(value for value in cells if value != 1.0) == [0.125, 1.75]
     assert "shows the worst" in maps["edq"]["how"]
 
 
-def test_of_too_many_tensors_the_most_troubled_stay_in_order(make_run: MakeRun) -> None:
+def test_of_too_many_tensors_the_most_troubled_stay_in_order() -> None:
     names = [f"p{place:03d}" for place in range(200)]
     rows = [updates(1, **{name: 0.0 if name in ("p150", "p007") else 1.0 for name in names})]
-    (maps,) = maps_of(make_run(gauges=rows))
+    maps = heat_maps(rows)
     names = maps["edq"]["data"][0]["meta"]["names"]
     assert {"p007", "p150"} <= set(names)
     assert names == sorted(names)

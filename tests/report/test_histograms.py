@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histograms
-from narrowgauge.report.recipe_groups import read_samples
-from narrowgauge.runs.record import Run
+from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histogram
 from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
 from narrowgauge.spec.formats import get_format
-
-MakeRun = Callable[..., Run]
 
 
 def counts(**at: int) -> list[int]:
@@ -22,18 +17,18 @@ def counts(**at: int) -> list[int]:
     return bins
 
 
-def test_bars_are_shares_at_their_exponents(make_run: MakeRun) -> None:
+def test_bars_are_shares_at_their_exponents() -> None:
     rows = [
         {"step": 10, "histograms": {"weight": counts(m4=1, m3=2, m1=1)}},
         {"step": 20, "histograms": {"weight": counts(m2=5), "grad": counts(p3=1)}},
     ]
-    (histogram,) = histograms([read_samples(make_run(gauges=rows))], [2])
-    assert histogram is not None
-    assert [step["label"] for step in histogram["layout"]["sliders"][0]["steps"]] == ["10", "20"]
-    weights, grads = [trace for trace in histogram["data"] if trace["type"] == "bar"]
+    figure = histogram(rows, 2)
+    assert figure is not None
+    assert [step["label"] for step in figure["layout"]["sliders"][0]["steps"]] == ["10", "20"]
+    weights, grads = [trace for trace in figure["data"] if trace["type"] == "bar"]
     assert weights["x"] == [-4, -3, -2, -1]
     assert weights["marker"]["color"] == "@c2"
-    assert histogram["frames"] == [[[0.25, 0.5, None, 0.25], None], [[None, None, 1.0, None], [1.0]]]
+    assert figure["frames"] == [[[0.25, 0.5, None, 0.25], None], [[None, None, 1.0, None], [1.0]]]
     assert grads["y"] == [1.0]
     assert [weights["meta"]["title"], grads["meta"]["title"]] == ["Weights", "Parameter gradients"]
 

@@ -12,7 +12,7 @@ import torch
 
 from expectations import ELSEWHERE, FLOATS, INTEGERS
 from narrowgauge.errors import FormatError
-from narrowgauge.spec.formats import FORMAT_ALIASES, FORMATS, get_format
+from narrowgauge.spec.formats import FORMATS, get_format
 from oracles.minifloat import Grid
 
 ML_DTYPES = [name for name in FORMATS if hasattr(ml_dtypes, name) and FORMATS[name].kind != "int"]
@@ -28,7 +28,7 @@ def same(left: float, right: float) -> bool:
 
 def test_the_tables_know_what_they_should() -> None:
     assert {*FLOATS, *INTEGERS, *ELSEWHERE} == set(FORMATS), "tests/expectations.py states each format a second time"
-    assert len(ML_DTYPES) >= 12
+    assert len(ML_DTYPES) >= 9
     assert all(row.source and row.purpose for row in FORMATS.values())
 
 
@@ -50,7 +50,7 @@ def test_figures_against_ml_dtypes(name: str) -> None:
         assert row.smallest_subnormal == float(info.smallest_subnormal)
 
 
-@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_integers_against_their_limits(name: str) -> None:
     row = FORMATS[name]
     info = ml_dtypes.iinfo(getattr(ml_dtypes, name)) if name.endswith("int4") else torch.iinfo(getattr(torch, name))
@@ -107,7 +107,6 @@ def test_saturation_and_what_does_not_fit() -> None:
         ("float8_e4m3fnuz", -1e9, math.nan, -240.0),
         ("float4_e2m1fn", math.inf, 6.0, 6.0),
         ("int8", -1e9, -128.0, -128.0),
-        ("uint8", -3.0, 0.0, 0.0),
         ("float8_e8m0fnu", 0.0, math.nan, 2.0**-127),
         ("float8_e8m0fnu", -1.0, math.nan, 2.0**-127),
         ("float8_e8m0fnu", 1e-300, 2.0**-127, 2.0**-127),
@@ -130,13 +129,10 @@ def test_spacing_is_the_distance_to_the_next_code(name: str) -> None:
 
 def test_codes_outside_the_format_are_refused() -> None:
     with pytest.raises(FormatError, match="float4_e2m1fn"):
-        get_format("fp4").decode(16)
+        get_format("float4_e2m1fn").decode(16)
 
 
 def test_names() -> None:
-    for alias, name in {"fp8": "float8_e4m3fn", "half": "float16", "BF16": "bfloat16", "torch.int8": "int8"}.items():
-        assert get_format(alias) is FORMATS[name]
-    assert get_format(FORMATS["int4"]) is FORMATS["int4"]
-    assert not FORMAT_ALIASES.keys() & FORMATS.keys() and set(FORMAT_ALIASES.values()) <= FORMATS.keys()
+    assert get_format("int4") is get_format(FORMATS["int4"]) is FORMATS["int4"]
     with pytest.raises(FormatError, match="Did you mean 'bfloat16'"):
         get_format("bfloat15")

@@ -6,11 +6,10 @@ from narrowgauge.spec import notation, show
 
 
 def test_recipe_rows_parse_back_and_carry_the_words_figures() -> None:
-    for row in show.rows("recipes"):
+    for row in show.table("recipes").rows:
         recipe = notation.parse(row["name"])
         assert recipe.name == row["name"]
         assert recipe.bytes_per_param == row["bytes_per_param"]
-        assert all(notation.parse(alias) == recipe for alias in row["aliases"])
 
 
 def test_parts_of_a_recipe_sum_to_its_bytes() -> None:

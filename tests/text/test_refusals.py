@@ -174,11 +174,11 @@ def test_a_call(name: str) -> None:
 WORD = 'recipe = "bfloat16/word"\n'
 NODES = 'chip = "H100-SXM"\n'
 FILES = [
-    ("", "compute"),
-    ('computes = "bfloat16"', "mean 'compute'"),
-    ("compute = 16", "text"),
-    (f'{WORD}keep = "lm_head"', "list"),
-    (f'{WORD}[[override]]\nstorage = "split"', "pattern"),
+    ("", "names no recipe"),
+    ('compute = "bfloat16"', "unknown key 'compute'.*recipe, name, override"),
+    ("recipe = 16", "text"),
+    (f'{WORD}override = "lm_head"', "above each entry"),
+    (f'{WORD}[[override]]\npattern = "*"\nstorage = "split"', "the keys pattern, storage.*pattern and compute"),
     (f'{WORD}[[override]]\npattern = "*"\ncompute = "mxpf8"', "mean 'mxfp8'"),
     (f'{WORD}[[override]]\npattern = "*"\ncompute = "scalify"', "transform"),
     ("not toml", r"mine\.toml"),

@@ -221,8 +221,12 @@ def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfi
 
 
 def test_contradictions_are_refused_before_anything_is_created(base: TrainConfig, tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text('name = "A"\nrecipe = "bfloat16/word"\nkeep = ["*"]')
-    (tmp_path / "other.toml").write_text('name = "A"\nrecipe = "bfloat16/word"\nkeep = ["lm_head"]')
+    (tmp_path / "own.toml").write_text(
+        'name = "A"\nrecipe = "bfloat16/word"\n[[override]]\npattern = "*"\ncompute = "mxfp8"'
+    )
+    (tmp_path / "other.toml").write_text(
+        'name = "A"\nrecipe = "bfloat16/word"\n[[override]]\npattern = "*"\ncompute = "mxfp6"'
+    )
     for error, says, call in (
         (RecipeError, "no recipe was named", lambda: define((), {})),
         (

@@ -111,6 +111,7 @@ def test_settings_at_the_edge_are_taken(settings: dict[str, Any]) -> None:
     assert all(getattr(taken, name) == value for name, value in settings.items())
 
 
+OF_HEAD = {"pattern": "lm_head", "compute": "mxfp8"}
 INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES["word"])
 
 
@@ -154,7 +155,10 @@ def through_toml(config: TrainConfig) -> TrainConfig:
     "config",
     [
         TrainConfig(model="llama-35m", lr=0.1 + 0.2, eps=1e-300, max_grad_norm=math.inf, compile=True, stop_after=3),
-        TrainConfig(recipe=parse({"recipe": "bfloat16/word", "keep": ["lm_head"]}), out="some where/é"),
+        TrainConfig(
+            recipe=parse({"recipe": "bfloat16/word", "name": "mine", "override": [OF_HEAD]}),
+            out="some where/é",
+        ),
     ],
 )
 def test_the_way_through_toml_changes_nothing(config: TrainConfig) -> None:

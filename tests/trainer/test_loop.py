@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
         (("--model", "{empty}"), "config.json"),
         (("--model", "{nonsense}"), "nonsense"),
         (("--out", "{taken}"), "is not empty"),
-        (("--recipe", "{recipe}"), "matches no module"),
+        (("--recipe", "{recipe}"), "matches no linear layer"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -41,7 +41,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     (names["blank"] / "a.txt").write_text("")
     (names["nonsense"] / "config.json").write_text('{"model_type": "nonsense"}')
     (names["taken"] / "mine").write_text("mine")
-    (tmp_path / "recipe.toml").write_text('recipe = "bfloat16/word"\nkeep = ["nothing"]\n')
+    (tmp_path / "recipe.toml").write_text(
+        'recipe = "bfloat16/word"\n[[override]]\npattern = "nothing"\ncompute = "mxfp8"\n'
+    )
     named = {name: str(path) for name, path in {**names, "recipe": tmp_path / "recipe.toml"}.items()}
     before = sorted(tmp_path.rglob("*"))
     refused = call(*words_of(settings(place, tmp_path / "run")), *(word.format(**named) for word in words))

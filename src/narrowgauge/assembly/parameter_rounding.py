@@ -19,24 +19,16 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     """Round every parameter to its visible format, in place. Return the earlier values of trainable ones, at least float32.
 
     Settle a model that the caller has sharded first (:func:`narrowgauge.distributed.sharding.settle`).
-
-    Raises:
-        RecipeError: parameters that FSDP2 gathers together would get several formats.
     """
-    formats: dict[Tensor, str] = {p: recipe.storage_of(name, p.ndim).visible for name, p in model.named_parameters()}
-    groups = [group for _, group in torch_names.fsdp_groups(model)]
-    for group in groups:
-        _require_one_format(model, recipe, torch_names.fsdp_parameters(group), formats)
-    values: dict[Tensor, Tensor] = {}
+    dtype, values = recipe.storage.visible, dict[Tensor, Tensor]()
     for parameter in model.parameters():
-        dtype = formats[parameter]
         if parameter.requires_grad:
             values[parameter] = at_least_float32(parameter.data)
         if is_sharded(parameter):
             _round_shard(parameter, dtype, recipe)
         else:
             parameter.data = visible(parameter.data, dtype)
-    for group in groups:
+    for _, group in torch_names.fsdp_groups(model):
         torch_names.renew_fsdp_group(group)
     return values
 
@@ -46,17 +38,6 @@ def visible(weight: Tensor, dtype: str) -> Tensor:
     if dtype == "float32":
         return weight.float()
     return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
-
-
-def _require_one_format(model: nn.Module, recipe: Recipe, members: list[Tensor], formats: dict[Tensor, str]) -> None:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    example = {formats[p]: names[p] for p in reversed(members) if p in formats}
-    if len(example) > 1:
-        found = " and ".join(f"{dtype} weights in '{example[dtype]}'" for dtype in sorted(example))
-        raise RecipeError(
-            f"recipe '{recipe.name}' stores {found}, which fully_shard gathers together, in one format.",
-            "Pass the model as it is before fully_shard, with mesh=...: it is then sharded by format.",
-        )
 
 
 def _round_shard(parameter: nn.Parameter, dtype: str, recipe: Recipe) -> None:

@@ -205,15 +205,13 @@ def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers 
     narrow: dict[str, Compute] = {}
     for name in linear_names(model):
         compute = recipe.compute_of(name)
-        if compute.name != _compute_of_torch(recipe, name, device):
+        if compute.name != _compute_of_torch(recipe, device):
             narrow[name] = compute
     return swap_linears(model, narrow.get, seed=seed) if narrow else None
 
 
-def _compute_of_torch(recipe: Recipe, name: str, device: torch.device) -> str:
+def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
     """Return the compute that PyTorch's own layer implements, or ``""`` if speed or the loss scale needs ours."""
-    if recipe.keeps(name):
-        return "float32"
     is_slow = device.type != "cuda" and not multiplies(recipe.dtype)
     # PyTorch's own head would get unscaled gradients of its logits. They underflow in float16.
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
@@ -262,7 +260,7 @@ def _extra_options(name: str, options_of: Callable[[str], Mapping[str, Any]]) ->
     extra = options_of(name)
     if not isinstance(extra, Mapping):
         raise RecipeError(f"options_of gave {extra!r} for '{name}', which is not a dict.", "Give {} for no options.")
-    for key, advice in (("storage", "Name it in an override of the recipe."), ("params", "Leave it out.")):
+    for key, advice in (("storage", "Name it in the recipe."), ("params", "Leave it out.")):
         if key in extra:
             raise RecipeError(f"options_of gave {key} for '{name}', which prepare decides.", advice)
     return dict(extra)
@@ -281,7 +279,7 @@ def _groups(
             continue
         key = {
             # The optimizer derives the storage of vectors from the storage of their group.
-            "storage": recipe.storage_of(name, max(2, parameter.ndim)).name,
+            "storage": recipe.storage.name,
             "decays": decays(name, parameter),
             "extra": extra_options[name],
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -42,8 +42,7 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
                 f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is {dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
-    _check_tied(inner, recipe)
-    _check_patterns(inner, recipe, list(parameters))
+    _check_patterns(inner, recipe)
     for owner, module in inner.named_modules():
         _check_module(owner, module, recipe)
     _check_ranks(model, recipe, mesh)
@@ -51,42 +50,15 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
         _check_mesh(inner, mesh, shard)
 
 
-def _check_tied(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse to keep only one name of a tied parameter."""
-    first: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied = first.setdefault(parameter, name)
-        if recipe.keeps(tied) != recipe.keeps(name):
-            raise RecipeError(
-                f"Cannot keep only one of '{tied}' and '{name}' because they share one tensor.",
-                "Keep both modules or neither.",
-            )
-
-
-def _check_patterns(model: nn.Module, recipe: Recipe, names: list[str]) -> None:
-    """Refuse patterns that match nothing, and overrides of another visible format."""
-    modules, linears = [name for name, _ in model.named_modules() if name], linear_names(model)
-    for pattern in recipe.keep:
-        single = Recipe(recipe.compute, recipe.storage, keep=(pattern,))
-        if not any(single.keeps(name) for name in [*names, *modules]):
-            raise _no_match(f"keep pattern '{pattern}'", "module", model, modules)
+def _check_patterns(model: nn.Module, recipe: Recipe) -> None:
+    """Refuse overrides that match no layer."""
+    linears = linear_names(model)
     for override in recipe.overrides:
-        what = f"override pattern '{override.pattern}'"
-        if override.compute is not None and not any(map(override.matches, linears)):
-            raise _no_match(what, "linear layer", model, linears)
-        if override.storage is not None and not any(map(override.matches, names)):
-            raise _no_match(what, "parameter", model, names)
-        if override.storage is not None and override.storage.visible != recipe.storage.visible:
+        if not any(map(override.matches, linears)):
             raise RecipeError(
-                f"Cannot store {override.storage.visible} by override '{override.pattern}' in a model of "
-                f"{recipe.storage.visible}.",
-                "Name the modules in keep = [...] to leave them in float32.",
+                f"override pattern '{override.pattern}' matches no linear layer of {type(model).__name__}.",
+                f"Its names look like '{linears[0]}' and '{linears[-1]}'." if linears else "",
             )
-
-
-def _no_match(what: str, kind: str, model: nn.Module, names: list[str]) -> RecipeError:
-    advice = f"Its names look like '{names[0]}' and '{names[-1]}'." if names else ""
-    return RecipeError(f"{what} matches no {kind} of {type(model).__name__}.", advice)
 
 
 def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
@@ -119,8 +91,7 @@ def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
     """Refuse a model whose gradients cannot be summed over ranks as a recipe says."""
     inner, size = inner_of(model), all_ranks().size
     if inner is not model:
-        visible = {name: recipe.storage_of(name, p.ndim).visible for name, p in inner.named_parameters()}
-        if mesh is not None or any(dtype_name(p.dtype) != visible[name] for name, p in inner.named_parameters()):
+        if mesh is not None or any(dtype_name(p.dtype) != recipe.storage.visible for p in inner.parameters()):
             raise RecipeError(
                 f"Cannot prepare a model inside DistributedDataParallel by recipe '{recipe.name}' because DDP's buckets fit "
                 "the parameters as they are.",

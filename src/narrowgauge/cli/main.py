@@ -288,13 +288,13 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder;
     or a table (CSV, JSON rows, an export of Weights & Biases).
     """
+    from narrowgauge.analysis.comparison.comparison import compare_runs
     from narrowgauge.report import publishing
-    from narrowgauge.report.publishing import report as write_report
 
     if table:
-        click.echo(publishing.table(runs).markdown(), nl=False)
+        click.echo(compare_runs(publishing.read_runs(runs)).table().markdown(), nl=False)
     if not table or out is not None:
-        click.echo(write_report(runs, out))
+        click.echo(publishing.report(runs, out))
 
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import time
 from pathlib import Path
 
 import click
@@ -24,25 +26,21 @@ def watch_command(runs: tuple[Path, ...], port: int) -> None:
 
     ssh -L 8400:127.0.0.1:8400 HOST narrowgauge watch RUN --port 8400
     """
-    from narrowgauge.report.live import LivePage, PageServer, stamp_of
+    from narrowgauge.report.live import POLL_SECONDS, LivePage, PageServer, stamp_of
 
     for path in runs:
         if not path.is_dir():
             raise RecordError(f"No run in {path}: there is no such folder.", "Name a run folder, or a folder of runs.")
     if not stamp_of(runs):
-        click.echo("note: no run is here yet; the page begins when one does.", err=True)
+        click.echo("note: no run is here yet; the address follows when one begins.", err=True)
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(19)
     page = LivePage(runs)
-    page.poll()
-    server = PageServer(page, port)
-    threads = [threading.Thread(target=target, daemon=True) for target in (server.serve_forever, page.run)]
-    for thread in threads:
-        thread.start()
-    click.echo(server.address)
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            while threads[1].is_alive():
-                threads[1].join(3600)
-    finally:
-        page.end()
-        server.shutdown()
-        server.server_close()
+    with PageServer(page, port) as server, contextlib.suppress(KeyboardInterrupt):
+        while not page.poll():
+            time.sleep(POLL_SECONDS)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        click.echo(server.address)
+        while True:
+            time.sleep(POLL_SECONDS)
+            page.poll()

@@ -1,7 +1,7 @@
 """Shard a model's parameters over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
 
 FSDP2 gathers a group's parameters before they are used, and reduce-scatters its gradients after backward. This module decides
-which parameters form a group. A group's gradients have one dtype. So a module that a recipe's ``keep`` leaves in float32 beside
+which parameters form a group. A group's gradients have one dtype. So a module in float32 beside
 bfloat16 gets a group of its own. Single float32 vectors in a module of bfloat16 matrices stay whole on every rank: a message
 for each would cost more than its memory. The gradient reduction sums them.
 

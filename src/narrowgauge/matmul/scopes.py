@@ -2,7 +2,7 @@
 
 With float32 weights and a 16-bit compute we use ``torch.autocast``. Autocast cannot cast *from* 16-bit weights. So if the
 compute's dtype differs from theirs (``float32/word``), each module's own parameters are cast during its
-forward. Tensors between modules have the compute's dtype, too. Modules in a recipe's ``keep`` compute in float32 between casts.
+forward. Tensors between modules have the compute's dtype, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,37 +44,12 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
             parameters = [] if _casts_itself(module) else list(module._parameters.values())
             if module is model or any(parameter is not None and parameter.dtype is visible for parameter in parameters):
                 module.forward = _Cast(module, dtype)
-    _widen_kept(model, recipe)
     if isinstance(compute_scope(recipe, next(model.parameters()).device), torch.autocast):
         model.forward = _Scoped(model, recipe)
 
 
 def _casts_itself(module: nn.Module) -> bool:
     return isinstance(module, Layer) or NARROW in module._modules or hasattr(module, "computes_in")
-
-
-def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
-    """Add casts around the outermost kept modules: inputs to float32, outputs to the model's dtype."""
-    if not recipe.keep or recipe.dtype == "float32":
-        return
-    done: list[str] = []
-    for name, module in model.named_modules():
-        if name and recipe.keeps(name) and not any(name.startswith(f"{outer}.") for outer in done):
-            done.append(name)
-            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-            if recipe.storage.visible == "float32":
-                module.forward = _Scoped(module, None)
-            else:
-                # A partial of a module-level function, so that a prepared model can be pickled.
-                module.register_forward_hook(partial(_cast_output, getattr(torch, recipe.dtype)))
-
-
-def _cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(args, torch.float32), _cast(kwargs, torch.float32)
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, result: Any) -> Any:
-    return _cast(result, dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -116,16 +90,15 @@ class _Forward:
 
 
 class _Scoped(_Forward):
-    """Call a module's own forward in the scope of a recipe. ``None`` disables autocast."""
+    """Call a module's own forward in the scope of a recipe."""
 
-    def __init__(self, module: nn.Module, recipe: Recipe | None) -> None:
+    def __init__(self, module: nn.Module, recipe: Recipe) -> None:
         super().__init__(module)
         self.recipe = recipe
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = next(self.module.parameters()).device
-        wide = torch.autocast(device.type, enabled=False)
-        with wide if self.recipe is None else compute_scope(self.recipe, device):
+        with compute_scope(self.recipe, device):
             return self._call(*args, **kwargs)
 
 

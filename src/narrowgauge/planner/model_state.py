@@ -70,14 +70,12 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
             f"the states of optimizer {optimizer!r} were requested.",
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
-    if recipe.keep or recipe.overrides:
-        main = replace(recipe, keep=(), overrides=())
+    if recipe.overrides:
+        main = replace(recipe, overrides=())
         raise RecipeError(
             f"Cannot plan {recipe.title} because its layers differ.", f"Plan {main.name}, and add the rest."
         )
-    refuse_pair(
-        optimizer, recipe.storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw"
-    )
+    refuse_pair(optimizer, recipe.storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
     return replace(recipe, storage=recipe.storage.keeping(OPTIMIZER_STATES[optimizer]))
 
 

@@ -55,7 +55,7 @@ def multiplies(compute: Compute, chip: Chip) -> bool:
 
 def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
     """Return the seconds to read or write bytes, without the start of a kernel."""
-    return num_bytes / (chip.bandwidth_bytes_per_second * shares["bandwidth"])
+    return num_bytes / (chip.bandwidth_gb_per_second * 1e9 * shares["bandwidth"])
 
 
 def operation_seconds(

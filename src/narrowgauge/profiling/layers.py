@@ -47,5 +47,4 @@ def baseline_of(recipe: Recipe) -> Recipe:
     """
     if recipe.storage.owner:
         return Recipe(COMPUTES["bfloat16"], STORAGES["word"])
-    overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
-    return replace(recipe, compute=COMPUTES["bfloat16"], overrides=overrides)
+    return replace(recipe, compute=COMPUTES["bfloat16"], overrides=())

@@ -1,7 +1,7 @@
 """The live page: the report of unfinished runs, rendered again when they grow, and served locally to a browser.
 
-The watched training needs the processor more. So a separate process renders the page at the lowest priority. It waits ten times
-as long as the last rendering took. Nothing is written into the run folders.
+The watched training needs the processor more. So ``narrowgauge watch`` runs at the lowest priority, and waits ten times as long
+as the last rendering took. Nothing is written into the run folders.
 
 Any web page in a browser may send requests to the loopback address. It cannot guess the token in the address. It may point its
 own name to 127.0.0.1 (DNS rebinding). The ``Host`` header check refuses that. A tunnel may end on another port than the
@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -24,8 +20,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.report.publishing import run_folders
+from narrowgauge.report.publishing import read_runs, run_folders
+from narrowgauge.report.runs_page import render
 from narrowgauge.runs.lines import ROW_FILES
 
 HERE = "127.0.0.1"
@@ -47,34 +45,19 @@ def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
     for path in paths:
         with contextlib.suppress(NarrowgaugeError, OSError):
             for folder in run_folders([path]):
-                for file in (folder / name for name in FILES):
-                    with contextlib.suppress(OSError):
-                        status = file.stat()
-                        files.append((str(file), status.st_size, status.st_mtime_ns))
+                for file in filter(Path.is_file, (folder / name for name in FILES)):
+                    status = file.stat()
+                    files.append((str(file), status.st_size, status.st_mtime_ns))
     return tuple(files)
 
 
 def rendered(paths: Sequence[Path]) -> bytes:
-    """Render the page in a process of the lowest priority.
+    """Render the page of the runs in ``paths``.
 
     Raises:
         NarrowgaugeError: the report cannot show the runs.
     """
-    command = [sys.executable, "-m", "narrowgauge.report.live", *map(str, paths)]
-    process = subprocess.run(command, capture_output=True, check=False)
-    if process.returncode:
-        raise NarrowgaugeError(process.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-    return process.stdout
-
-
-def waiting_page(paths: Sequence[Path], trouble: str = "") -> bytes:
-    """Return the page for missing or unreadable runs."""
-    from narrowgauge.report.page import document
-
-    text = trouble or "No run is here yet; the page begins when one does."
-    return document(
-        "waiting.html.j2", [], title="Waiting for a run", paths=list(map(str, paths)), text=text, live=True
-    ).encode()
+    return render(compare_runs(read_runs(paths)), live=True).encode()
 
 
 class LivePage:
@@ -83,39 +66,35 @@ class LivePage:
     Args:
         paths: run folders, or folders of runs. They may not exist yet.
         render: returns the page of these paths.
+    Attributes:
+        current: the number of the rendering, and its page; 0 before the first run.
     """
 
     def __init__(self, paths: Sequence[Path], render: Callable[[Sequence[Path]], bytes] = rendered) -> None:
         self.paths, self._render = list(paths), render
-        self.current: tuple[int, bytes] = (0, waiting_page(paths))
+        self.current: tuple[int, bytes] = (0, b"")
         self._stamp: tuple[tuple[str, int, int], ...] = ()
-        self._rendered_at, self._seconds = 0.0, 0.0
-        self._ends = threading.Event()
+        self._next = 0.0
 
-    def poll(self, is_last: bool = False) -> bool:
-        """Render the page again if its runs have grown and enough time has passed. Return whether it was rendered."""
-        now, stamp = time.monotonic(), stamp_of(self.paths)
-        if not stamp or stamp == self._stamp or not (is_last or now - self._rendered_at >= _REST * self._seconds):
+    def poll(self) -> bool:
+        """Render the page if its runs have grown and enough time has passed. Return whether it was rendered.
+
+        Raises:
+            NarrowgaugeError: the first rendering failed. After that, keep the last rendering: it is older, but correct.
+        """
+        began, stamp = time.monotonic(), stamp_of(self.paths)
+        if not stamp or stamp == self._stamp or began < self._next:
             return False
-        self._stamp = stamp
+        self._stamp, number = stamp, self.current[0]
         try:
-            page = self._render(self.paths)
-        except NarrowgaugeError as error:
-            # Keep the last rendering: it is older, but correct.
-            page = self.current[1] if self._seconds else waiting_page(self.paths, str(error))
-        else:
-            self._rendered_at = time.monotonic()
-            self._seconds = self._rendered_at - now
-        self.current = (self.current[0] + 1, page)
+            self.current = (number + 1, self._render(self.paths))
+        except NarrowgaugeError:
+            if not number:
+                raise
+            return False
+        now = time.monotonic()
+        self._next = now + _REST * (now - began)
         return True
-
-    def run(self) -> None:
-        """Poll until :meth:`end` is called."""
-        while not self._ends.wait(POLL_SECONDS):
-            self.poll()
-
-    def end(self) -> None:
-        self._ends.set()
 
 
 # ── serving ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,8 +114,6 @@ class PageServer(ThreadingHTTPServer):
     Args:
         page: the page to serve.
         port: 0 for a free port.
-        token: part of the address; ``None`` draws one.
-
     Raises:
         NarrowgaugeError: the port is taken.
     """
@@ -144,9 +121,8 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, page: LivePage, port: int = 0, token: str | None = None) -> None:
-        self.page = page
-        self.token = secrets.token_urlsafe(24) if token is None else token
+    def __init__(self, page: LivePage, port: int = 0) -> None:
+        self.page, self.token = page, secrets.token_urlsafe(24)
         try:
             super().__init__((HERE, port), _Handler)
         except OSError as error:
@@ -188,9 +164,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def version_string(self) -> str:
-        return self.server_version
-
     def log_message(self, format: str, *args: object) -> None:
         """Do nothing: the terminal shows the address, not requests."""
 
@@ -206,25 +179,3 @@ def is_here(hosts: list[str]) -> bool:
         return False
     name, _, port = hosts[0].partition(":")
     return name.lower() in HOSTS and (not port or port.isdecimal())
-
-
-def main() -> None:
-    """Write the page of the paths on the command line to standard output."""
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(19)
-    # Imported late: the page dominates the loading time.
-    from narrowgauge.analysis.comparison.comparison import compare_runs
-    from narrowgauge.report.publishing import read_runs, title_of
-    from narrowgauge.report.runs_page import render
-
-    paths = sys.argv[1:]
-    try:
-        comparison = compare_runs(read_runs(paths))
-        page = render(comparison, title_of(comparison), live=True)
-    except NarrowgaugeError as error:
-        sys.exit(str(error))
-    sys.stdout.buffer.write(page.encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 Everything is inside: tables as plain HTML without scripts, figures as data, and compressed Plotly. A policy in the head forbids
 all requests. It allows only the two scripts of this package, by their digests. Templates escape all text from a run, so the
-name of a tensor is never markup. Data is encoded without any character that HTML interprets.
+name of a tensor is never markup. Data is encoded in base 64.
 """
 
 from __future__ import annotations
@@ -13,24 +13,15 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import markupsafe
 
 from narrowgauge.errors import require_package
 from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, dash_of, symbol_of
-from narrowgauge.report.figures.traces import Figure
 from narrowgauge.runs.schema import Row
-
-
-class Script(NamedTuple):
-    """Hold a script of a page: its compressed and encoded source, and its digest for the policy."""
-
-    packed: str
-    digest: str
 
 
 def digest_of(script: str) -> str:
@@ -41,17 +32,6 @@ def digest_of(script: str) -> str:
         'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='
     """
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def embedded(value: Any) -> str:
-    """Return JSON that is safe inside a script element: it cannot end the element or begin another. Floats must be finite.
-
-    Example:
-        >>> print(embedded({"a": "</script>"}))
-        {"a":"\\u003c/script\\u003e"}
-    """
-    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return text.translate({ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"})
 
 
 def packed(value: Any) -> str:
@@ -65,14 +45,14 @@ def packed(value: Any) -> str:
 
 
 @functools.cache
-def plotly_script() -> Script:
-    """Return Plotly's JavaScript."""
+def plotly_script() -> tuple[str, str]:
+    """Return Plotly's JavaScript: compressed and encoded, and its digest for the policy."""
     require_package("plotly")
     from plotly.offline import get_plotlyjs
 
     source: str = get_plotlyjs()
     # Five megabytes: the highest level takes twice as long and saves one percent.
-    return Script(_encoded(gzip.compress(source.encode(), 6, mtime=0)), digest_of(source))
+    return _encoded(gzip.compress(source.encode(), 6, mtime=0)), digest_of(source)
 
 
 def _encoded(content: bytes) -> str:
@@ -82,56 +62,29 @@ def _encoded(content: bytes) -> str:
 # ── pages from templates ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def document(
-    template_name: str,
-    /,
-    drawn: Iterable[Figure],
-    *,
-    strip: Row | None = None,
-    ranges: Sequence[Row] = (),
-    gauges: Sequence[Row] = (),
-    live: bool = False,
-    **words: Any,
-) -> str:
+def document(data: Row, live: bool = False, **words: Any) -> str:
     """Return a page as one HTML document. It fetches nothing. If live, it fetches only new data from its own address.
 
     Args:
-        drawn: the figures.
-        strip: the figure of events.
-        ranges: number formats of the histograms.
-        gauges: samples of each run's gauges.
+        data: the figures, as the page's script reads them.
         live: reload the page when its runs have grown.
         words: values for the template.
     """
-    script, plotly = asset("page.js"), plotly_script()
-    live_script = asset("live.js") if live else ""
-    figures = {item.name: {"data": item.data, "layout": item.layout | {"height": item.height}} for item in drawn}
-    data = {"figures": figures, "strip": strip, "formats": ranges}
-    page = template(template_name).render(
+    script, live_script = asset("page.js"), asset("live.js") if live else ""
+    plotly, digest = plotly_script()
+    digests = [digest_of(script), *([digest_of(live_script)] if live else []), digest]
+    policy = "script-src " + " ".join(f"'{digest}'" for digest in digests) + ("; connect-src 'self'" if live else "")
+    page = template("page.html.j2").render(
         **words,
-        strip=strip,
         live=live,
         live_script=markupsafe.Markup(live_script),
-        policy=policy_of(script, live_script),
+        policy=markupsafe.Markup(policy),
         style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),
-        data=markupsafe.Markup(embedded(data)),
-        gauges=packed(gauges),
-        plotly=plotly.packed,
+        data=packed(data),
+        plotly=plotly,
     )
     return page.lstrip()
-
-
-def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
-    """Return the policy directives that depend on scripts: run these and Plotly, and connect if the page is live.
-
-    Example:
-        >>> "connect" in policy_of(""), policy_of("", "live").endswith("; connect-src 'self'")
-        (False, True)
-    """
-    digests = [digest_of(script), *([digest_of(live_script)] if live_script else []), plotly_script().digest]
-    allowed = "script-src " + " ".join(f"'{digest}'" for digest in digests)
-    return markupsafe.Markup(allowed + ("; connect-src 'self'" if live_script else ""))
 
 
 @functools.cache

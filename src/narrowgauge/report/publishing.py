@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
-from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
-from narrowgauge.spec.tables import Table
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -52,19 +50,6 @@ def runs_inside(path: Path) -> list[Path]:
     return [place for place in folders if is_run(place) or is_log(place)]
 
 
-def title_of(comparison: Comparison) -> str:
-    """Return the title of a comparison's page.
-
-    Example:
-        >>> title_of(compare_runs([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})]))
-        'llama-1m in bfloat16/word'
-    """
-    runs = [stats.run for row in comparison.classes.values() for stats in row.runs]
-    models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
-    labels = comparison.classes
-    return f"{listed(models)} in {listed(labels) if len(labels) <= 4 else f'{len(labels)} recipes'}"
-
-
 def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
@@ -82,11 +67,6 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     return write_report(compare_runs(runs), page)
 
 
-def table(paths: Sequence[str | Path]) -> Table:
-    """Return the cost table of existing runs, named as for :func:`read_runs`: a row per recipe, as on their page."""
-    return compare_runs(read_runs(paths)).table()
-
-
 def _is_page(file: Path) -> bool:
     with disk_errors(file), file.open("rb") as stream:
         begins = stream.read(256).lstrip().lower()
@@ -98,7 +78,7 @@ def write_report(comparison: Comparison, page: Path) -> Path:
     # Imported late: the page dominates the loading time.
     from narrowgauge.report.runs_page import render
 
-    write_whole(page, render(comparison, title_of(comparison)).encode(), AGAIN)
+    write_whole(page, render(comparison).encode(), AGAIN)
     return page
 
 

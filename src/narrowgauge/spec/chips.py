@@ -70,10 +70,6 @@ class Chip:
         """
         return self.reachable_mib << 20 if self.reachable_mib else self.memory_gb << 30
 
-    @property
-    def bandwidth_bytes_per_second(self) -> float:
-        return self.bandwidth_gb_per_second * 1e9
-
     def rate_format(self, format: str) -> str:
         """Return the format whose printed rate applies when the chip multiplies ``format``.
 

@@ -148,14 +148,9 @@ def refuse_own_code(folder: Path) -> None:
         )
 
 
-# ── usual peak learning rates by size ──────────────────────────────────────────────────────────────────────────────────
-#
-# The trainer's defaults.
-
-
 LEARNING_RATES = ((4e6, 3e-3), (6e7, 1e-3), (6e8, 6e-4), (math.inf, 3e-4))
-"""Peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on source text are
-stable with every storage; above: the published rates (GPT-3, arXiv 2005.14165, table 2.1)."""
+"""The trainer's peak learning rate by number of parameters, below each bound. Up to 100 million: rates at which small Llamas on
+source text are stable with every storage; above: the published rates (GPT-3, arXiv 2005.14165, table 2.1)."""
 
 
 def usual_rate(num_parameters: int) -> float:

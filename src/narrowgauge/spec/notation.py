@@ -2,8 +2,8 @@
 
 Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up. Another library's name is
 accepted if it means exactly one recipe. Ambiguous or unsupported names are refused, with the nearest recipes. A 16-bit format
-alone is not accepted as a recipe, since libraries mean different weights and moments by it. Within a recipe (``bf16/word``,
-``compute = "bf16"``) it is the compute.
+alone is not accepted as a recipe, since libraries mean different weights and moments by it. Within a recipe (``bf16/word``) it
+is the compute.
 """
 
 from __future__ import annotations
@@ -11,35 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.recipes import Override, Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.spec.sums import REDUCTIONS, Reduction
+from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_data, load_toml
-
-
-class Alias(NamedTuple):
-    """A name of another library, in lower case with formats in full spelling.
-
-    ``recipe`` is the full name of a recipe, or a compute that any storage may follow; ``source`` the libraries that use the name.
-    """
-
-    name: str
-    recipe: str
-    source: str
-
 
 _NAMES = load_data("aliases")
 SPELLINGS: dict[str, str] = _NAMES["spellings"]
 """Short spellings of formats at the beginning of a name, up to a dash."""
-ALIASES: dict[str, Alias] = {name: Alias(name, **row) for name, row in _NAMES["aliases"].items()}
+ALIASES: dict[str, dict[str, str]] = _NAMES["aliases"]
+"""Names of other libraries, in lower case with formats in full spelling. ``recipe`` is the full name of a recipe, or a compute
+that any storage may follow; ``source`` the libraries that use the name."""
 AMBIGUOUS: dict[str, tuple[str, ...]] = {name: tuple(recipes) for name, recipes in _NAMES["ambiguous"].items()}
 """Names of other libraries that say too little of a recipe, or mean none, and the recipes that come nearest."""
-_COMPUTES = {alias.name: alias.recipe for alias in ALIASES.values() if "/" not in alias.recipe}
-_KEYS = ("recipe", "name", "compute", "storage", "reduction", "keep", "override")
+_COMPUTES = {name: alias["recipe"] for name, alias in ALIASES.items() if "/" not in alias["recipe"]}
+_KEYS = ("recipe", "name", "override")
 _SEE = "(narrowgauge show recipes lists all.)"
 
 
@@ -79,23 +69,15 @@ def full_names() -> list[str]:
 
 
 def representative_names() -> list[str]:
-    """List names that cover every compute, storage and alias, for tables and tests.
-
-    List each compute with its default storage, and each storage with its own compute or bfloat16. Then list the recipes of
-    aliases, and ``word`` with all computes that support it.
-    """
+    """List each compute with its default storage, and each storage with its own compute or bfloat16."""
     names = [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
-    names += [alias.recipe for alias in ALIASES.values() if "/" in alias.recipe]
-    names += [name for name in full_names() if name.endswith("/word")]
     return list(dict.fromkeys(names))
 
 
-def get_compute(compute: str | Compute, *, has_storage: bool = False) -> Compute:
+def get_compute(compute: str | Compute) -> Compute:
     """Return a compute by its name, here or in another library, or itself.
 
-    Args:
-        has_storage: a storage is named beside it, so that ``float8`` can only be the compute of that name.
     Raises:
         RecipeError: an unknown name, or one that could be several computes.
     """
@@ -103,7 +85,7 @@ def get_compute(compute: str | Compute, *, has_storage: bool = False) -> Compute
         return compute
     name = compute_name(compute)
     choices, row = AMBIGUOUS.get(name, ()), COMPUTES.get(name)
-    if row is not None and (has_storage or not choices or "/" in choices[0]):
+    if row is not None and (not choices or "/" in choices[0]):
         return row
     if choices:
         _refuse_ambiguous(compute, choices if row else tuple(dict.fromkeys(c.partition("/")[0] for c in choices)))
@@ -116,9 +98,8 @@ def parse(value: Any, where: str = "") -> Recipe:
     Args:
         value: ``"bfloat16/word"``, an alias such as ``"bf16-mixed"`` (``narrowgauge show aliases``), a narrow compute alone
             (its default storage is added), the path of a ``.toml`` file, a table, or a recipe, which is returned unchanged.
-            A table has ``compute``, ``storage`` and ``reduction``, or ``recipe = "bfloat16/word"`` instead. It may have
-            ``name`` (a label), ``keep`` (patterns) and ``override`` (tables with ``pattern`` and ``storage``, ``compute`` or
-            both).
+            A table has ``recipe = "bfloat16/word"``. It may have ``name`` (a label) and ``override`` (tables with ``pattern``
+            and ``compute``).
         where: names the place of a value in error messages.
     Returns:
         The recipe.
@@ -152,16 +133,20 @@ def _from_name(text: str) -> Recipe:
     name = "/".join([compute_name(compute), *map(spelled, rest)])
     if name in AMBIGUOUS:
         _refuse_ambiguous(text, AMBIGUOUS[name])
-    name = ALIASES[name].recipe if name in ALIASES else name
+    name = ALIASES[name]["recipe"] if name in ALIASES else name
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and compute not in COMPUTES):
         # A storage alone is a likely mistake, and not similar to any full name.
         names = [*ALIASES, *full_names(), *COMPUTES]
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, names)
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
-    row = get_compute(compute, has_storage=bool(rest))
+    # Beside a storage, "float8" can only be the compute of that name.
+    row = COMPUTES.get(compute) or get_compute(compute)
     storage = _find_storage(rest[0] if rest else row.default_storage, row.name)
-    return Recipe(row, storage, _find_reduction(rest[1] if len(rest) == 2 else "native"))
+    reduction = rest[1] if len(rest) == 2 else "native"
+    if reduction not in REDUCTIONS:
+        raise _no_part("reduction", reduction, REDUCTIONS)
+    return Recipe(row, storage, REDUCTIONS[reduction])
 
 
 def _from_file(path: Path) -> Recipe:
@@ -181,25 +166,11 @@ def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
         if key not in _KEYS:
             advice = suggestion(key, _KEYS) or f"It takes {', '.join(_KEYS)}."
             raise RecipeError(f"{where} has an unknown key '{key}'.", advice)
-    parts = {key: _text(table, key, where) for key in ("recipe", "compute", "storage", "reduction") if key in table}
-    if "recipe" in parts:
-        # A file that names itself would be read endlessly.
-        if parts["recipe"].endswith(".toml"):
-            raise RecipeError(f"{where} names another recipe file, {parts['recipe']}.", "Write that recipe out here.")
-        parts = _from_name(parts["recipe"]).to_dict() | parts
-    elif "compute" not in parts:
-        raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
-    compute, keep = get_compute(parts["compute"], has_storage="storage" in parts), table.get("keep", [])
-    if not isinstance(keep, list) or not all(isinstance(pattern, str) for pattern in keep):
-        raise RecipeError(f"{where} has keep = {keep!r}, which is not a list of patterns.", 'Write keep = ["lm_head"].')
-    return Recipe(
-        compute,
-        _find_storage(parts.get("storage", compute.default_storage), compute.name),
-        _find_reduction(parts.get("reduction", "native")),
-        tuple(keep),
-        tuple(_overrides(table, where, compute.name)),
-        " ".join(_text(table, "name", where).split()) if "name" in table else "",
-    )
+    if "recipe" not in table:
+        raise RecipeError(f"{where} names no recipe.", 'Add recipe = "bfloat16/word".')
+    recipe = _from_name(_text(table, "recipe", where))
+    label = " ".join(_text(table, "name", where).split()) if "name" in table else ""
+    return replace(recipe, overrides=tuple(_overrides(table, where)), label=label)
 
 
 def _text(table: Mapping[str, Any], key: str, where: str) -> str:
@@ -208,22 +179,16 @@ def _text(table: Mapping[str, Any], key: str, where: str) -> str:
     return str(table[key])
 
 
-def _overrides(table: Mapping[str, Any], where: str, compute: str) -> Iterator[Override]:
-    within = f"an [[override]] of {where}"
-    for entry in _entries(table, "override", where):
-        if "pattern" not in entry or not {"pattern"} < set(entry) <= {"pattern", "storage", "compute"}:
-            keys = ", ".join(sorted(entry)) or "none"
-            raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern, and storage, compute or both.")
-        storage = _find_storage(_text(entry, "storage", within), compute) if "storage" in entry else None
-        entry_compute = get_compute(_text(entry, "compute", within)) if "compute" in entry else None
-        yield Override(_text(entry, "pattern", within), storage, entry_compute)
-
-
-def _entries(table: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
-    entries = table.get(key, [])
+def _overrides(table: Mapping[str, Any], where: str) -> Iterator[Override]:
+    entries = table.get("override", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RecipeError(f"{where} has {key} = {entries!r}.", f"Write [[{key}]] above each entry.")
-    return entries
+        raise RecipeError(f"{where} has override = {entries!r}.", "Write [[override]] above each entry.")
+    within = f"an [[override]] of {where}"
+    for entry in entries:
+        if set(entry) != {"pattern", "compute"}:
+            keys = ", ".join(sorted(entry)) or "none"
+            raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern and compute.")
+        yield Override(_text(entry, "pattern", within), get_compute(_text(entry, "compute", within)))
 
 
 def _find_storage(name: str, compute: str) -> Storage:
@@ -233,12 +198,6 @@ def _find_storage(name: str, compute: str) -> Storage:
     if storage is not None:
         return storage
     raise _no_part("storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)])
-
-
-def _find_reduction(name: str) -> Reduction:
-    if name not in REDUCTIONS:
-        raise _no_part("reduction", name, REDUCTIONS)
-    return REDUCTIONS[name]
 
 
 def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:

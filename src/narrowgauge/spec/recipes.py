@@ -1,4 +1,4 @@
-"""Recipes: a compute, a storage and a reduction, with exceptions by module.
+"""Recipes: a compute, a storage and a reduction, with other computes for some layers.
 
 A recipe has up to three parts, ``compute/storage/reduction``: how operands enter a matmul, how weights and moments are stored,
 and how gradients are summed across ranks. Each part is an entry of a small table: N + M + K entries give N × M × K recipes.
@@ -14,28 +14,19 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
+from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Another storage, compute or both for names that match ``pattern`` (shell wildcards; ``*`` also matches dots).
-
-    The storage applies to parameters, the compute to linear layers.
-    """
+    """Another compute for the linear layers whose names match ``pattern`` (shell wildcards; ``*`` also matches dots)."""
 
     pattern: str
-    storage: Storage | None = None
-    compute: Compute | None = None
+    compute: Compute
 
     def matches(self, name: str) -> bool:
         return fnmatch.fnmatchcase(name, self.pattern)
-
-
-DEFAULT_RECIPE = "bfloat16/word"
-"""What ``narrowgauge train`` takes where no recipe is named."""
-_PARTS = ("compute", "storage", "reduction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +37,7 @@ class Recipe:
         compute: how operands enter matmuls.
         storage: how weights and moments are stored.
         reduction: how gradients are summed across ranks.
-        keep: patterns of modules that stay in float32 (weights, states and matmuls).
-        overrides: other storages and computes by pattern of name; the last match wins.
+        overrides: other computes by pattern of name; the last match wins.
         label: a user's name, to distinguish recipes of the same full name; ignored by comparisons.
     Raises:
         RecipeError: the parts contradict each other.
@@ -62,15 +52,13 @@ class Recipe:
     compute: Compute
     storage: Storage
     reduction: Reduction = REDUCTIONS["native"]
-    keep: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check_pair(self.compute, self.storage)
         for override in self.overrides:
-            if override.compute is not None:
-                _check_other(self, f"override '{override.pattern}'", override.compute)
+            _check_override(self, override)
 
     @property
     def name(self) -> str:
@@ -79,26 +67,20 @@ class Recipe:
         return f"{self.compute.name}/{self.storage.short_name}{tail}"
 
     @property
-    def is_plain(self) -> bool:
-        """Return whether the full name describes it completely: no exceptions by module."""
-        return not (self.keep or self.overrides)
-
-    @property
     def title(self) -> str:
-        """Return the display name: the full name, and for a recipe with exceptions its label or their kinds.
+        """Return the display name: the full name, and for a recipe with exceptions its label.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
-            >>> parse({"recipe": "bf16/word", "keep": ["lm_head"]}).title
-            'bfloat16/word with keep'
-            >>> parse({"recipe": "bf16/word", "keep": ["lm_head"], "name": "wide head"}).title
-            'bfloat16/word (wide head)'
+            >>> override = {"pattern": "lm_head", "compute": "bfloat16"}
+            >>> parse({"recipe": "float8-row/word", "override": [override]}).title
+            'float8-row/word with override'
+            >>> parse({"recipe": "float8-row/word", "override": [override], "name": "wide head"}).title
+            'float8-row/word (wide head)'
         """
-        if self.is_plain:
+        if not self.overrides:
             return self.name
-        if self.label:
-            return f"{self.name} ({self.label})"
-        return f"{self.name} with {', '.join(key for key in self.to_dict() if key not in _PARTS)}"
+        return f"{self.name} ({self.label})" if self.label else f"{self.name} with override"
 
     @property
     def bytes_per_param(self) -> float:
@@ -108,34 +90,18 @@ class Recipe:
     @property
     def computes(self) -> tuple[Compute, ...]:
         """Return all computes of the recipe without duplicates, the main one first."""
-        return tuple(dict.fromkeys([self.compute, *(o.compute for o in self.overrides if o.compute is not None)]))
-
-    @property
-    def storages(self) -> tuple[Storage, ...]:
-        """Return the storages that the recipe names, without duplicates, the main one first; ``keep`` adds float32."""
-        return tuple(dict.fromkeys([self.storage, *(o.storage for o in self.overrides if o.storage is not None)]))
+        return tuple(dict.fromkeys([self.compute, *(override.compute for override in self.overrides)]))
 
     @property
     def dtype(self) -> str:
         """Return the dtype of plain linear layers, norms and all else outside the casts, whatever the weights' format."""
         return self.compute.dtype
 
-    def storage_of(self, name: str, num_dims: int) -> Storage:
-        """Return a parameter's storage: float32 in ``keep``, or the last matching override's, or ``storage``.
-
-        A parameter of at most one dimension is a vector.
-        """
-        if self.keeps(name):
-            return STORAGES["float32"]
-        matches = (o.storage for o in reversed(self.overrides) if o.storage is not None and o.matches(name))
-        storage = next(matches, self.storage)
-        return for_vectors(storage) if num_dims < 2 else storage
-
     def compute_of(self, name: str) -> Compute:
         """Return the compute of the linear layer of that dotted name.
 
-        It is float32 for modules of ``keep``; else that of the last matching override; else, for a layer that the recipe's
-        compute keeps wide, the plain compute of ``dtype``; else the recipe's compute.
+        It is that of the last matching override; else, for a layer that the recipe's compute keeps wide, the plain compute of
+        ``dtype``; else the recipe's compute.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
@@ -143,36 +109,22 @@ class Recipe:
             >>> [recipe.compute_of(name).name for name in ("model.layers.0.mlp.up_proj", "lm_head")]
             ['float8-row', 'bfloat16']
         """
-        if self.keeps(name):
-            return COMPUTES["float32"]
-        matches = (o.compute for o in reversed(self.overrides) if o.compute is not None and o.matches(name))
-        if (override := next(matches, None)) is not None:
-            return override
+        for override in reversed(self.overrides):
+            if override.matches(name):
+                return override.compute
         is_kept_wide = _matches_within(name, self.compute.keep)
         return COMPUTES[self.dtype] if is_kept_wide else self.compute
 
-    def keeps(self, name: str) -> bool:
-        """Return whether a ``keep`` pattern matches ``name``, a module or parameter, or a module that contains it."""
-        return _matches_within(name, self.keep)
-
     def to_value(self) -> str | dict[str, Any]:
-        """Return the full name if the recipe is plain, else the table; :func:`~narrowgauge.spec.notation.parse` reads both."""
-        return self.name if self.is_plain else self.to_dict()
+        """Return the full name of a recipe without overrides, else a TOML table.
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a TOML table that :func:`~narrowgauge.spec.notation.parse` reads back as an equal recipe."""
-        table: dict[str, Any] = {
-            "compute": self.compute.name,
-            "storage": self.storage.short_name,
-            "reduction": self.reduction.name,
-        }
-        if self.label:
-            table["name"] = self.label
-        if self.keep:
-            table["keep"] = list(self.keep)
-        if self.overrides:
-            table["override"] = [_override_table(override) for override in self.overrides]
-        return table
+        :func:`~narrowgauge.spec.notation.parse` reads both back as an equal recipe.
+        """
+        if not self.overrides:
+            return self.name
+        label = {"name": self.label} if self.label else {}
+        overrides = [{"pattern": override.pattern, "compute": override.compute.name} for override in self.overrides]
+        return {"recipe": self.name, **label, "override": overrides}
 
 
 def _matches_within(name: str, patterns: Iterable[str]) -> bool:
@@ -180,15 +132,6 @@ def _matches_within(name: str, patterns: Iterable[str]) -> bool:
     parts = name.split(".")
     above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns for module in above)
-
-
-def _override_table(override: Override) -> dict[str, str]:
-    table = {"pattern": override.pattern}
-    if override.storage is not None:
-        table["storage"] = override.storage.short_name
-    if override.compute is not None:
-        table["compute"] = override.compute.name
-    return table
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
@@ -208,30 +151,28 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     """Refuse a storage that belongs to another compute, or that this compute does not support."""
     if is_pair(compute, storage):
         return
-    fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
-    name = storage.short_name
-    if name in fitting:
-        advice = f"Take '{compute.name}/{name}'."
+    if storage.owner:
+        advice = f"Take compute '{storage.owner}'."
     else:
         # "float8" usually means float8 matmuls, which take any storage.
         matmuls = f", or compute '{compute.name}-row'" if f"{compute.name}-row" in COMPUTES else ""
-        advice = (
-            f"Take storage {', '.join(map(repr, fitting))}{matmuls}." if fitting else f"Take compute '{storage.owner}'."
-        )
+        fitting = [row.short_name for row in STORAGES.values() if is_pair(compute, row)]
+        advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}."
     raise RecipeError(
         f"compute '{compute.name}' was requested with storage '{storage.name}', which it does not support.", advice
     )
 
 
-def _check_other(recipe: Recipe, where: str, compute: Compute) -> None:
+def _check_override(recipe: Recipe, override: Override) -> None:
     """Refuse a compute to which a model prepared for the main compute cannot switch."""
-    main = recipe.compute
-    requested = f"{where} has compute '{compute.name}'"
+    main, compute = recipe.compute, override.compute
+    requested = f"override '{override.pattern}' has compute '{compute.name}'"
     if compute != main and compute.owns_storages:
         raise RecipeError(f"{requested} in a recipe of '{main.name}'; it takes its own storages only.", "Take another.")
     if compute.transform != main.transform:
         raise RecipeError(
-            f"{requested}{_transforming(compute)}, in a recipe of '{main.name}'{_transforming(main)}.",
+            f"{requested}, whose transform is '{compute.transform or 'none'}', in a recipe of '{main.name}', whose transform is "
+            f"'{main.transform or 'none'}'.",
             "A transform changes the whole model once: take computes with the same transform.",
         )
     if recipe.storage.visible == "float32" and compute.dtype != main.dtype:
@@ -240,7 +181,3 @@ def _check_other(recipe: Recipe, where: str, compute: Compute) -> None:
             f"{main.dtype}.",
             "Take computes of one dtype, or a storage of narrow weights such as 'word'.",
         )
-
-
-def _transforming(compute: Compute) -> str:
-    return f" with transform '{compute.transform}'" if compute.transform else " without a transform"

@@ -26,7 +26,6 @@ class Accumulation:
         buffer: format of the buffer, in addition to the gradient. If empty, autograd adds into the gradient itself.
         gradients: formats of gradients that it sums. Autograd adds float32 gradients.
         addition: the largest error of one addition, relative to its result.
-        loses: what is lost, in a few words.
         source: the publication or library.
     """
 
@@ -34,7 +33,6 @@ class Accumulation:
     buffer: str
     gradients: tuple[str, ...]
     addition: float
-    loses: str
     source: str
 
     @property
@@ -61,13 +59,10 @@ ACCUMULATIONS: dict[str, Accumulation] = {
     for accumulation in (
         Accumulation(
             "float32", "float32", ("bfloat16", "float16"), 2.0**-24,
-            loses="2^-24 of the sum per addition; one rounding at the end",
-            source="Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32",
+            "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32",
         ),
         Accumulation(
-            "bfloat16", "", ("bfloat16",), 2.0**-8,
-            loses="2^-8 of the sum per addition, always in the same direction: 256 ones and any number more sum to 256",
-            source="PyTorch's autograd, which adds into the gradient itself",
+            "bfloat16", "", ("bfloat16",), 2.0**-8, "PyTorch's autograd, which adds into the gradient itself"
         ),
     )
 }  # fmt: skip

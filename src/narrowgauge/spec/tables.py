@@ -125,6 +125,8 @@ def cell_text(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={cell_text(item)}" for name, item in value.items())
     return ", ".join(map(cell_text, value)) if isinstance(value, (list, tuple)) else str(value)
 
 

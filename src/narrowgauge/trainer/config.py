@@ -29,7 +29,7 @@ from narrowgauge.errors import (
 from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched_off
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_pair, rule_title
@@ -122,7 +122,7 @@ OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
 """Settings that say how a run is distributed over ranks. A resume may change them."""
 
-_DEFAULT = parse(DEFAULT_RECIPE)
+_DEFAULT = parse("bfloat16/word")
 
 # Above these sizes compilation pays off within a short run.
 COMPILE_PARAMETERS = 5_000_000
@@ -406,11 +406,7 @@ class TrainConfig:
         if self.lr is None and (reason := self._why_no_rate()):
             refuse(f"rule '{rule.name}' has no learning rate, {reason}", "Set --lr; try several.", RecipeError)
         sums = ACCUMULATIONS[self.accumulation_dtype].gradients
-        if (
-            parts > 1
-            and any(storage.visible == "float16" for storage in self.recipe.storages)
-            and "float16" not in sums
-        ):
+        if parts > 1 and self.recipe.storage.visible == "float16" and "float16" not in sums:
             message = f"accumulation_dtype '{self.accumulation_dtype}' sums no float16 gradients"
             refuse(message, "Use --accumulation-dtype float32.", RecipeError)
         if self.batch_size % parts:
@@ -422,8 +418,7 @@ class TrainConfig:
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
             refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
-        for storage in self.recipe.storages:
-            refuse_pair(self.rule, storage, is_matrix=rule.is_matrix, is_adamw=self.rule == "adamw")
+        refuse_pair(self.rule, self.recipe.storage, is_matrix=rule.is_matrix, is_adamw=self.rule == "adamw")
 
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

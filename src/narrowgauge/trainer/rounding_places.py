@@ -274,27 +274,15 @@ class _Step:
         """Cast what enters and leaves each module, and compute linear layers as the recipe does."""
         undo: list[Callable[[], Any]] = []
         is_rounded = "activations" in self.rounded
-        keeps, outside = self.session.config.recipe.keeps, self.dtype if is_rounded else torch.float32
-        device, kept = next(self.plain.parameters()).device.type, list[str]()
+        outside, device = self.dtype if is_rounded else torch.float32, next(self.plain.parameters()).device.type
         for name, module in self.plain.named_modules():
-            if any(name.startswith(f"{outer}.") for outer in kept):
-                continue  # computed in float32 like the module around it
-            is_kept = bool(name) and keeps(name)
-            kept += [name] * is_kept
-            if is_linear(module) and not is_kept:
+            if is_linear(module):
                 module.forward = partial(self._linear, name, module)
                 undo.append(partial(delattr, module, "forward"))
             elif not self.is_autocast:
-                inside = torch.float32 if is_kept else outside
                 undo += [
-                    module.register_forward_pre_hook(partial(_cast_inputs, inside), with_kwargs=True).remove,
+                    module.register_forward_pre_hook(partial(_cast_inputs, outside), with_kwargs=True).remove,
                     module.register_forward_hook(partial(_cast_output, outside)).remove,
-                ]
-            elif is_kept:
-                module.forward = torch.autocast(device, enabled=False)(module.forward)
-                undo += [
-                    partial(delattr, module, "forward"),
-                    module.register_forward_pre_hook(partial(_cast_inputs, torch.float32), with_kwargs=True).remove,
                 ]
         try:
             with torch.autocast(device, self.dtype) if self.is_autocast and is_rounded else nullcontext():

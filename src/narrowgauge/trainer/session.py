@@ -229,8 +229,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
     is_large = model.config.vocab_size >= language_model.LARGE_VOCABULARY
-    # The chunked loss uses the head's weight without calling the head. It would skip casts around a kept head.
-    is_chunked = is_large and not config.recipe.keep and language_model.ends_in_head(model)
+    is_chunked = is_large and language_model.ends_in_head(model)
     here = all_ranks()
     config.require_ranks(here.size)
     mesh = make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas) if here.size > 1 else None

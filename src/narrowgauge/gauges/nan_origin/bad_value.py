@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from narrowgauge.spec.formats import FORMAT_ALIASES, FORMATS
+from narrowgauge.spec.formats import FORMATS
 
 Phase = Literal["input", "forward", "backward"]
 
@@ -97,7 +97,7 @@ class BadValue:
             return f"Check {stored if is_stored else 'the batch of this step'}."
         if self.operation.removeprefix("aten.") in ALLOCATES:
             return "This operation returns uninitialized memory, which was read before it was written."
-        number_format = FORMATS.get(FORMAT_ALIASES.get(self.dtype, self.dtype))
+        number_format = FORMATS.get(self.dtype)
         largest = None if number_format is None else number_format.max
         if self.what == "inf" and largest is not None and largest < 1e6:
             return f"The largest finite {self.dtype} is {largest:.6g}: scale the operands down, or use a wider format here."

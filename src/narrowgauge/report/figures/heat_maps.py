@@ -1,27 +1,28 @@
 """Heat maps of gauge metrics: a row per tensor, a column per sampled step, for one run.
 
 A page cannot hold every cell of a large model's long run. So a cell joins steps and keeps their *worst* value. If there are too
-many tensors, we show the tensors that ever were farthest from health, in the model's order.
+many tensors, we show the tensors that ever were farthest from health, in the model's order. A missing or damaged list adds
+nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from narrowgauge.analysis.columns import Array
 from narrowgauge.report.figures.palette import SEQUENTIAL, plain
 from narrowgauge.report.figures.series import json_list
-from narrowgauge.runs.schema import Row
-
-MAX_CELLS = 150_000
-"""Maximum number of cells of all heat maps on a page. A compressed cell takes about one byte."""
+from narrowgauge.runs.schema import METRICS, Row, finite_number
 
 MOST_TENSORS = 64
 """Maximum number of rows in a heat map."""
+MOST_COLUMNS = 100
+"""Maximum number of columns in a heat map."""
 
 _DIVERGING = [[0, "@below"], [0.5, "@even"], [1, "@above"]]
 _SMALLEST = 1e-7
@@ -71,12 +72,6 @@ HEAT_MAPS: dict[str, Metric] = {
         "most tokens are rare. A high share in every row late in training means that updates are too small for the storage.",
         0.0, 1.0,
     ),
-    "unchanged": Metric(
-        "updates", "imprecision_share", "Share of weights left unchanged",
-        "The share of all elements whose visible weight a step left as it was, elements without an update among them. High is "
-        "healthy where a tail, a master copy or a low part keeps what does not show yet.",
-        0.0, 1.0,
-    ),
     "decay": Metric(
         "updates", "lost_decay", "Share of weight decay that is lost",
         "The share of the intended weight decay that the storage did not take. A row near 1 does not decay at all, and its "
@@ -96,23 +91,11 @@ HEAT_MAPS: dict[str, Metric] = {
         "that is too large or stale.",
         1e-6, 1.0, is_log=True,
     ),
-    "outlier": Metric(
-        "tensors", "outlier", "Outliers: amax over rms",
-        "How far the largest magnitude of a tensor exceeds its rms. A normal distribution has 4 to 6. A row that rises into "
-        "the hundreds needs a scale per row or per block.",
-        1.0, 1000.0, is_log=True,
-    ),
     "bias": Metric(
         "moments", "bias", "Second moments relative to exact ones",
         "The stored second moments over the same ones kept in float32. The middle colour is 1: no bias. Below 1 the steps are "
         "too long, above 1 too short.",
         0.0, 2.0, good=1.0,
-    ),
-    "frozen": Metric(
-        "moments", "frozen_fraction", "Share of frozen second moments",
-        "The share of second moments that did not change since the last sample although their float32 copies did. A row that "
-        "brightens is freezing: it decays too slowly for the storage.",
-        0.0, 1.0,
     ),
     "max_logit": Metric(
         "attention", "max_logit", "Largest attention logit",
@@ -124,60 +107,50 @@ HEAT_MAPS: dict[str, Metric] = {
 """Metrics that a reader can choose. The first is the default."""
 
 
-@dataclass(frozen=True, eq=False)
-class MetricValues:
-    """Hold one metric of the tensors that were farthest from health.
+def heat_maps(rows: Sequence[Row]) -> dict[str, Row]:
+    """Return the heat maps of a run by metric, as Plotly figures, in the order of :data:`HEAT_MAPS`.
 
-    Args:
-        names: tensors, in the run's order.
-        values: a row per tensor, a column per sampled step; NaN where unsampled.
-        num_tensors: number of tensors with the metric.
+    Cost: about 1 s per thousand samples of 400 tensors.
     """
-
-    names: Sequence[str]
-    values: Array
-    num_tensors: int
-
-    def farthest(self, good: float, most: int) -> MetricValues:
-        """Keep only the ``most`` tensors that ever were farthest from health, in their order."""
-        reach = np.fmax.reduce(np.abs(self.values - good), axis=1)
-        rows = np.sort(np.argsort(-reach, kind="stable")[:most])
-        return MetricValues([self.names[row] for row in rows], self.values[rows], self.num_tensors)
+    maps = {name: figure for table in METRICS for name, figure in _maps_of(rows, table)}
+    return {name: maps[name] for name in HEAT_MAPS if name in maps}
 
 
-def heat_maps(steps: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, MetricValues]]) -> list[dict[str, Row]]:
-    """Return the heat maps of every run by metric, as Plotly figures."""
-    num_cells = MAX_CELLS // max(1, sum(map(len, metrics)))
-    return [
-        {name: _heat_map(HEAT_MAPS[name], np.asarray(sampled), values, num_cells) for name, values in by_metric.items()}
-        for sampled, by_metric in zip(steps, metrics, strict=True)
-    ]
+def _maps_of(rows: Sequence[Row], table: str) -> Iterator[tuple[str, Row]]:
+    """Yield the heat maps of one table. Skip tensors without any finite value of a metric."""
+    chosen = {name: metric for name, metric in HEAT_MAPS.items() if metric.table == table}
+    places = [list(METRICS[table]).index(metric.field) for metric in chosen.values()]
+    steps = sorted({step for step, _, _ in lists(rows, table)})
+    columns = {step: column for column, step in enumerate(steps)}
+    tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in lists(rows, table)))}
+    cells = np.full((len(chosen), len(tensors), len(steps)), np.nan)
+    for step, tensor, values in lists(rows, table):
+        for number, place in enumerate(places):
+            if place < len(values) and (value := finite_number(values[place])) is not None:
+                cells[number, tensors[tensor], columns[step]] = value
+    for (name, metric), grid in zip(chosen.items(), cells, strict=True):
+        lines, taken = np.flatnonzero(~np.isnan(grid).all(axis=1)), np.flatnonzero(~np.isnan(grid).all(axis=0))
+        if lines.size:
+            names = [list(tensors)[line] for line in lines]
+            yield name, _heat_map(metric, names, np.array(steps)[taken], grid[np.ix_(lines, taken)])
 
 
-def short_names(names: Sequence[str]) -> list[str]:
-    """Remove common leading and trailing parts of names, split at dots. Keep a kind before a colon.
-
-    Example:
-        >>> short_names(["input:model.layers.0.up.weight", "grad:model.norm.weight"])
-        ['input:layers.0.up', 'grad:norm']
-    """
-    pairs = [name.rpartition(":") for name in names]
-    parts = [name.split(".") for _, _, name in pairs]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[0] for part in parts}) == 1:
-        parts = [part[1:] for part in parts]
-    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
-        parts = [part[:-1] for part in parts]
-    return [kind + colon + ".".join(part) for (kind, colon, _), part in zip(pairs, parts, strict=True)]
+def lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[Any]]]:
+    """Yield step, tensor and values of a table's rows, if the values are a list."""
+    for row in rows:
+        step, entries = finite_number(row.get("step")), row.get(table)
+        if step is not None and isinstance(entries, dict):
+            for name, values in entries.items():
+                if isinstance(values, list):
+                    yield step, name, values
 
 
-def _heat_map(metric: Metric, sampled: Array, metric_values: MetricValues, num_cells: int) -> Row:
-    shown = metric_values.farthest(metric.good, min(MOST_TENSORS, max(16, num_cells // 40)))
-    # Steps without a sample of these tensors have no column.
-    is_taken = ~np.isnan(shown.values).all(axis=0)
-    steps, values = sampled[is_taken], shown.values[:, is_taken]
-    num_columns = min(len(steps), 160, max(20, num_cells // max(1, len(values))))
+def _heat_map(metric: Metric, names: Sequence[str], steps: Array, values: Array) -> Row:
+    reach = np.fmax.reduce(np.abs(values - metric.good), axis=1)
+    lines = np.sort(np.argsort(-reach, kind="stable")[:MOST_TENSORS])
+    shown, num_columns = [names[line] for line in lines], min(len(steps), MOST_COLUMNS)
     starts = [len(steps) * column // num_columns for column in range(num_columns)]
-    low, high = (reduce(values, starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat))
+    low, high = (reduce(values[lines], starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat))
     worst = np.where(high - metric.good >= metric.good - low, high, low)
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
     trace = {
@@ -189,20 +162,20 @@ def _heat_map(metric: Metric, sampled: Array, metric_values: MetricValues, num_c
         "zmax": high_end,
         "colorscale": _DIVERGING if metric.good else SEQUENTIAL,
         "hoverongaps": False,
-        "meta": {"names": [plain(name) for name in shown.names], "log": metric.is_log},
+        "meta": {"names": [plain(name) for name in shown], "log": metric.is_log},
     }
     layout = {
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {
             "autorange": "reversed",
             "tickvals": list(range(len(worst))),
-            "ticktext": [plain(name) for name in short_names(shown.names)],
+            "ticktext": [plain(name) for name in shown],
         },
         "height": 22 * len(worst) + 110,
     }
     how = metric.how
-    if len(worst) < shown.num_tensors:
-        how += f" Shown are the {len(worst)} of {shown.num_tensors} tensors that were farthest from health."
+    if len(worst) < len(names):
+        how += f" Shown are the {len(worst)} of {len(names)} tensors that were farthest from health."
     if num_columns < len(steps):
         how += f" Each column joins {math.ceil(len(steps) / num_columns)} samples and shows the worst."
     return {"data": [trace], "layout": layout, "how": how}

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from narrowgauge.report.figures.palette import colour
 from narrowgauge.report.figures.series import json_list, rounded
-from narrowgauge.report.recipe_groups import MOST_HISTOGRAMS, Samples, spread
-from narrowgauge.runs.schema import FIRST_EXPONENT, Row
+from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number
 from narrowgauge.spec.formats import FORMATS
 
 SHOWN_FORMATS = (
@@ -30,29 +29,82 @@ KIND_TITLES: dict[str, str] = {
 }
 """Panels of the histogram figure, from top to bottom."""
 
-MAX_BARS = 150_000
-"""Maximum number of bars of all histograms on a page. A compressed bar takes about two bytes."""
+MOST_STEPS = 30
+"""Maximum number of steps of the slider."""
 
 
-def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row | None]:
-    """Return the exponent histograms of every run, for a slider over its sampled steps.
+def histogram(rows: Sequence[Row], index: int) -> Row | None:
+    """Return the exponent histograms of a run, or ``None`` without any.
 
     Args:
-        indices: palette index of each run.
+        rows: of ``gauges.jsonl``. A damaged histogram adds nothing, a damaged bin is empty.
+        index: palette index of the run.
     Returns:
-        Per run a Plotly figure with a slider over the sampled steps, or ``None`` without histograms. Its ``frames`` hold the
-        heights of the bars, per step and panel.
+        A Plotly figure with a slider over at most :data:`MOST_STEPS` steps, including the first and the last. Its ``frames``
+        hold the heights of the bars, per step and panel.
     """
-    spans = [span for sample in samples for span in sample.spans.values()]
-    num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, sum(stop - start for start, stop in spans))))
+    sampled = [(finite_number(row.get("step")), _counts(row)) for row in rows]
+    counted = [(int(step), counts) for step, counts in sampled if step is not None and counts]
+    if not counted:
+        return None
+    num_steps = min(len(counted), MOST_STEPS)
+    chosen = [counted[round(place * (len(counted) - 1) / max(1, num_steps - 1))] for place in range(num_steps)]
+    kinds = [kind for kind in KIND_TITLES if any(kind in counts for _, counts in chosen)]
+    spans = {kind: _span([counts[kind] for _, counts in chosen if kind in counts]) for kind in kinds}
+    frames = [[_shares(counts.get(kind), span) for kind, span in spans.items()] for _, counts in chosen]
+    data = [
+        {
+            "type": "bar",
+            "x": [bin + FIRST_EXPONENT for bin in range(*span)],
+            "y": frames[-1][panel],
+            "offset": 0,
+            "width": 1,
+            "yaxis": f"y{panel + 2}",
+            "marker": {"color": colour(index), "line": {"width": 0}},
+            "meta": {"title": KIND_TITLES[kind]},
+            "hovertemplate": f"%{{y:.3~p}} of {KIND_TITLES[kind].lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
+        }
+        for panel, (kind, span) in enumerate(spans.items())
+    ]
     # All exponents that occur, and the whole range of float16 for comparison.
     half = FORMATS["float16"]
-    low = min([start + FIRST_EXPONENT for start, _ in spans] + [half.finest_exponent])
-    high = max([stop + FIRST_EXPONENT for _, stop in spans] + [half.max_exponent + 1])
-    return [
-        _histogram(sample, index, num_steps, [low - 2, high + 2]) if sample.spans else None
-        for sample, index in zip(samples, indices, strict=True)
-    ]
+    low = min(half.finest_exponent, *(start + FIRST_EXPONENT for start, _ in spans.values()))
+    high = max(half.max_exponent + 1, *(stop + FIRST_EXPONENT for _, stop in spans.values()))
+    # The page's script shows the frame of the chosen step.
+    slider = {
+        "active": num_steps - 1, "steps": [{"label": f"{step}", "method": "skip"} for step, _ in chosen],
+        "currentvalue": {"prefix": "step ", "font": {"size": 12, "color": "@ink"}}, "pad": {"t": 44, "b": 4},
+        "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
+        "font": {"color": "@muted"},
+    }  # fmt: skip
+    layout = _panels(len(spans), [low - 2, high + 2]) | {"sliders": [slider]}
+    return {"data": [*data, *_format_bars()], "layout": layout, "frames": frames}
+
+
+def _counts(row: Row) -> dict[str, list[float]]:
+    """Return the histograms of a row that count anything. A bin without a valid count is empty."""
+    histograms = row.get("histograms")
+    if not isinstance(histograms, dict):
+        return {}
+    counts = {
+        kind: [max(0.0, finite_number(count) or 0.0) for count in bins]
+        for kind, bins in histograms.items()
+        if kind in KIND_TITLES and isinstance(bins, list)
+    }
+    return {kind: bins for kind, bins in counts.items() if any(bins)}
+
+
+def _span(histograms: Sequence[Sequence[float]]) -> tuple[int, int]:
+    """Return the first used bin, and the one after the last."""
+    used = [place for bins in histograms for place, count in enumerate(bins) if count]
+    return min(used), max(used) + 1
+
+
+def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float | None] | None:
+    if counts is None:
+        return None
+    total = sum(counts)
+    return json_list([count / total or math.nan for count in counts[slice(*span)]], 3)
 
 
 def format_ranges() -> list[Row]:
@@ -74,47 +126,6 @@ def format_ranges() -> list[Row]:
         }
         for name in SHOWN_FORMATS
     ]
-
-
-def _histogram(samples: Samples, index: int, num_steps: int, exponents: list[float]) -> Row:
-    spans = {kind: samples.spans[kind] for kind in KIND_TITLES if kind in samples.spans}
-    chosen = spread(samples.histograms, num_steps)
-    frames = [[_shares(row["histograms"].get(kind), span) for kind, span in spans.items()] for row in chosen]
-    data = [
-        {
-            "type": "bar",
-            "x": [bin + FIRST_EXPONENT for bin in range(*span)],
-            "y": frames[-1][panel],
-            "offset": 0,
-            "width": 1,
-            "yaxis": f"y{panel + 2}",
-            "marker": {"color": colour(index), "line": {"width": 0}},
-            "meta": {"title": KIND_TITLES[kind]},
-            "hovertemplate": f"%{{y:.3~p}} of {KIND_TITLES[kind].lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
-        }
-        for panel, (kind, span) in enumerate(spans.items())
-    ]
-    return {
-        "data": [*data, *_format_bars()],
-        "layout": _panels(len(spans), exponents) | {"sliders": [_slider([row["step"] for row in chosen], samples)]},
-        "frames": frames,
-    }
-
-
-def _slider(steps: Sequence[int], samples: Samples) -> Row:
-    """Return a slider over the steps. The page's script shows the frame of the chosen step."""
-    more = f" ({len(steps)} of {samples.num_histograms} samples)" if len(steps) < samples.num_histograms else ""
-    return {
-        "active": len(steps) - 1, "pad": {"t": 44, "b": 4}, "steps": [{"label": f"{step}", "method": "skip"} for step in steps],
-        "currentvalue": {"prefix": "step ", "suffix": more, "font": {"size": 12, "color": "@ink"}},
-        "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
-        "font": {"color": "@muted"},
-    }  # fmt: skip
-
-
-def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float | None] | None:
-    total = sum(counts) if counts else 0
-    return json_list([count / total or math.nan for count in counts[slice(*span)]], 3) if counts and total else None
 
 
 def _format_bars() -> list[Row]:

@@ -1,17 +1,16 @@
 """The colour, dash and marker of each recipe, the same in figures, legend and tables.
 
 Colours are names. ``@c2`` is the third of the palette, ``@c2/0.2`` the same at 20 % opacity. The page resolves them for its
-light or dark theme. A recipe differs from all others by colour and dash, and by colour and marker.
+light or dark theme. The first recipes differ by colour and marker, later ones by their dash too.
 """
 
 from __future__ import annotations
 
 NUM_COLOURS = 8
-"""Number of palette colours. Further recipes repeat the colours with another dash and marker."""
+"""Number of palette colours. Further recipes repeat the colours with another dash."""
 
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "pentagon", "star")
-FILLS = ("", "-open", "-dot", "-open-dot")
 SEQUENTIAL = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
 """Colours of a heat map from its lowest to its highest value."""
 
@@ -33,13 +32,13 @@ def dash_of(index: int) -> str:
 
 
 def symbol_of(index: int) -> str:
-    """Return the marker that distinguishes a recipe from others with the same colour.
+    """Return the marker that goes with a recipe's colour.
 
     Example:
         >>> symbol_of(1), symbol_of(9)
-        ('square', 'square-open')
+        ('square', 'square')
     """
-    return SYMBOLS[index % len(SYMBOLS)] + FILLS[index // len(SYMBOLS) % len(FILLS)]
+    return SYMBOLS[index % len(SYMBOLS)]
 
 
 def plain(text: str) -> str:

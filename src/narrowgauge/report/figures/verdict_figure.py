@@ -13,29 +13,31 @@ from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_difference
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.series import rounded
-from narrowgauge.report.figures.traces import Figure, labelled_rows, layout_of
+from narrowgauge.report.figures.traces import Figure, layout_of
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
 FAR = 10.0
-"""Draw a recipe at the edge if its difference exceeds this multiple of the threshold. Else the others would overlap."""
+"""Do not draw a recipe if its difference exceeds this multiple of the threshold. Else the others would overlap."""
 
 
 def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
     """Return each recipe's paired difference from the baseline, with its 95 % interval; ``None`` if there is none."""
     pairs = [(group, comparison.classes[group.label].difference) for group in groups]
-    drawn = [(group, paired) for group, paired in pairs if paired is not None and math.isfinite(paired.mean)]
+    known = [(group, paired) for group, paired in pairs if paired is not None and math.isfinite(paired.mean)]
     threshold = comparison.acceptable
+    drawn = [(group, paired) for group, paired in known if abs(paired.mean) <= FAR * threshold]
     if not drawn or comparison.baseline is None or not 0 < threshold < math.inf:
         return None
-    near = [paired for _, paired in drawn if abs(paired.mean) <= FAR * threshold]
-    reach = [abs(side) for paired in near for side in (paired.low, paired.high, paired.mean) if math.isfinite(side)]
+    reach = [abs(side) for _, paired in drawn for side in (paired.low, paired.high, paired.mean) if math.isfinite(side)]
     # An interval may be much wider than any difference, and may leave the figure.
-    limit = 1.1 * max(1.5 * threshold, min(max(reach, default=0.0), 1.5 * FAR * threshold))
-    beyond = [(group, paired) for group, paired in drawn if abs(paired.mean) > limit]
+    limit = 1.1 * max(1.5 * threshold, min(max(reach), 1.5 * FAR * threshold))
     layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
     layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
-    layout["yaxis"] |= labelled_rows([group.label for group, _ in drawn])
+    layout["yaxis"] |= {
+        "tickvals": list(range(len(drawn))), "ticktext": [plain(group.label) for group, _ in drawn],
+        "range": [len(drawn) - 0.5, -0.5], "zeroline": False, "showgrid": False,
+    }  # fmt: skip
     layout["shapes"] = [
         {
             "type": "rect", "xref": "x", "yref": "paper", "x0": -threshold, "x1": threshold, "y0": 0, "y1": 1,
@@ -49,25 +51,22 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
     )
     if any(not math.isfinite(paired.half) for _, paired in drawn):
         how += " A mark without a bar is one seed alone, which has no interval."
+    beyond = [f"{g.label} ({shown_difference(p.mean, p.half)})" for g, p in known if abs(p.mean) > FAR * threshold]
     if beyond:
-        named = ", ".join(f"{group.label} ({shown_difference(paired.mean, paired.half)})" for group, paired in beyond)
-        how += f" Beyond the axis: {named}."
-    data = [_bar(group, paired, line, limit) for line, (group, paired) in enumerate(drawn)]
+        how += f" Far beyond the axis: {', '.join(beyond)}."
+    data = [_bar(group, paired, line) for line, (group, paired) in enumerate(drawn)]
     return Figure("verdict-figure", "Difference from the baseline", how, data, layout, height=110 + 34 * len(drawn))
 
 
-def _bar(group: Group, paired: PairedDifference, line: int, limit: float) -> Row:
-    is_beyond = abs(paired.mean) > limit
-    symbol = ("triangle-right" if paired.mean > 0 else "triangle-left") if is_beyond else symbol_of(group.index)
-    at = math.copysign(0.98 * limit, paired.mean) if is_beyond else paired.mean
-    half = paired.half if math.isfinite(paired.half) and not is_beyond else 0.0
+def _bar(group: Group, paired: PairedDifference, line: int) -> Row:
+    half = paired.half if math.isfinite(paired.half) else 0.0
     return {
-        "type": "scatter", "mode": "markers", "x": [rounded(at)], "y": [line], "name": plain(group.label),
+        "type": "scatter", "mode": "markers", "x": [rounded(paired.mean)], "y": [line], "name": plain(group.label),
         "error_x": {
             "type": "data", "array": [rounded(half)], "visible": half > 0, "color": colour(group.index),
             "thickness": 2.5, "width": 6,
         },
-        "marker": {"size": 11, "color": colour(group.index), "symbol": symbol},
+        "marker": {"size": 11, "color": colour(group.index), "symbol": symbol_of(group.index)},
         "meta": {"group": group.index},
         "hovertemplate": f"{plain(shown_difference(paired.mean, paired.half))} nats<extra>{plain(group.label)}</extra>",
     }  # fmt: skip

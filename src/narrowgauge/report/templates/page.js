@@ -68,19 +68,8 @@
     return { dtick: Math.max(1, Math.ceil(decades / 8)) };
   }
 
-  // Plotly gives a legend above the figure at most half of its height, and lets it scroll and cover what is below: make it room.
-  const LEGEND_LINE = 20; // pixels
-  const LETTER = 6.8; // pixels of a letter, about
-  function legendLines(spec, width) {
-    const names = spec.data.filter((trace) => trace.name && trace.showlegend !== false).map((trace) => trace.name);
-    const widest = 55 + LETTER * Math.max(0, ...names.map((name) => Math.min(name.length, Math.floor((width - 50) / LETTER))));
-    const labels = LETTER * Math.max(0, ...(spec.layout.yaxis?.ticktext ?? []).map((label) => Math.min(label.length, 20)));
-    return spec.layout.showlegend ? Math.ceil(names.length / Math.max(1, Math.floor((width - 36 - Math.max(38, labels)) / widest))) : 0;
-  }
-
   function layoutOf(spec, width) {
     const narrow = width < NARROW;
-    const lines = legendLines(spec, width);
     const layout = coloured(structuredClone(spec.layout));
     const axis = { exponentformat: "power", gridcolor: "@grid", linecolor: "@line", zerolinecolor: "@muted", zeroline: false, automargin: true, tickcolor: "@line" };
     for (const name of Object.keys(layout).filter((name) => /^[xy]axis\d*$/.test(name))) {
@@ -90,8 +79,6 @@
       if (own.title) layout[name].title = { ...own.title, ...(narrow && name.startsWith("x") ? { text: short(own.title.text) } : {}), standoff: 10, font: { size: 12, color: colourOf("@muted") } };
       if (own.ticktext) layout[name].ticktext = own.ticktext.map((label) => (narrow ? clipped(label.replace(/^(\w+:)?[a-z_.]*\.(?=\d+\.)/, "$1"), 20) : clipped(label, 46)));
       if (narrow && name.startsWith("x")) layout[name].nticks = 6;
-      // What is written at the ends of bars takes as many pixels as on a wide figure.
-      if (narrow && name.startsWith("x") && own.range && spec.data.some((trace) => trace.mode === "text")) layout[name].range = [own.range[0], 1.4 * own.range[1]];
       if (narrow && layout[name].dtick === 8) layout[name].dtick = 16;
     }
     return {
@@ -103,31 +90,16 @@
       hoverlabel: { bgcolor: colourOf("@card"), bordercolor: colourOf("@line"), font: { color: colourOf("@ink"), size: 12 }, namelength: -1, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colourOf("@muted"), activecolor: colourOf("@accent"), orientation: "v" },
       showlegend: false,
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, maxheight: LEGEND_LINE * (lines + 1), font: { color: colourOf("@ink") }, itemclick: false, itemdoubleclick: false },
       dragmode: narrow ? false : "zoom",
       uirevision: true, // What the reader zoomed to stays in another theme.
       ...layout,
-      ...(lines > 2 ? { height: layout.height + LEGEND_LINE * (lines - 2) } : {}),
     };
   }
   // The title of an axis is centred below it and cut where the figure ends: a long one goes without its unit, which the caption has.
   const short = (title) => (title.length > 30 ? title.replace(/ \([^()]*\)$/, "") : title);
   const colouredAxis = (axis) => Object.fromEntries(Object.entries(axis).map(([key, value]) => [key, typeof value === "string" ? colourOf(value) : value]));
 
-  // The legend cuts off what is longer than the figure is wide: broken between words it is read whole.
-  function broken(label, width) {
-    const most = Math.floor((width - 50) / LETTER);
-    const lines = label.split(" ").reduce(([first, ...rest], word) => (first && `${first} ${word}`.length > most ? [word, first, ...rest] : [first ? `${first} ${word}` : word, ...rest]), [""]);
-    return lines.reverse().join("<br>");
-  }
-
-  function tracesOf(spec, width) {
-    return spec.data.map((trace) => {
-      const visible = !hidden.has(trace.meta?.group);
-      const name = spec.layout.showlegend && width < NARROW && trace.name ? { name: broken(trace.name, width) } : {};
-      return Object.assign(coloured(trace), { visible, ...name });
-    });
-  }
+  const tracesOf = (spec) => spec.data.map((trace) => Object.assign(coloured(trace), { visible: !hidden.has(trace.meta?.group) }));
 
   function draw(name) {
     const spec = figures[name];
@@ -135,7 +107,7 @@
     if (!place || !spec) return undefined;
     const layout = layoutOf(spec, place.clientWidth);
     place.style.minHeight = `${layout.height}px`;
-    return Plotly.react(place, tracesOf(spec, place.clientWidth), layout, configOf(name)).then(() => {
+    return Plotly.react(place, tracesOf(spec), layout, configOf(name)).then(() => {
       scalable(place);
       if (name === "ranges-figure" && !place.dataset.ready) place.on("plotly_sliderchange", ({ slider }) => { sample = slider.active; showRanges(); redraw(name); });
       place.dataset.ready = "yes";
@@ -222,17 +194,17 @@
       { type: "rect", xref: "x", yref: "paper", x0: format.normal, x1: format.max, y0: 0, y1: 1, fillcolor: "@band", line: { width: 0 }, layer: "below" },
       edge(format.subnormal, "dot"), edge(format.normal, "solid"), edge(format.max, "solid"),
     ];
-    show("ranges-figure", { data: traces, layout: withLabels("ranges-figure", { ...spec.layout, shapes, annotations, sliders }) });
+    show("ranges-figure", { data: traces, layout: withLabels({ ...spec.layout, shapes, annotations, sliders }) });
   }
 
   // On a narrow page the labels of lines are above them, not beside them.
-  function withLabels(figure, layout) {
-    if (!isNarrow(figure)) return layout;
+  function withLabels(layout) {
+    if (!isNarrow("ranges-figure")) return layout;
     const names = layout.yaxis.ticktext.map((text, line) => ({
       text: clipped(text, 46), xref: "paper", x: 0, xanchor: "left", xshift: 8, showarrow: false, yref: "y", y: line, yanchor: "bottom", yshift: 3,
       font: { color: "@muted", size: 11 },
     }));
-    return { ...layout, yaxis: { ...layout.yaxis, showticklabels: false }, annotations: [...(layout.annotations || []), ...names] };
+    return { ...layout, yaxis: { ...layout.yaxis, showticklabels: false }, annotations: [...layout.annotations, ...names] };
   }
 
   function panelTitle(trace, y, format, panel) {
@@ -252,10 +224,7 @@
   let resized;
   // Labels of lines, ticks and the position of a colour bar depend on the width.
   function refit() {
-    showStrip(); showHeat(); showRanges(); drawAll();
-  }
-  function showStrip() {
-    if (data.strip && document.querySelector("[data-plot='strip']")) show("strip", { ...data.strip, layout: withLabels("strip", data.strip.layout) });
+    showHeat(); showRanges(); drawAll();
   }
   const redraw = (name) => Promise.resolve(draw(name)).catch(complain);
   function listen() {
@@ -294,7 +263,6 @@
   function makeSortable(table) {
     const heads = all("thead th", table);
     heads.forEach((head, place) => {
-      if (!("sort" in head.dataset)) return;
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = head.textContent;
@@ -332,13 +300,11 @@
     document.body.append(probe);
     all("table.sortable").forEach(makeSortable);
     if (themeOfLink() || savedTheme()) root.dataset.theme = themeOfLink() || savedTheme();
-    data = JSON.parse(read("data"));
-    data.gauges = JSON.parse(await inflated(read("gauges")));
+    data = JSON.parse(await inflated(read("data")));
     const script = document.createElement("script");
     script.textContent = await inflated(read("plotly"));
     document.head.append(script);
     Object.assign(figures, data.figures);
-    showStrip();
     showHeat();
     showRanges();
     listen();

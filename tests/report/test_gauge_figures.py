@@ -1,0 +1,40 @@
+"""What a page shows of a run's gauges, whatever the rows hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from narrowgauge.report.figures.histograms import MOST_STEPS, histogram
+from narrowgauge.report.recipe_groups import details_of
+from narrowgauge.runs.record import Run
+from report.made_pages import page_of
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.mark.parametrize("damaged", [None, "low", {}, ["low"], [math.nan] * 9])
+def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None:
+    row = {
+        "step": 1,
+        **{table: {"a": damaged} for table in ("tensors", "updates", "moments", "attention")},
+        "histograms": {"weight": damaged},
+        "logits": {"max": damaged},
+    }
+    details = details_of(make_run(gauges=[row]), 0)
+    assert not details.heat_maps and details.histogram is None and details.lowest_edq == 1.0
+    # A valid tensor in the same row is read.
+    row["updates"]["b"] = [0.25]
+    details = details_of(make_run(gauges=[row]), 0)
+    assert details.lowest_edq == 0.25 and list(details.heat_maps) == ["edq"]
+    assert "Every tensor over time" in page_of([make_run(gauges=[row])])
+
+
+def test_histograms_are_thinned() -> None:
+    figure = histogram([{"step": step, "histograms": {"weight": [step]}} for step in range(1, 101)], 0)
+    assert figure is not None
+    labels = [step["label"] for step in figure["layout"]["sliders"][0]["steps"]]
+    assert (labels[0], labels[-1], len(labels), len(figure["frames"])) == ("1", "100", MOST_STEPS, MOST_STEPS)
