@@ -82,15 +82,18 @@ def check_resume(
         raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
     file = None if record is None else Path(record)
     if step is not None:
+        undrawn = _generators()
         before = snapshot(step())
         saved = save()
         generators = _generators()
         after = snapshot(step())
         if file is not None and ranks.is_first:
-            file.write_text(json.dumps({"held": before | generators, "after": after}), encoding="utf-8")
-        before |= generators
+            file.write_text(json.dumps({"held": before, "after": after}), encoding="utf-8")
         if load is None:
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"])
+        drawn = _generators()
+        # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
+        before |= {name: entry for name, entry in generators.items() if drawn[name] != undrawn[name]}
     else:
         assert file is not None
         recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
@@ -99,14 +102,8 @@ def check_resume(
     torch.rand(7), np.random.rand(7), random.random()
     assert load is not None
     objects, fresh_step = load(saved)
-    loaded = snapshot(objects)
-    restored = _generators()
-    if step is not None:
-        loaded |= restored
-    else:  # each rank has its own
-        before = {name: entry for name, entry in before.items() if name not in restored}
-    kinds = {name: name.partition("|")[0].partition(".")[0].removesuffix(" buffers") for name in before}
-    before = {name: entry for name, entry in before.items() if kinds[name] in {*objects, "generators"}}
+    loaded = snapshot(objects) | _generators()
+    before = {name: entry for name, entry in before.items() if name.partition("|")[0] in {*objects, "generators"}}
     readings, lines = _differences(before, loaded, "after the load")
     again = snapshot(fresh_step())
     if not readings:
@@ -119,25 +116,20 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
     """Return a reading for each kind of state that is not restored, and a line with the counts."""
     verdicts: dict[str, dict[str, list[str]]] = {}
     for name, entry in before.items():
-        (kind, _, rest), loaded = name.partition("|"), now.get(name)
-        verdict = NOT_RESTORED
+        verdict, loaded = NOT_RESTORED, now.get(name)
         if loaded is not None and entry["value"] == loaded["value"]:
             verdict = BITS if entry["bits"] == loaded["bits"] else VALUE
-        verdicts.setdefault(kind, {}).setdefault(verdict, []).append(rest)
-    readings = []
+        verdicts.setdefault(name.split("|")[1], {}).setdefault(verdict, []).append(name)
+    readings, words = [], []
     for kind, groups in verdicts.items():
+        counts = {verdict: f"{verdict} ({len(names)})" for verdict, names in groups.items()}
+        words.append(f"{kind} {', '.join(counts.values())}")
         if names := groups.get(NOT_RESTORED):
-            name = f"{kind}|{names[0]}"
-            entry, loaded = before[name], now.get(name)
-            value, expected = (loaded or {}).get("number"), entry.get("number")
-            shown = f"{entry['shown']} was saved, {loaded['shown'] if loaded else 'nothing'} is there {when}"
-            count = f"{len(names)} of {sum(map(len, groups.values()))}: " if names[0] else ""
-            message = f"{count}{names[0]}{': ' if names[0] else ''}{shown}."
-            readings.append(KINDS["not-restored"].reading(kind, value, expected, message=message))
-    words = [
-        f"{kind} {', '.join(f'{v} ({len(n)})' if n[0] else v for v, n in groups.items())}"
-        for kind, groups in verdicts.items()
-    ]
+            entry, loaded = before[names[0]], now.get(names[0], {"shown": "nothing", "number": None})
+            first, number = names[0].split("|", 2)[2], sum(map(len, groups.values()))
+            label = f"{len(names)} of {number}: {first}: " if first else ""
+            message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}."
+            readings.append(KINDS["not-restored"].reading(kind, loaded["number"], entry["number"], message=message))
     return readings, [f"{when}: {'; '.join(words)}"]
 
 
@@ -145,14 +137,14 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
 
 
 def snapshot(objects: Objects) -> dict[str, Entry]:
-    """Return an entry for each state of a loop's objects, as ``KIND|NAME``. All ranks make the call."""
+    """Return an entry for each state of a loop's objects, as ``OBJECT|KIND|NAME``. All ranks make the call."""
     names = {
         id(p): inner_name(n) for o in objects.values() if isinstance(o, nn.Module) for n, p in o.named_parameters()
     }
-    states = {f"{kind}|{name}": value for key, o in objects.items() for kind, name, value in _states_of(key, o, names)}
-    tensors = {
-        key: value for key, value in states.items() if isinstance(value, Tensor) and value.layout is torch.strided
+    states = {
+        f"{key}|{kind}|{name}": value for key, o in objects.items() for kind, name, value in _states_of(key, o, names)
     }
+    tensors = {k: value for k, value in states.items() if isinstance(value, Tensor) and value.layout is torch.strided}
     bits = fingerprints_whole(tensors)
     values = fingerprints_whole({k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()})
     entries: dict[str, Entry] = {}
@@ -228,4 +220,4 @@ def _generators() -> dict[str, Entry]:
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
-    return {f"generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
+    return {f"generators|generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}

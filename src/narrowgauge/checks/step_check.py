@@ -10,7 +10,7 @@ likelihood of the stored values decides, through their rounding (:mod:`narrowgau
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -18,17 +18,8 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS, STEP
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.step_rules import (
-    Values,
-    decay_of,
-    decouples,
-    direction,
-    inputs_of,
-    new_state,
-    new_term,
-    state_factors,
-)
-from narrowgauge.checks.step_samples import Sample, SampledStep, complete, named_parameters, sampled_step, values_of
+from narrowgauge.checks.step_rules import Values, decay_of, decouples, inputs_of, state_factors, terms_of
+from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
 from narrowgauge.checks.stored import DECIDES, Rounding, Written
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
@@ -99,13 +90,12 @@ class StepCheck:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._step, done, self._done = None, self._done, None
-        parameters = named_parameters(optimizer, self._names)
         if done is not None:
-            self._send(lambda: between_readings(done, optimizer, parameters), {})
+            self._send(lambda: between_readings(done), {})
         step = self.num_steps + 1
         if step == 2 or (step > 2 and step % self.every == 0):
             with torch.no_grad():
-                self._step = sampled_step(step, optimizer, parameters)
+                self._step = sampled_step(step, optimizer, self._names)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_steps += 1
@@ -115,7 +105,7 @@ class StepCheck:
         unseen: dict[str, str] = {}
 
         def compare() -> list[Reading]:
-            complete(step, optimizer, named_parameters(optimizer, self._names))
+            complete(step, optimizer)
             readings = [*clip_readings(step, self._limit, unseen), *update_readings(step, optimizer, unseen)]
             self._done = step
             return readings
@@ -158,7 +148,7 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
         unseen["the clip"] = "gradients are sharded over ranks" if is_sharded else "a gradient is not finite"
         return
     norm, kind = step.grad_norm * step.clip, KINDS["clip-norm"]
-    epsilons = [torch.finfo(s.dtype).eps for s in step.samples.values() if s.gradient is not None]
+    epsilons = [torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None]
     bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
     if norm > limit + bound:
         yield kind.reading("", norm, limit, bound, step.step)
@@ -166,7 +156,7 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
     """Recompute the update of every sampled parameter. Fill ``unseen`` with names not compared, and reasons."""
-    still = [s for s in step.samples.values() if not s.requires_grad and s.after]
+    still = [s for s in step.samples.values() if not s.parameter.requires_grad and s.after]
     frozen = [s.name for s in still if _differs(s.after["weight"], s.before["weight"])]
     readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step.step)] if frozen else []
     stepped = [s for s in step.samples.values() if s.gradient is not None and s.after and s.gradient.numel()]
@@ -222,6 +212,7 @@ def _count_readings(sample: Sample) -> Iterator[Reading]:
 
 
 def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
+    """Compare the states of a parameter in the order of the rule, then its weight, whose step depends on them."""
     values = inputs_of(sample)
     if not all(bool(t.isfinite().all()) for t in (*values.values(), sample.after["weight"])):
         return
@@ -231,14 +222,16 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     if not decouples(sample):
         errors["gradient"] = _unit(sample) * (values["gradient"].abs() + (decay_of(sample) * values["weight"]).abs())
     for name in state_factors(sample):
-        values[f"new_{name}"] = new_state(sample, name, values)
-        if name in sample.after:
-            written = _written_state(sample, name, values, errors)
-            readings += _state_readings(sample, name, written)
-            # Optimizers of torch may compute with the rounded state.
-            is_torch = name not in sample.roundings
-            errors[f"new_{name}"] = written.slack + (written.above / 2 if is_torch else 0.0)
-    yield from readings or _weight_readings(sample, values, errors, unseen)  # with a wrong state the step is wrong, too
+        if name not in sample.after:
+            unseen["the update of some weights"] = f"{name} is not stored in the weight's shape"
+            return
+        written = _written(sample, name, values, errors)
+        readings += _state_readings(sample, name, written)
+        values[f"new_{name}"] = written.expected
+        # Optimizers of torch may compute with the rounded state.
+        errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.above / 2)
+    # With a wrong state the step is wrong, too.
+    yield from readings or _weight_readings(sample, _written(sample, "weight", values, errors), unseen)
 
 
 def _unit(sample: Sample) -> float:
@@ -246,26 +239,20 @@ def _unit(sample: Sample) -> float:
     return torch.finfo(sample.after["weight"].dtype).eps / 2
 
 
-def _rounding(sample: Sample, name: str) -> Rounding:
-    return sample.roundings.get(name) or Rounding(CODES[dtype_name(sample.after[name].dtype)])
-
-
-def _propagated(rule: Callable[[Values], Tensor], values: Values, errors: Values) -> Tensor:
-    """Return by how much errors of the inputs move a rule's result, for each element; infinite if it has no bound."""
-    exact = rule(values)
-    total = torch.zeros_like(exact)
-    for name, error in errors.items():
-        moved = [rule(values | {name: values[name] + sign * error}) for sign in (1, -1)]
-        total += torch.stack(moved).sub(exact).abs().nan_to_num(math.inf).amax(0)
-    return total
-
-
-def _written_state(sample: Sample, name: str, values: Values, errors: Values) -> Written:
-    (keep, take), old, term = state_factors(sample)[name], values[name], new_term(sample, name, values)
-    slack = _propagated(lambda values: new_state(sample, name, values), values, errors)
-    slack += 4 * _unit(sample) * ((keep * old).abs() + (take * term).abs())
-    terms = {"kept": (old, keep), "taken": (term, take)}
-    return Written(sample.after[name].double(), torch.zeros_like(old), terms, _rounding(sample, name), slack)
+def _written(sample: Sample, name: str, values: Values, errors: Values) -> Written:
+    """Return a state or the weight after the step, with the sum that its rule writes and the error of this sum."""
+    after, terms = sample.after[name], terms_of(sample, name, values)
+    fixed = values["weight"] if name == "weight" else torch.zeros_like(values["weight"])
+    slack = 4 * _unit(sample) * fixed.abs()
+    for key, (term, number) in terms.items():
+        slack += (_OPERATIONS if key == "step" else 4) * _unit(sample) * (number * term).abs()
+    # Errors of the inputs move the sum, for some elements without a bound.
+    for key, error in errors.items():
+        ends = [terms_of(sample, name, values | {key: values[key] + sign * error}) for sign in (1, -1)]
+        moved = [sum((number * (term - terms[k][0]) for k, (term, number) in end.items()), 0 * slack) for end in ends]
+        slack += torch.stack(moved).abs().nan_to_num(math.inf).amax(0)
+    rounding = sample.roundings.get(name) or Rounding(CODES[dtype_name(after.dtype)])
+    return Written(after.double(), fixed, terms, rounding, slack)
 
 
 def _state_readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
@@ -273,7 +260,7 @@ def _state_readings(sample: Sample, name: str, written: Written) -> Iterator[Rea
         return
     length, numbers, rule = max(float(written.expected.norm()), 1e-300), difference.numbers, written.rule
     value, target, allowed = difference.distance / length, 0.0, difference.bound / length
-    if numbers is not None:
+    if numbers:
         far = max(numbers, key=lambda key: abs(numbers[key] - rule[key]) / max(abs(rule[key]), 1e-3))
         value, target, allowed = numbers[far], rule[far], difference.errors[far]
     now = numbers or dict.fromkeys(rule, math.nan)
@@ -283,49 +270,34 @@ def _state_readings(sample: Sample, name: str, written: Written) -> Iterator[Rea
     )  # fmt: skip
 
 
-def _weight_readings(sample: Sample, values: Values, errors: Values, unseen: dict[str, str]) -> Iterator[Reading]:
-    weight, after, rate, unit = values["weight"], sample.after["weight"], float(sample.settings["lr"]), _unit(sample)
-    decay = decay_of(sample) if decouples(sample) else 0.0
-    change = -rate * direction(sample, values)
-    slack = rate * _propagated(lambda values: direction(sample, values), values, errors)
-    slack += 4 * unit * weight.abs() + _OPERATIONS * unit * change.abs()
-    terms = {"step": (change, 1.0)} | ({"decay": (-rate * weight, decay)} if decouples(sample) else {})
-    written = Written(after.double(), weight, terms, _rounding(sample, "weight"), slack)
-    length = max(float((written.expected - weight).norm()), 1e-300)
+def _weight_readings(sample: Sample, written: Written, unseen: dict[str, str]) -> Iterator[Reading]:
+    after, rule = sample.after["weight"], written.rule
+    length = max(float((written.expected - written.fixed).norm()), 1e-300)
     if (difference := written.difference(_UNEXPLAINED_SHARE * length)) is None:
-        gain = written.likelihood(written.expected)[0] - written.likelihood(weight)[0]
+        gain = written.likelihood(written.expected)[0] - written.likelihood(written.fixed)[0]
         if "weight" in sample.roundings and gain <= DECIDES:
             unseen["the update of some weights"] = "their storage keeps too little of a step"
         return
-    readings = list[Reading]()
-    if difference.numbers is not None:
-        step, used = difference.numbers["step"], difference.numbers.get("decay", decay)
-        kind, noise = KINDS["step-factor"], difference.errors.get("decay", math.inf)
+    is_explained = False
+    if numbers := difference.numbers:
+        step, kind = numbers["step"], KINDS["step-factor"]
         allowed = max(kind.bound, difference.errors["step"])
         if abs(step - 1) > allowed:
-            readings.append(kind.reading(sample.name, step, 1.0, allowed, rate=rate))
+            is_explained = True
+            yield kind.reading(sample.name, step, 1.0, allowed, rate=float(sample.settings["lr"]))
+        decay, used = rule.get("decay", 0.0), numbers.get("decay", 0.0)
+        noise = difference.errors.get("decay", math.inf)
         # A wrong rate multiplies the decay too. Do not report it twice.
-        is_scaled = abs(used - step * decay) <= max(_SAME_DECAY * abs(step * decay), noise)
-        if not is_scaled and abs(used - decay) > max(_SAME_DECAY * decay, noise):
-            readings.append(KINDS["weight-decay"].reading(sample.name, used, decay, noise))
-    if not readings:
+        if all(abs(used - usual) > max(_SAME_DECAY * abs(usual), noise) for usual in (decay, step * decay)):
+            is_explained = True
+            yield KINDS["weight-decay"].reading(sample.name, used, decay, noise)
+    if not is_explained:
         spacing = torch.finfo(after.dtype).eps * written.expected.abs().clamp_min(1e-30)
-        share = float(((written.after - written.expected).abs() > 4 * spacing).double().mean())
-        value, bound, more = (
-            difference.distance / length,
-            difference.bound / length,
-            _rounded_to(after, written.expected),
-        )
-        readings.append(KINDS["weight"].reading(sample.name, value, 0.0, bound, share=share, more=more))
-    yield from readings
-
-
-def fitted(target: Tensor, terms: Iterable[Tensor]) -> tuple[list[float], float]:
-    """Fit a target by a sum of terms. Return the factors and the length of the residual; float64, 1-D."""
-    columns = torch.stack(list(terms), 1)
-    scales = columns.norm(dim=0).clamp_min(1e-300)
-    solution = torch.linalg.lstsq(columns / scales, target[:, None], driver="gelsd").solution[:, 0]
-    return (solution / scales).tolist(), float((target - columns / scales @ solution).norm())
+        share = float(((after - written.expected).abs() > 4 * spacing).double().mean())
+        yield KINDS["weight"].reading(
+            sample.name, difference.distance / length, 0.0, difference.bound / length, share=share,
+            more=_rounded_to(after, written.expected),
+        )  # fmt: skip
 
 
 def _rounded_to(values: Tensor, expected: Tensor) -> str:
@@ -343,42 +315,37 @@ def _rounded_to(values: Tensor, expected: Tensor) -> str:
 # ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def between_readings(
-    step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
-) -> list[Reading]:
+def between_readings(step: SampledStep) -> list[Reading]:
     """Compare the state after a step with the state before the next step, bit for bit at the sampled places."""
     readings = list[Reading]()
-    for name, parameter in parameters.items():
-        if (sample := step.samples.get(name)) is None or not sample.after:
-            continue
-        values = values_of(optimizer, parameter)
+    for sample in step.samples.values():
+        values = sample.values()
         for key, before in sample.after.items():
-            now = values.get(key)
-            if now is not None and not _differs(now, before):
-                continue
-            if key == "weight":
-                readings += _written_weight(step.step, sample, values["weight"])
-                continue
-            more = ": it is lost" if now is None or not now.any() else ""
-            norms = 0.0 if now is None else float(now.double().norm()), float(before.double().norm())
-            readings.append(KINDS["states-written"].reading(name, *norms, 0.0, step.step, state=key, more=more))
+            if key not in values or _differs(values[key], before):
+                readings += _written_between(sample, key, values.get(key), step.step)
     return joined(readings, len(step.samples))
 
 
-def _written_weight(step: int, sample: Sample, now: Tensor) -> Iterator[Reading]:
-    after = sample.after["weight"]
-    if now.shape != after.shape:
+def _written_between(sample: Sample, name: str, now: Tensor | None, step: int) -> Iterator[Reading]:
+    """Read a weight or state that the loop wrote after the step."""
+    before, kind = sample.after[name], KINDS["weights-written" if name == "weight" else "states-written"]
+    if now is None:
+        yield kind.reading(sample.name, 1.0, 0.0, 0.0, step, state=name, share=1.0, more=": it is lost")
         return
-    length = max(float(after.double().norm()), 1e-300)
-    distance = float((now.double() - after.double()).norm()) / length
+    if now.shape != before.shape:  # of other shards
+        return
+    x, y = now.double(), before.double()
+    length = max(float(y.norm()), 1e-300)
+    distance, factor = float((x - y).norm()) / length, float(x @ y) / length**2
     # Averages that are swapped in and back out leave a rounding error.
     slack = 4 * torch.finfo(now.dtype).eps
     if now.dtype in (torch.float32, torch.float64) and distance <= slack:
         return
-    more, share = _rounded_to(now, after), float((now != after).double().mean())
-    (factor,), rest = fitted(now.double(), [after.double()])
-    if now.equal(sample.before["weight"]):
-        more = ": they are those of before the step again"
-    elif not more and rest <= slack * length:
-        more = f": they were multiplied by {factor:.6g}"
-    yield KINDS["weights-written"].reading(sample.name, distance, 0.0, 0.0, step, share=share, more=more)
+    more, share = _rounded_to(now, before), float((now != before).double().mean())
+    if not now.any():
+        more = ": it is lost"
+    elif now.equal(sample.before.get(name, before)):
+        more = ": it has the values from before the step again"
+    elif not more and float((x - factor * y).norm()) <= slack * length:
+        more = f": it was multiplied by {factor:.6g}"
+    yield kind.reading(sample.name, distance, 0.0, 0.0, step, state=name, share=share, more=more)

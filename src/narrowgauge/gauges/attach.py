@@ -25,10 +25,10 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
 from narrowgauge.gauges.sampling import SAMPLING, Recorder
-from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
+from narrowgauge.gauges.tensor_metrics import exponents, fetch, join_shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.dtensor import is_sharded, is_split_over_ranks, local_of
 from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -80,7 +80,7 @@ class Gauges:
                 f"Cannot attach gauges because the optimizer steps no parameter of this {type(model).__name__}.",
                 "Pass the model with its optimizer.",
             )
-        self.recorder = Recorder(next(model.parameters()).device)
+        self.recorder = Recorder()
         try:
             self._attach()
         except BaseException:
@@ -91,9 +91,7 @@ class Gauges:
                 self.recorder.watch(kind, name)
         # Gauges that are garbage collected stop sampling.
         weakref.finalize(self, _close, self.recorder.number)
-        self.casts = Casts(self._layers)
-        self.shards = Shards.of(self.parameters)
-        if self.shards.mesh is not None and isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, Optimizer) and any(map(is_split_over_ranks, self.parameters.values())):
             optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
         matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
         self.shadow = MomentShadow(optimizer, matrices if every else {})
@@ -196,12 +194,10 @@ class Gauges:
             # A fused torch optimizer under torch.amp.GradScaler, which finds its scale by letting gradients overflow.
             self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
-            if not self.shards.share[name]:
-                continue
             self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
             if parameter.grad is not None:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
-        self.shards.join_amax(self.recorder)
+        join_shards(self.recorder, self.parameters)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -213,21 +209,21 @@ class Gauges:
     def _read(self, step: int) -> None:
         """Build the record of a sampled step and pass it on."""
         began = time.perf_counter()
-        packed = Packed(self.shards)
-        measure(self.recorder, self.casts.of, packed)
+        parts = measure(self.recorder, self._layers)
         for kind in ("exp_avg", "exp_avg_sq"):
-            here = [p for name, p in self.parameters.items() if self.shards.share[name]]
-            states = leading_states(self.optimizer, here, kind).values()
-            packed.add_histogram(kind, [x for x in states if x is not None], self.recorder.stats_device)
-        self.shadow.measure(packed)
+            states = leading_states(self.optimizer, self.parameters.values(), kind).values()
+            if present := [x for x in states if x is not None]:
+                parts[f"histogram {kind}"] = exponents(torch.cat(present))
+        if (moments := self.shadow.measure()) is not None:
+            parts["moments"] = moments
         if (logits := self._head_logits()) is not None:
-            packed.add("logits", logits)
-        fetched = packed.fetch()
+            parts["logits"] = logits
+        fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
-        if moments := self.shadow.rows(fetched):
-            row["moments"] = moments
+        if "moments" in fetched and (table := self.shadow.rows(fetched["moments"])):
+            row["moments"] = table
         if "logits" in fetched:
             values = [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
             row["logits"] = dict(zip(("max", "log_z"), values, strict=True))
@@ -316,13 +312,9 @@ def attach_gauges(
     Invariant: a run with gauges has the same bits as one without, eager or compiled. The host synchronizes with the device
     once on a sampled step, and never on other steps.
 
-    On several ranks, call it on every rank with the same arguments. With sharded parameters (FSDP2, over a mesh of any
-    number of axes), a sampled step makes two reductions over the ranks, and an audited step another. Every rank's record then
-    holds the same metrics of
-    weights, gradients, updates and moments. Amax, rms, counts, casts, histograms and the audit cover all shards. Metrics of
-    samples (outlier, moments) are means over the shards, weighted by
-    their sizes. Operands, attention and logits are local to each rank. Logits are omitted if the head is
-    sharded. If the parameters are on several meshes, all metrics are local.
+    On several ranks, call it on every rank with the same arguments. Of sharded parameters (FSDP2), amax, rms, counts and the
+    audit cover all shards. A sampled step takes two reductions over the ranks for them, and an audited step another. All other
+    metrics are of each rank's own shard and batch. Logits are omitted if the head is sharded.
 
     Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.
     Guards on module hooks are kept, and a function may be compiled 64 times. If a module calls PyTorch's

@@ -4,18 +4,17 @@ A float32 reference (*shadow*) of the second moments of a few hundred values is 
 to nearest in too few bits stop following the reference. The ratio of their sums shows this long before the loss does.
 
 The reference starts from the stored moments when it is attached, so it restarts after a resume. For sharded parameters each
-rank measures the first values of its own shard. The record holds the mean over the ranks.
+rank measures the first values of its own shard.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges.tensor_metrics import Packed, rounded
+from narrowgauge.gauges.tensor_metrics import rounded
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -129,17 +128,7 @@ class MomentShadow:
         parts = [moment for moment in moments if moment is not None]
         return _joined(parts) if parts and len(parts) == len(moments) else None
 
-    def measure(self, packed: Packed) -> None:
-        """Add bias and frozen fraction of each candidate to the metrics to fetch, NaN without a shadow."""
-        if not self.candidates:
-            return
-        device = next(iter(self.candidates.values())).device
-        none = torch.full((2,), math.nan, dtype=torch.float64, device=device)
-        table = self._compared()
-        rows = {} if table is None else dict(zip(self.parameters or {}, table, strict=True))
-        packed.add_mean("moments", torch.stack([rows.get(name, none) for name in self.candidates]), self.candidates)
-
-    def _compared(self) -> Tensor | None:
+    def measure(self) -> Tensor | None:
         """Return bias and frozen fraction of each parameter with a shadow, float64 ``[parameters, 2]``."""
         stored, exact = self.stored(), self.exact
         if stored is None or exact is None:
@@ -150,10 +139,9 @@ class MomentShadow:
         frozen = (moved & (stored == last_stored)).sum(1) / moved.sum(1)  # NaN in the first sample
         return torch.stack([metrics.moment_bias(stored, exact), frozen.double()], 1)
 
-    def rows(self, fetched: Mapping[str, Tensor]) -> Row:
+    def rows(self, measured: Tensor) -> Row:
         """Return the table ``moments`` of a record."""
-        pairs = fetched["moments"].tolist() if "moments" in fetched else []
-        rows = {name: [rounded(v) for v in pair] for name, pair in zip(self.candidates, pairs, strict=False)}
+        rows = {n: [rounded(v) for v in pair] for n, pair in zip(self.parameters or {}, measured.tolist(), strict=True)}
         return {name: row for name, row in rows.items() if row != [None, None]}
 
 

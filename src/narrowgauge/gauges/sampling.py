@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,10 +63,10 @@ class WatchedTensor:
 class Recorder:
     """Statistics and samples of the watched tensors of one model. An entry's number is its index in ``watched``.
 
-    Calls record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
+    Statistics are amax, rms and the number of non-finite values; for attention the largest logit, the entropy, and 0. Calls
+    record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
     """
 
-    device: torch.device
     watched: list[WatchedTensor] = field(default_factory=list)
     is_recording: bool = False
     stats_of: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -95,20 +94,6 @@ class Recorder:
     def clear(self) -> None:
         self.samples.clear()
         self.stats_of.clear()
-
-    @property
-    def stats_device(self) -> torch.device:
-        return next((stats[0].device for stats in self.stats_of.values()), self.device)
-
-    def stats(self, entries: Sequence[int]) -> Tensor:
-        """Return amax, rms and number of non-finite values of entries, float32 ``[entries, 3]``; NaN if not recorded.
-
-        For attention: the largest logit and the entropy.
-        """
-        device = self.stats_device
-        none = torch.full((3,), torch.nan, dtype=torch.float32, device=device)
-        rows = [torch.stack(self.stats_of[k]) if k in self.stats_of else none for k in entries]
-        return torch.stack([row.to(device) for row in rows])
 
     def record(self, index: int, x: Tensor) -> None:
         """Record a tensor. A later call for the same entry replaces the earlier value."""
