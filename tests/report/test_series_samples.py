@@ -22,7 +22,6 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None
         "step": 1,
         **{table: {"a": damaged} for table in ("tensors", "updates", "moments", "attention")},
         "histograms": {"weight": damaged},
-        "logits": {"max": damaged},
     }
     samples = read_samples(make_run(gauges=[row]))
     assert not samples.metrics and not samples.spans and samples.lowest_edq == 1.0

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge import inductor
 from narrowgauge.analysis.alarms import Alarms
@@ -28,8 +28,7 @@ from narrowgauge.gauges.sampling import SAMPLING, Recorder
 from narrowgauge.gauges.tensor_metrics import exponents, fetch, join_shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.numerics.dtensor import is_sharded, is_split_over_ranks, local_of
-from narrowgauge.numerics.widening import matmul
+from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import emit
@@ -153,7 +152,6 @@ class Gauges:
             elif attention.is_attention(module):
                 self._place(name, module, "attention")
                 self._undos.append(attention.record_module(module))
-        self._attach_to_body()
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
         """Give a module its entries. An attribute, not a closure, so that equal layers share code."""
@@ -164,24 +162,6 @@ class Gauges:
         entries = {kind: self.recorder.watch(kind, name) for kind in kinds}
         module.gauge_entries = tuple(entries.get(kind) for kind in ("input", "output_grad", "attention"))
         self._undos.append(lambda: module.__dict__.pop("gauge_entries", None))
-
-    def _attach_to_body(self) -> None:
-        """Record the output of the body as the input of a causal model's head. A chunked loss does not call the head."""
-        body = getattr(self.model, "base_model", None)
-        is_causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        if self._head is None or not is_causal or not isinstance(body, nn.Module) or body is self.model:
-            return
-        head: Any = self._head[1]
-        body.gauge_entries = (head.gauge_entries[0], None, None)  # type: ignore[assignment]
-        head.gauge_entries = (None, *head.gauge_entries[1:])
-        self._undos.append(lambda: body.__dict__.pop("gauge_entries", None))
-        self._undos.append(body.register_forward_hook(hooks.record_hidden_states).remove)
-
-    @property
-    def _head(self) -> tuple[str, Any] | None:
-        """Return the name of the model's output embedding and the module, if it is watched."""
-        head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        return next((pair for pair in self._layers.items() if pair[1] is head), None)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,17 +196,12 @@ class Gauges:
                 parts[f"histogram {kind}"] = exponents(torch.cat(present))
         if (moments := self.shadow.measure()) is not None:
             parts["moments"] = moments
-        if (logits := self._head_logits()) is not None:
-            parts["logits"] = logits
         fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
         if "moments" in fetched and (table := self.shadow.rows(fetched["moments"])):
             row["moments"] = table
-        if "logits" in fetched:
-            values = [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
-            row["logits"] = dict(zip(("max", "log_z"), values, strict=True))
         row["seconds"] = rounded(time.perf_counter() - began)
         self.recorder.clear()
         self._warn_if_nothing_recorded(row)
@@ -235,19 +210,6 @@ class Gauges:
             self.on_row(row)
         for event in self.alarms.on_gauges(row) if self.alarms is not None else ():
             emit(event)
-
-    def _head_logits(self) -> Tensor | None:
-        """Return the largest logit and mean log Z of sampled positions, from the input of the head."""
-        name, head = self._head or ("", None)
-        sample = self.recorder.samples.get(self.recorder.index("input", name))
-        if head is None or sample is None or is_sharded(head.weight) or type(head).__name__ == "Conv1D":
-            return None
-        if sample.shape[1] != head.weight.shape[1]:
-            return None
-        logits = matmul(sample[:8].to(head.weight.dtype), head.weight.detach().t()).float()
-        if getattr(head, "bias", None) is not None:
-            logits = logits + head.bias.detach().float()
-        return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean()])
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
         """Warn once if nothing was recorded, e.g. because the code was compiled before attaching the gauges."""
@@ -314,7 +276,7 @@ def attach_gauges(
 
     On several ranks, call it on every rank with the same arguments. Of sharded parameters (FSDP2), amax, rms, counts and the
     audit cover all shards. A sampled step takes two reductions over the ranks for them, and an audited step another. All other
-    metrics are of each rank's own shard and batch. Logits are omitted if the head is sharded.
+    metrics are of each rank's own shard and batch.
 
     Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.
     Guards on module hooks are kept, and a function may be compiled 64 times. If a module calls PyTorch's
