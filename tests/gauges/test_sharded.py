@@ -70,7 +70,7 @@ def train(
         spoil: the row that is here of the first layer, in whose gradient one value is made NaN at the last step.
     """
     rows: list[Row] = []
-    attach_gauges(getattr(model, "module", model), optimizer, every=EVERY, on_row=rows.append, alarms=False)
+    attach_gauges(getattr(model, "module", model), optimizer, every=EVERY, on_row=rows.append)
     generator = torch.Generator().manual_seed(batch)
     for step in range(STEPS):
         model(torch.randn(8, 16, generator=generator).bfloat16()).float().square().mean().backward()

@@ -135,14 +135,11 @@ def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
     return max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
 
-def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, list[Tensor]]:
-    """Return every rank's gradients, for tensors with different bits on different ranks."""
-    if ranks.size == 1:
-        return {}
-    of_all = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
-    names = [name for name in gradients if len({prints.get(name) for prints in of_all}) > 1]
-    gathered = ranks.gather({name: gradients[name].cpu() for name in names})
-    return {name: [of_rank[name] for of_rank in gathered if name in of_rank] for name in names}
+def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
+    """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without equal tensors."""
+    first, *others = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
+    counts = {name: sum(prints.get(name) != bits for prints in others) for name, bits in first.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 # ── float32 in one process ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,7 +252,7 @@ def _compared(
     loss: Loss,
     unit: float,
     ranks: Ranks,
-    differing: Mapping[str, Sequence[Tensor]],
+    differing: Mapping[str, int],
 ) -> tuple[list[Reading], list[str]]:
     parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
     joined_batch = concatenated(parts)
@@ -269,9 +266,7 @@ def _compared(
         largest = max(float((gradient[name] - r).norm()) for gradient in moved)
         bound = max(LEAST, MARGIN * largest / length) if length else LEAST
         if name in differing:
-            first, *others = (gradient.double() for gradient in differing[name])
-            spread = max(float((g - first).norm()) for g in others) / max(float(first.norm()), 1e-300)
-            readings.append(KINDS["not-reduced"].reading(name, spread, 0.0))
+            readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
             continue
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
         distance = float((g - r).norm()) / (length or 1e-300)

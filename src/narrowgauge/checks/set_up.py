@@ -135,26 +135,18 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 
 def described(set_up: SetUp) -> list[str]:
-    """Return a line with the formats of weights, gradients and states, and a line per optimizer with its storage."""
+    """Return a line with the formats of weights, gradients and states."""
     by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
     for p in set_up.stepped:
         states = [s for s in p.state.values() if isinstance(s, Tensor) and s.ndim and s.is_floating_point()]
         if not states and type(p.optimizer).__module__.startswith("torch.optim"):
             states = [p.parameter]
-        is_ours, gradient = (
-            isinstance(p.optimizer, Optimizer),
-            p.parameter if p.parameter.grad is None else p.parameter.grad,
-        )
+        gradient = p.parameter if p.parameter.grad is None else p.parameter.grad
+        is_ours = isinstance(p.optimizer, Optimizer)
         by_kind["weights"][dtype_name(p.parameter.dtype)] = None
         by_kind["gradients"][dtype_name(gradient.dtype)] = None
         by_kind["states"] |= {p.storage.name: None} if is_ours else {dtype_name(s.dtype): None for s in states}
-    lines = ["; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())]
-    for optimizer in set_up.optimizers:
-        rows = dict.fromkeys(p.storage.name for p in set_up.stepped if p.optimizer is optimizer)
-        lines.append(
-            f"{type(optimizer).__module__.split('.')[0]}.{type(optimizer).__name__}, storage {' and '.join(rows)}"
-        )
-    return lines
+    return ["; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())]
 
 
 def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS, STEP
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.step_rules import Values, decay_of, decouples, inputs_of, state_factors, terms_of
+from narrowgauge.checks.step_rules import Values, decay_of, decouples, inputs_of, state_factors, sum_of, terms_of
 from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
 from narrowgauge.checks.stored import DECIDES, Rounding, Written
 from narrowgauge.errors import RecipeError, suggestion
@@ -30,8 +30,6 @@ from narrowgauge.torch_names import plain_name, unwrapped_model
 
 _UNEXPLAINED_SHARE = 1e-2
 """The fraction of a step that a fit of the weight may leave."""
-_SAME_DECAY = 0.05
-"""Relative difference of two decays that counts as none."""
 _OPERATIONS = 16
 """Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in its own units."""
 _FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
@@ -76,47 +74,37 @@ class StepCheck:
         self.optimizer, self.every, self.num_steps = optimizer, every, 0
         self._names = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
         self._report, self._limit, self._ignored = report, max_grad_norm, frozenset(ignore)
-        self._step: SampledStep | None = None
-        self._done: SampledStep | None = None
+        self._step: SampledStep | None = None  # the last step, if it is compared
         self._follower = follow_steps(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
         """Forget the last step: weights and states are loaded before the next one."""
-        self._done = None
+        self._step = None
 
     def remove(self) -> None:
         """Remove the hooks; also from within a step."""
         self._follower.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._step, done, self._done = None, self._done, None
-        if done is not None:
-            self._send(lambda: between_readings(done), {})
-        step = self.num_steps + 1
+        if (last := self._step) is not None:
+            self._send(last.step, lambda: between_readings(last), {})
+        step, self._step = self.num_steps + 1, None
         if step == 2 or (step > 2 and step % self.every == 0):
             with torch.no_grad():
                 self._step = sampled_step(step, optimizer, self._names)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_steps += 1
-        step, self._step = self._step, None
-        if step is None:
-            return
         unseen: dict[str, str] = {}
+        if (step := self._step) is not None:
+            row = {"compared": len(step.samples), "unseen": unseen}
+            self._send(step.step, lambda: step_readings(step, optimizer, self._limit, unseen), row)
 
-        def compare() -> list[Reading]:
-            complete(step, optimizer)
-            readings = [*clip_readings(step, self._limit, unseen), *update_readings(step, optimizer, unseen)]
-            self._done = step
-            return readings
-
-        self._send(compare, {"compared": len(step.samples), "unseen": unseen})
-
-    def _send(self, read: Callable[[], Iterable[Reading]], row: Row) -> None:
+    def _send(self, step: int, read: Callable[[], Iterable[Reading]], row: Row) -> None:
         readings: list[Reading] = []
         try:
             with torch.no_grad():
-                readings = [reading for reading in read() if reading.what not in self._ignored]
+                readings = [replace(reading, step=step) for reading in read() if reading.what not in self._ignored]
         except Exception as error:
             message = str(error).splitlines()[0] if str(error) else ""
             row = {**row, "compared": 0, "unseen": {"the step": f"{type(error).__name__}: {message}"[:200]}}
@@ -139,6 +127,14 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def step_readings(
+    step: SampledStep, optimizer: torch.optim.Optimizer, limit: float | None, unseen: dict[str, str]
+) -> list[Reading]:
+    """Compare a step that was just taken. Fill ``unseen`` with names not compared, and reasons."""
+    complete(step, optimizer)
+    return [*clip_readings(step, limit, unseen), *update_readings(step, optimizer, unseen)]
+
+
 def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]) -> Iterator[Reading]:
     """Compare the norm of the gradients after clipping with the declared limit."""
     if limit is None or step.why_not:
@@ -151,17 +147,16 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
     epsilons = [torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None]
     bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
     if norm > limit + bound:
-        yield kind.reading("", norm, limit, bound, step.step)
+        yield kind.reading("", norm, limit, bound)
 
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
-    """Recompute the update of every sampled parameter. Fill ``unseen`` with names not compared, and reasons."""
+    """Recompute the update of every sampled parameter."""
     still = [s for s in step.samples.values() if not s.parameter.requires_grad and s.after]
     frozen = [s.name for s in still if _differs(s.after["weight"], s.before["weight"])]
-    readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step.step)] if frozen else []
+    readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0)] if frozen else []
     stepped = [s for s in step.samples.values() if s.gradient is not None and s.after and s.gradient.numel()]
-    damaged = [reading for sample in stepped for reading in _damage(sample)]
-    readings += [replace(reading, step=step.step) for reading in joined(damaged, len(stepped))]
+    readings += joined([reading for sample in stepped for reading in _damage(sample)], len(stepped))
     reasons = [step.why_not, *(sample.why_not for sample in stepped)]
     if not stepped:
         reasons.append("no parameter had a gradient")
@@ -172,8 +167,7 @@ def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen:
     if why_not := next(filter(None, reasons), ""):
         unseen["the update"] = why_not
         return readings
-    differing = [reading for sample in stepped for reading in _of_parameter(sample, unseen)]
-    return readings + [replace(reading, step=step.step) for reading in joined(differing, len(stepped))]
+    return readings + joined([r for sample in stepped for r in _of_parameter(sample, unseen)], len(stepped))
 
 
 def _differs(now: Tensor, before: Tensor) -> bool:
@@ -222,16 +216,21 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     if not decouples(sample):
         errors["gradient"] = _unit(sample) * (values["gradient"].abs() + (decay_of(sample) * values["weight"]).abs())
     for name in state_factors(sample):
-        if name not in sample.after:
-            unseen["the update of some weights"] = f"{name} is not stored in the weight's shape"
-            return
+        if name not in sample.after:  # a step that left the parameter out
+            values[f"new_{name}"] = sum_of(terms_of(sample, name, values))
+            continue
         written = _written(sample, name, values, errors)
-        readings += _state_readings(sample, name, written)
+        readings += _readings(sample, name, written)
         values[f"new_{name}"] = written.expected
         # Optimizers of torch may compute with the rounded state.
         errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.above / 2)
-    # With a wrong state the step is wrong, too.
-    yield from readings or _weight_readings(sample, _written(sample, "weight", values, errors), unseen)
+    if not readings:  # with a wrong state the step is wrong, too
+        written = _written(sample, "weight", values, errors)
+        readings += _readings(sample, "weight", written)
+        gain = written.likelihood(written.expected)[0] - written.likelihood(written.fixed)[0]
+        if not readings and "weight" in sample.roundings and gain <= DECIDES:
+            unseen["the update of some weights"] = "their storage keeps too little of a step"
+    yield from readings
 
 
 def _unit(sample: Sample) -> float:
@@ -248,56 +247,51 @@ def _written(sample: Sample, name: str, values: Values, errors: Values) -> Writt
         slack += (_OPERATIONS if key == "step" else 4) * _unit(sample) * (number * term).abs()
     # Errors of the inputs move the sum, for some elements without a bound.
     for key, error in errors.items():
-        ends = [terms_of(sample, name, values | {key: values[key] + sign * error}) for sign in (1, -1)]
-        moved = [sum((number * (term - terms[k][0]) for k, (term, number) in end.items()), 0 * slack) for end in ends]
-        slack += torch.stack(moved).abs().nan_to_num(math.inf).amax(0)
+        ends = [sum_of(terms_of(sample, name, values | {key: values[key] + sign * error})) for sign in (1, -1)]
+        slack += (torch.stack(ends) - sum_of(terms)).abs().nan_to_num(math.inf).amax(0)
     rounding = sample.roundings.get(name) or Rounding(CODES[dtype_name(after.dtype)])
     return Written(after.double(), fixed, terms, rounding, slack)
 
 
-def _state_readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
-    if (difference := written.difference()) is None:
-        return
-    length, numbers, rule = max(float(written.expected.norm()), 1e-300), difference.numbers, written.rule
-    value, target, allowed = difference.distance / length, 0.0, difference.bound / length
-    if numbers:
-        far = max(numbers, key=lambda key: abs(numbers[key] - rule[key]) / max(abs(rule[key]), 1e-3))
-        value, target, allowed = numbers[far], rule[far], difference.errors[far]
-    now = numbers or dict.fromkeys(rule, math.nan)
-    yield KINDS["state"].reading(
-        sample.name, value, target, allowed, state=name, kept=now["kept"], taken=now["taken"], rule_kept=rule["kept"],
-        rule_taken=rule["taken"], more=_rounded_to(sample.after[name], written.expected),
-    )  # fmt: skip
+_MEANING = {
+    "kept": ("state", "kept {:.6g} of itself, where its rule keeps {:.6g}"),
+    "taken": ("state", "took {:.6g} of the gradient's term, where its rule takes {:.6g}"),
+    "step": ("step-factor", ""),
+    "decay": ("weight-decay", ""),
+}
+"""The kind of reading of each number that a rule has, and its words."""
 
 
-def _weight_readings(sample: Sample, written: Written, unseen: dict[str, str]) -> Iterator[Reading]:
-    after, rule = sample.after["weight"], written.rule
+def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
+    """Read the numbers of a state or a weight that are not the rule's, or else its distance from the rule's."""
     length = max(float((written.expected - written.fixed).norm()), 1e-300)
-    if (difference := written.difference(_UNEXPLAINED_SHARE * length)) is None:
-        gain = written.likelihood(written.expected)[0] - written.likelihood(written.fixed)[0]
-        if "weight" in sample.roundings and gain <= DECIDES:
-            unseen["the update of some weights"] = "their storage keeps too little of a step"
+    difference = written.difference(_UNEXPLAINED_SHARE * length if name == "weight" else 0.0)
+    if difference is None:
         return
-    is_explained = False
-    if numbers := difference.numbers:
-        step, kind = numbers["step"], KINDS["step-factor"]
-        allowed = max(kind.bound, difference.errors["step"])
-        if abs(step - 1) > allowed:
-            is_explained = True
-            yield kind.reading(sample.name, step, 1.0, allowed, rate=float(sample.settings["lr"]))
-        decay, used = rule.get("decay", 0.0), numbers.get("decay", 0.0)
-        noise = difference.errors.get("decay", math.inf)
+    more, rate, rule = _rounded_to(sample.after[name], written.expected), float(sample.settings["lr"]), written.rule
+    numbers, wrong = difference.numbers, dict[str, float]()
+    for key, value in numbers.items():
+        bound = max(difference.errors[key], KINDS[_MEANING[key][0]].bound * abs(rule[key]))
         # A wrong rate multiplies the decay too. Do not report it twice.
-        if all(abs(used - usual) > max(_SAME_DECAY * abs(usual), noise) for usual in (decay, step * decay)):
-            is_explained = True
-            yield KINDS["weight-decay"].reading(sample.name, used, decay, noise)
-    if not is_explained:
-        spacing = torch.finfo(after.dtype).eps * written.expected.abs().clamp_min(1e-30)
-        share = float(((after - written.expected).abs() > 4 * spacing).double().mean())
-        yield KINDS["weight"].reading(
-            sample.name, difference.distance / length, 0.0, difference.bound / length, share=share,
-            more=_rounded_to(after, written.expected),
-        )  # fmt: skip
+        scaled = rule[key] * (numbers["step"] if key == "decay" else 1.0)
+        if min(abs(value - rule[key]), abs(value - scaled)) > bound:
+            wrong[key] = bound
+    if name != "weight" and wrong:  # the farther one of the two
+        far = max(wrong, key=lambda key: abs(numbers[key] - rule[key]) / max(abs(rule[key]), 1e-3))
+        wrong = {far: wrong[far]}
+    for key, bound in wrong.items():
+        what, words = _MEANING[key]
+        words = words.format(numbers[key], rule[key])
+        yield KINDS[what].reading(
+            sample.name, numbers[key], rule[key], bound, state=name, words=words, rate=rate, more=more
+        )
+    if not wrong:
+        spacing = torch.finfo(sample.after[name].dtype).eps * written.expected.abs().clamp_min(1e-30)
+        share = float(((sample.after[name] - written.expected).abs() > 4 * spacing).double().mean())
+        distance, bound = difference.distance / length, difference.bound / length
+        words = f"differs from its rule's by {distance:.2g} of its length"
+        kind = KINDS["weight" if name == "weight" else "state"]
+        yield kind.reading(sample.name, distance, 0.0, bound, state=name, words=words, share=share, more=more)
 
 
 def _rounded_to(values: Tensor, expected: Tensor) -> str:
@@ -322,15 +316,15 @@ def between_readings(step: SampledStep) -> list[Reading]:
         values = sample.values()
         for key, before in sample.after.items():
             if key not in values or _differs(values[key], before):
-                readings += _written_between(sample, key, values.get(key), step.step)
+                readings += _written_between(sample, key, values.get(key))
     return joined(readings, len(step.samples))
 
 
-def _written_between(sample: Sample, name: str, now: Tensor | None, step: int) -> Iterator[Reading]:
+def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[Reading]:
     """Read a weight or state that the loop wrote after the step."""
     before, kind = sample.after[name], KINDS["weights-written" if name == "weight" else "states-written"]
     if now is None:
-        yield kind.reading(sample.name, 1.0, 0.0, 0.0, step, state=name, share=1.0, more=": it is lost")
+        yield kind.reading(sample.name, 1.0, 0.0, 0.0, state=name, share=1.0, more=": it is lost")
         return
     if now.shape != before.shape:  # of other shards
         return
@@ -348,4 +342,4 @@ def _written_between(sample: Sample, name: str, now: Tensor | None, step: int) -
         more = ": it has the values from before the step again"
     elif not more and float((x - factor * y).norm()) <= slack * length:
         more = f": it was multiplied by {factor:.6g}"
-    yield kind.reading(sample.name, distance, 0.0, 0.0, step, state=name, share=share, more=more)
+    yield kind.reading(sample.name, distance, 0.0, 0.0, state=name, share=share, more=more)

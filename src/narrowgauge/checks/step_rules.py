@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -72,3 +74,8 @@ def terms_of(sample: Sample, name: str, values: Values) -> dict[str, tuple[Tenso
     rate = float(sample.settings["lr"])
     decay = {"decay": (-rate * values["weight"], decay_of(sample))} if decouples(sample) else {}
     return {"step": (-rate * direction(sample, values), 1.0)} | decay
+
+
+def sum_of(terms: Mapping[str, tuple[Tensor, float]]) -> Tensor:
+    """Return the sum of terms, each times its number."""
+    return torch.stack([number * term for term, number in terms.values()]).sum(0)

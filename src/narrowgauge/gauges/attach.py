@@ -11,31 +11,25 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from narrowgauge import inductor
-from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.errors import NarrowgaugeError, RecipeError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
-from narrowgauge.gauges.sampling import SAMPLING, Recorder
-from narrowgauge.gauges.tensor_metrics import exponents, fetch, join_shards, measure, rounded, row_of
+from narrowgauge.gauges.sampling import SAMPLING, Recorder, is_any_recording
+from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
-from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.events import emit
 from narrowgauge.runs.schema import METRICS, Row
-from narrowgauge.spec import storages
-from narrowgauge.spec.computes import COMPUTES, first_of_input
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.computes import first_of_input
 from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
 
@@ -45,15 +39,7 @@ class GaugeNotice(UserWarning):
 
 
 class Gauges:
-    """Gauges attached to a model; created by :func:`attach_gauges`.
-
-    Args:
-        model, optimizer, every, on_row, alarms: see :func:`attach_gauges`.
-
-    Attributes:
-        every: number of steps between samples.
-        last: the newest record, ``None`` before the first sample.
-    """
+    """Gauges attached to a model by :func:`attach_gauges`. ``last`` is the newest record, ``None`` before the first sample."""
 
     def __init__(
         self,
@@ -61,41 +47,29 @@ class Gauges:
         optimizer: torch.optim.Optimizer,
         every: int,
         on_row: Callable[[Row], Any] | None,
-        alarms: bool,
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer, self.every, self.on_row = model, optimizer, every, on_row
         self.last: Row | None = None
-        self.alarms = Alarms(recipe_in_use(model, optimizer)) if alarms else None
-        self._step = 0
-        self._undos: list[Callable[[], object]] = []
-        self._layers: dict[str, nn.Module] = {}
         self._warned = False
-        named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        self.parameters = {n: p for n, p in named.items() if p in stepped}
+        self.parameters = {plain_name(name): p for name, p in model.named_parameters() if p in stepped}
         if not self.parameters:
             raise NarrowgaugeError(
                 f"Cannot attach gauges because the optimizer steps no parameter of this {type(model).__name__}.",
                 "Pass the model with its optimizer.",
             )
-        self.recorder = Recorder()
-        try:
-            self._attach()
-        except BaseException:
-            self.detach()
-            raise
-        for kind in ("weight", "grad"):
+        self.recorder, self._undo, self._layers = Recorder(), ExitStack(), dict[str, nn.Module]()
+        self._attach()
+        for kind in SHARED:
             for name in self.parameters:
                 self.recorder.watch(kind, name)
-        # Gauges that are garbage collected stop sampling.
-        weakref.finalize(self, _close, self.recorder.number)
         if isinstance(optimizer, Optimizer) and any(map(is_split_over_ranks, self.parameters.values())):
             optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
         matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
         self.shadow = MomentShadow(optimizer, matrices if every else {})
-        self._undos.append(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
-        self._undos.append(follow_steps(optimizer, self._before_step, self._after_step).remove)
+        self._undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
+        self._undo.callback(follow_steps(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
 
     @property
@@ -106,73 +80,58 @@ class Gauges:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        self.sampling = self.every > 0 and (step + 1) % self.every == 0
+        self._record(self.every > 0 and (step + 1) % self.every == 0)
 
-    @property
-    def sampling(self) -> bool:
-        """Return whether the current step is sampled."""
-        return self.recorder.is_recording
-
-    @sampling.setter
-    def sampling(self, value: bool) -> None:
-        if value and not self.recorder.is_recording:
-            self.recorder.clear()
-        self.recorder.is_recording = value
-        (_OPEN.add if value else _OPEN.discard)(self.recorder.number)
-        SAMPLING.is_on = bool(_OPEN)
+    def _record(self, is_sampled: bool) -> None:
+        self.recorder.clear()
+        self.recorder.is_recording = is_sampled
+        SAMPLING.is_on = is_any_recording()
 
     def restart(self, step: int) -> None:
         """Continue after ``step`` steps from a loaded state. The reference of second moments restarts."""
         self.shadow.forget()
         self.last = None
-        self.recorder.clear()
         self.step = step
 
     def detach(self) -> None:
         """Remove the gauges from the model and the optimizer."""
-        self.sampling = False
-        for undo in self._undos:
-            undo()
-        self._undos.clear()
+        self._record(False)
+        self._undo.close()
 
     # ── watched tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach(self) -> None:
         """Hook the layers and attention modules."""
         inductor.heed_hooks()
-        for name, module in hooks.named_modules(self.model).items():
+        modules = hooks.named_modules(self.model)
+        for name in (name for name, module in modules.items() if hooks.has_gauges(module)):
+            raise NarrowgaugeError(
+                f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
+            )
+        for name, module in modules.items():
             if hooks.multiplies(module):
                 self._layers[name] = module
                 # Layers with the same input are measured once.
                 first = first_of_input(name)
                 shares_input = first != name and first in self._layers
-                kinds = ("output_grad",) if shares_input else ("input", "output_grad")
-                self._place(name, module, *kinds)
-                self._undos.append(module.register_forward_hook(hooks.record_linear).remove)
+                self._place(name, module, *([] if shares_input else ["input"]), "output_grad")
+                self._undo.callback(module.register_forward_hook(hooks.record_linear).remove)
             elif attention.is_attention(module):
                 self._place(name, module, "attention")
-                self._undos.append(attention.record_module(module))
+                self._undo.callback(attention.record_module(module))
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
         """Give a module its entries. An attribute, not a closure, so that equal layers share code."""
-        if hooks.has_gauges(module):
-            raise NarrowgaugeError(
-                f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
-            )
         entries = {kind: self.recorder.watch(kind, name) for kind in kinds}
         module.gauge_entries = tuple(entries.get(kind) for kind in ("input", "output_grad", "attention"))
-        self._undos.append(lambda: module.__dict__.pop("gauge_entries", None))
+        self._undo.callback(module.__dict__.pop, "gauge_entries", None)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.shadow.before_step()
-        if not self.sampling:
+        if not self.recorder.is_recording:
             return
-        if self.alarms is not None and getattr(self.optimizer, "grad_scale", None) is not None:
-            # A fused torch optimizer under torch.amp.GradScaler, which finds its scale by letting gradients overflow.
-            self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
             self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
             if parameter.grad is not None:
@@ -182,7 +141,7 @@ class Gauges:
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.shadow.step()
-        if self.sampling:
+        if self.recorder.is_recording:
             self._read(self._step + 1)
         self.step = self._step + 1
 
@@ -203,35 +162,23 @@ class Gauges:
         if "moments" in fetched and (table := self.shadow.rows(fetched["moments"])):
             row["moments"] = table
         row["seconds"] = rounded(time.perf_counter() - began)
-        self.recorder.clear()
         self._warn_if_nothing_recorded(row)
         self.last = row
         if self.on_row is not None:
             self.on_row(row)
-        for event in self.alarms.on_gauges(row) if self.alarms is not None else ():
-            emit(event)
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
-        """Warn once if nothing was recorded, e.g. because the code was compiled before attaching the gauges."""
-        attentions = [watched.name for watched in self.recorder.watched if watched.kind == "attention"]
-        if self._warned:
-            return
-        if self._layers and not any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ())):
-            message = f"gauges recorded no linear layer at step {row['step']}. "
-            message += (
-                "The model was compiled before, or did not run; call torch.compiler.reset()."
-                if self.model.training
-                else "The model is in eval mode, and only training is watched; call model.train()."
-            )
-        elif attentions and "attention" not in row:
-            message = (
-                f"gauges recorded no attention at step {row['step']} in modules like '{attentions[0]}': it does not run through "
-                "scaled_dot_product_attention. Use attn_implementation='sdpa' or need_weights=False."
-            )
-        else:
+        """Warn once if no linear layer was recorded, e.g. because the code was compiled before attaching the gauges."""
+        is_recorded = any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ()))
+        if self._warned or is_recorded or not self._layers:
             return
         self._warned = True
-        warnings.warn(message, GaugeNotice, stacklevel=2)
+        reason = (
+            "The model was compiled before, or did not run; call torch.compiler.reset()."
+            if self.model.training
+            else "The model is in eval mode, and only training is watched; call model.train()."
+        )
+        warnings.warn(f"gauges recorded no linear layer at step {row['step']}. {reason}", GaugeNotice, stacklevel=2)
 
 
 def _update_metrics(reading: Reading) -> list[float | int | None]:
@@ -240,41 +187,19 @@ def _update_metrics(reading: Reading) -> list[float | int | None]:
     return [rounded(reading.edq, keep_nan=True), *map(rounded, rest)]
 
 
-# The numbers of the recorders whose step is sampled.
-_OPEN: set[int] = set()
-
-
-def _close(number: int) -> None:
-    _OPEN.discard(number)
-    SAMPLING.is_on = bool(_OPEN)
-
-
-def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
-    narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
-    storage = storages.find(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
-    if storage is None:
-        return None
-    try:
-        return Recipe(narrow.compute if narrow is not None else COMPUTES["bfloat16"], storage)
-    except RecipeError:
-        return None
-
-
 def attach_gauges(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     every: int = 20,
     on_row: Callable[[Row], Any] | None = None,
-    alarms: bool = True,
 ) -> Gauges:
     """Measure a model during training: operands of its matmuls, gradients, weights, updates, moments and attention.
 
     Invariant: a run with gauges has the same bits as one without, eager or compiled. The host synchronizes with the device
     once on a sampled step, and never on other steps.
 
-    On several ranks, call it on every rank with the same arguments. Of sharded parameters (FSDP2), amax, rms, counts and the
+    On several ranks, call it on every rank with the same arguments. For sharded parameters (FSDP2), amax, rms, counts and the
     audit cover all shards. A sampled step takes two reductions over the ranks for them, and an audited step another. All other
     metrics are of each rank's own shard and batch.
 
@@ -288,8 +213,8 @@ def attach_gauges(
         optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one. Its steps are
             counted. A Narrowgauge optimizer created without parameter names takes the model's names.
         every: number of steps between samples; 0 disables sampling.
-        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`). ``RunWriter.gauge`` writes it to a run folder.
-        alarms: run the detectors on each record; ``ng.on_event`` receives their events.
+        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`). ``ng.analysis.Alarms(recipe).on_gauges(row)``
+            returns its alarms. ``ng.RunRecorder(…, gauges_every=20)`` writes records and raises alarms.
     Returns:
         The gauges; ``last`` is their newest record, ``detach()`` removes them.
     Raises:
@@ -312,4 +237,4 @@ def attach_gauges(
     inner = unwrapped(optimizer)
     if isinstance(inner, Optimizer):
         inner.name_parameters(model)
-    return Gauges(model, inner, every, on_row, alarms)
+    return Gauges(model, inner, every, on_row)

@@ -97,9 +97,7 @@ class Recorder:
 
     def record(self, index: int, x: Tensor) -> None:
         """Record a tensor. A later call for the same entry replaces the earlier value."""
-        if not self.is_recording or not x.numel():
-            return
-        if x.layout is not torch.strided:
+        if not self.is_recording or not x.numel() or x.layout is not torch.strided:
             return
         x = x.detach()
         largest = largest_magnitude(x)
@@ -143,6 +141,11 @@ def sample_rows(x: Tensor) -> Tensor:
 _RECORDERS: list[weakref.ref[Recorder]] = []
 
 
+def is_any_recording() -> bool:
+    """Return whether gauges of any model sample the current step."""
+    return any(recorder.is_recording for weak in _RECORDERS if (recorder := weak()) is not None)
+
+
 def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
     """Return the recorder of an entry, if it still exists, and the number of the entry.
 
@@ -161,25 +164,8 @@ def record(x: Tensor, entry: Tensor) -> None:
         recorder.record(index, x)
 
 
-@torch.library.custom_op("narrowgauge::record_attention", mutates_args=())
-def record_attention(query: Tensor, key: Tensor, scale: float, entry: Tensor) -> None:
-    recorder, index = recorder_of(entry)
-    if recorder is not None:
-        recorder.record_attention(index, query, key, scale)
-
-
-@record.register_fake
-def _(x: Tensor, entry: Tensor) -> None:
-    return None
-
-
-@record_attention.register_fake
-def _(query: Tensor, key: Tensor, scale: float, entry: Tensor) -> None:
-    return None
-
-
+record.register_fake(lambda x, entry: None)
 torch_names.keep_effect(record)
-torch_names.keep_effect(record_attention)
 
 
 class _RecordGradient(torch.autograd.Function):

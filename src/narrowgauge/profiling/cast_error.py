@@ -54,7 +54,7 @@ def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, .
 
 def _losses_in(session: Session) -> tuple[Loss, ...]:
     rows: list[Row] = []
-    gauges = attach_gauges(session.model, session.optimizer, every=1, on_row=rows.append, alarms=False)
+    gauges = attach_gauges(session.model, session.optimizer, every=1, on_row=rows.append)
     try:
         for _ in range(NUM_BATCHES):
             train_step(session)

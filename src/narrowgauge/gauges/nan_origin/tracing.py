@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -118,21 +119,18 @@ class NanTracer(TorchDispatchMode):
         # Running modules with the number of the next autograd node at entry; (first, end, name) of finished modules.
         self._path: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
 
     def __enter__(self) -> NanTracer:
-        self._handles = [
-            self.model.register_forward_pre_hook(self._name_arguments, with_kwargs=True),
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._hooks.callback(self.model.register_forward_pre_hook(self._name_arguments, with_kwargs=True).remove)
+        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def first_cause(self, loss: Any) -> BadValue | None:
         """Return the earliest source of a non-finite loss or gradient; ``None`` if all are finite.
@@ -303,11 +301,6 @@ _OVERWRITES = {
     "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
     "geometric_", "set_", "_foreach_copy_", "_foreach_zero_",
 }  # fmt: skip
-# Operators that write given numbers. A given infinity is deliberate.
-_FILLS = {
-    "full", "full_like", "new_full", "scalar_tensor", "fill", "fill_", "masked_fill", "masked_fill_", "where",
-    "constant_pad_nd", "index_fill", "index_fill_",
-}  # fmt: skip
 
 
 def nonfinite_kinds(x: Tensor) -> Kinds:
@@ -385,11 +378,11 @@ def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def is_deliberate(func: Any, arguments: Any) -> bool:
-    """Return whether a non-finite result is intended: a given infinity, or uninitialized memory."""
+    """Return whether a non-finite result is intended: of a given infinity, or uninitialized memory."""
     name, numbers = packet_name(func), [value for value in tree_leaves(arguments) if isinstance(value, float)]
     # torch.where makes tensors of its numbers, NaN too.
-    has_number = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
-    return name in ALLOCATES or (name in _FILLS and has_number)
+    is_given = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
+    return is_given or name in ALLOCATES
 
 
 def named_tensors(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:
