@@ -155,6 +155,8 @@ def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
             yield f"{key}.{place[2]}", ".".join((*place[:2], *place[3:])), item
         else:
             yield key, inner_name(name), item
+    if (scaler := getattr(value, "loss_scaler", None)) is not None:  # of our optimizers, which do not save it
+        yield f"{key}.loss scale", "", float(scaler.scale_tensor)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

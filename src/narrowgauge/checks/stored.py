@@ -121,14 +121,20 @@ class Written:
             return None
         largest = self.reach * self.above + self.slack
         bound, distance = float(largest[largest.isfinite()].norm()), self._distance(self.expected)
-        numbers, errors = self._fitted()
-        computed = self.value(numbers)
-        other, left_outside = self.likelihood(computed)
-        if not differs and other - likelihood <= DECIDES:
-            return None
-        is_rare = not self._excludes(left_outside) or left_outside < _FEWER * outside
-        is_explained = is_rare or self._distance(computed) <= share
-        return Difference(distance, bound, numbers if is_explained else {}, errors)
+        for (numbers, errors), left in ((self._times_one_factor(), 0.0), (self._fitted(), share)):
+            computed = self.value(numbers)
+            other, left_outside = self.likelihood(computed)
+            differs = differs or other - likelihood > DECIDES
+            is_rare = not self._excludes(left_outside) or left_outside < _FEWER * outside
+            if differs and (is_rare or self._distance(computed) <= left):
+                return Difference(distance, bound, numbers, errors)
+        return Difference(distance, bound, {}, {}) if differs else None
+
+    def _times_one_factor(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Fit all that the rule adds by one factor. Return its numbers and four of their standard errors."""
+        ((factor, error),) = self._solved([self.expected - self.fixed])
+        numbers = {name: factor * number for name, number in self.rule.items()}
+        return numbers, {name: error * abs(number) for name, number in self.rule.items()}
 
     def _fitted(self) -> tuple[dict[str, float], dict[str, float]]:
         """Fit each number. Return them and four of their standard errors. A zero term keeps its number."""

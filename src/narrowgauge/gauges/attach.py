@@ -39,7 +39,14 @@ class GaugeNotice(UserWarning):
 
 
 class Gauges:
-    """Gauges attached to a model by :func:`attach_gauges`. ``last`` is the newest record, ``None`` before the first sample."""
+    """Gauges attached to a model; created by :func:`attach_gauges`.
+
+    Args:
+        model, optimizer, every, on_row: see :func:`attach_gauges`.
+
+    Attributes:
+        last: the newest record, ``None`` before the first sample.
+    """
 
     def __init__(
         self,
