@@ -60,14 +60,6 @@ def parameters_twice(_: Path) -> ng.analysis.Readings:
     return ng.check(model, torch.optim.AdamW(tied))
 
 
-def cast_weights(_: Path) -> ng.analysis.Readings:
-    model, optimizer = torch_adamw(torch.float32, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    loss_of(model).backward()
-    optimizer.step()
-    model.bfloat16()
-    return ng.check(model, optimizer)
-
-
 # ── what rounding loses ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -96,7 +88,6 @@ PROVOKED: dict[str, tuple[Loop, set[str]]] = {
     "missing-parameters": (missing_parameters, set()),
     "replaced-parameters": (replaced_parameters, set()),
     "parameters-twice": (parameters_twice, set()),
-    "cast-weights": (cast_weights, NARROW),
     "stands-still": (sixteen_bits, NARROW),
     "swallowed-decay": (sixteen_bits, NARROW),
     "truncated-setting": (truncated_setting, NARROW),

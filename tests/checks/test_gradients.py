@@ -148,15 +148,13 @@ def test_micro_batches_that_count_two_to_the_n_times_are_counted() -> None:
     parts = [tokens_of(k, 0, 3) for k in (0, 0, 0)]
     parts = [(tokens.roll(k, 0) ^ k, labels.roll(k, 0) ^ k) for k, (tokens, labels) in enumerate(parts)]
     result = check(Model(), parts, doubled)
-    assert {r.what for r in result} == {"gradient"} and "Micro-batches count 8, 4, 2 times." in result[0].advice
+    assert {r.what for r in result} == {"gradient"} and "Micro-batches count 8, 4, 2 times, " in result[0].advice
 
 
 def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_read() -> None:
     parts = [tokens_of(0, part) for part in range(3)]
     last = check(Model(), parts, lambda model, parts: (loss(model, parts[-1]) / 3).backward())
-    assert {r.what for r in last} == {"gradient"} and "Micro-batches count 0, 0, " in last[0].advice.replace(
-        "-0,", "0,"
-    )
+    assert {r.what for r in last} == {"gradient"} and "Micro-batches count 0, 0, " in last[0].advice
     # huggingface/accelerate#3877: micro-batches of unlike token counts, each its own mean.
     means = check(Model(), parts)
     assert {r.what for r in means} == {"gradient"} and "Micro-batches count" in means[0].advice
@@ -243,7 +241,7 @@ def test_public_faults_of_two_ranks_are_located(fault: str, tmp_path: Path) -> N
     if fault == "averaged sums":
         assert first[0][2] == pytest.approx(0.5) and "1 / the number of ranks" in first[0][3]
     if fault == "tokens of this rank":
-        assert "Micro-batches count rank 0: " in first[0][3]
+        assert "Micro-batches count " in first[0][3]
 
 
 def wrapped(rank: int, how: str) -> Any:

@@ -55,26 +55,13 @@ def loop(
 
 
 def certificate(forget: str, **options: Any) -> Any:
-    import random
-
-    import numpy as np
-
     objects, step = loop(**options)
-    state = random.getstate(), np.random.get_state()
 
     def save() -> dict[str, Any]:
-        nonlocal state
-        state = random.getstate(), np.random.get_state()
         states = {n: copy.deepcopy(objects[n].state_dict()) for n in ("model", "optimizer", "schedule", "scaler")}
         return {**states, "position": objects["position"], "rng": torch.get_rng_state()}
 
-    def load(saved: Any) -> Any:
-        fresh = loop(forget, saved, **options)
-        if forget != "generators":
-            random.setstate(state[0]), np.random.set_state(state[1])
-        return fresh
-
-    return ng.check_resume(step, save, load)
+    return ng.check_resume(step, save, lambda saved: loop(forget, saved, **options))
 
 
 FORGOTTEN = {

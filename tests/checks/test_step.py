@@ -232,7 +232,7 @@ WRITTEN: dict[str, tuple[Callable[[Loop], object], str, str]] = {
     "one element": (lambda loop: loop.model.head.weight[0, 0].add_(1.0), "weights-written", "% of the elements"),
     "lost states": (lambda loop: loop.optimizer.state.clear(), "states-written", "it is lost"),
     "other states": (
-        lambda loop: [s["exp_avg"].mul_(1.5) for s in loop.optimizer.state.values()], "states-written", "exp_avg was changed",
+        lambda loop: [s["exp_avg"].mul_(1.5) for s in loop.optimizer.state.values()], "states-written", "exp_avg were changed",
     ),
     "the same again": (
         lambda loop: loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict())), "", "",

@@ -250,7 +250,7 @@ class Alarms:
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
-    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
+    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in METRICS
 }
 _OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")
 
@@ -272,10 +272,6 @@ def gauge_metrics(row: Row) -> Iterator[tuple[str, str | None, dict[str, float |
     for table, names in METRICS.items():
         for name, values in (row.get(table) or {}).items():
             yield table, name, dict(zip(names, map(number, values), strict=False))
-    logits = {name: number(value) for name, value in (row.get("logits") or {}).items()}
-    if logits:
-        log_z = logits.get("log_z")
-        yield "logits", None, {**logits, "log_z": None if log_z is None else abs(log_z)}
 
 
 def _is_finite(value: float | None) -> bool:

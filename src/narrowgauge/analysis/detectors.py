@@ -207,7 +207,7 @@ SERIOUS: dict[str, str] = {
     "nonfinite": "every step from here on may be lost",
 }
 """Kinds of events that need immediate attention, each with the reason. The others may become serious, or cost little:
-unchanged_weights, lost_decay, noise, outliers, logits, gradient_spike, growth. Healthy runs with small batches have gradient
+unchanged_weights, lost_decay, noise, outliers, gradient_spike, growth. Healthy runs with small batches have gradient
 spikes."""
 
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.step_check import fitted, joined
+from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
@@ -114,8 +114,7 @@ def _configured(
     for name, p in model.named_parameters():
         gradient = p.grad if p.grad is not None else getattr(p, "main_grad", None)
         if p.requires_grad and isinstance(gradient, Tensor):
-            gradient = gradient.detach()
-            gradients[inner_name(name)] = _whole(gradient).to_dense().clone()
+            gradients[inner_name(name)] = _whole(gradient.detach()).to_dense().clone()
             dtypes.add(p.dtype)
     return gradients, dtypes
 
@@ -136,14 +135,11 @@ def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
     return max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
 
 
-def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, list[Tensor]]:
-    """Return every rank's gradients, for tensors with different bits on different ranks."""
-    if ranks.size == 1:
-        return {}
-    of_all = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
-    names = [name for name in gradients if len({prints.get(name) for prints in of_all}) > 1]
-    gathered = ranks.gather({name: gradients[name].cpu() for name in names})
-    return {name: [of_rank[name] for of_rank in gathered if name in of_rank] for name in names}
+def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
+    """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without equal tensors."""
+    first, *others = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
+    counts = {name: sum(prints.get(name) != bits for prints in others) for name, bits in first.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 # ── float32 in one process ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,77 +252,56 @@ def _compared(
     loss: Loss,
     unit: float,
     ranks: Ranks,
-    differing: Mapping[str, Sequence[Tensor]],
+    differing: Mapping[str, int],
 ) -> tuple[list[Reading], list[str]]:
     parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
     joined_batch = concatenated(parts)
     exact = gradients_of(reference, joined_batch, loss)
-    bounds = dict.fromkeys(exact, LEAST)
-    for seed in (0, 1):
-        moved = gradients_of(reference, joined_batch, loss, unit, seed)
-        for name, gradient in moved.items():
-            length = float(exact[name].norm())
-            bounds[name] = max(
-                bounds[name], MARGIN * float((gradient - exact[name]).norm()) / length if length else 0.0
-            )
+    moved = [gradients_of(reference, joined_batch, loss, unit, seed) for seed in (0, 1)]
     terms: list[Gradients] = []
-    readings, num_equal, largest = [], 0, 0.0
+    readings, distances = list[Reading](), list[float]()
     for name in reversed(exact):  # in the order of backward
-        r, bound = exact[name], bounds[name]
+        r = exact[name]
         length = float(r.norm())
+        largest = max(float((gradient[name] - r).norm()) for gradient in moved)
+        bound = max(LEAST, MARGIN * largest / length) if length else LEAST
         if name in differing:
-            readings.append(_not_reduced(name, differing[name], r))
+            readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
             continue
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
-        if bad := int((~g.isfinite()).sum()):
-            readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0))
-            continue
-        if not bool(g.any()) and (length or name not in gradients):
-            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
-            continue
-        distance = float((g - r).norm()) / length if length else math.inf
-        if distance <= bound:
-            num_equal += 1
-            largest = max(largest, distance)
-            continue
+        distance = float((g - r).norm()) / (length or 1e-300)
         factor = float((g * r).sum()) / length**2 if length else 0.0
-        if factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
+        if bad := int((~g.isfinite()).sum()):
+            if all(reading.what != "nonfinite-gradient" for reading in readings):  # the first in backward
+                readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0))
+        elif not bool(g.any()) and (length or name not in gradients):
+            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
+        elif distance <= bound:
+            distances.append(distance)
+        elif factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
             equals = equal_to(factor, len(parts) // ranks.size, ranks.size)
-            readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, max(bound, LEAST), equals=equals))
-            continue
-        if not terms and 1 < len(parts) <= MOST_TERMS:
-            terms = [gradients_of(reference, part, loss) for part in parts]
-        words = _terms_of(g, r, [term[name] for term in terms], bound, ranks.size)
-        readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
-    line = f"gradients: {num_equal} of {counted(len(exact), 'tensor')} equal to float32's in one process"
-    line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})" if num_equal else ""
-    first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # first in backward
-    rest_of_readings = [reading for reading in readings if reading.what != "nonfinite-gradient"]
-    return first_bad + joined(rest_of_readings, len(exact)), [line]
+            readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals))
+        else:
+            if not terms and 1 < len(parts) <= MOST_TERMS:
+                terms = [gradients_of(reference, part, loss) for part in parts]
+            words = _counts_of(g, r, [term[name] for term in terms], bound) if terms else ""
+            readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
+    line = f"gradients: {len(distances)} of {counted(len(exact), 'tensor')} equal to float32's in one process"
+    if distances:
+        line += f", within rounding (largest difference {max(distances):.1e}, unit roundoff {unit:.1e})"
+    return joined(readings, len(exact)), [line]
 
 
-def _not_reduced(name: str, of_ranks: Sequence[Tensor], exact: Tensor) -> Reading:
-    first = of_ranks[0].double()
-    spread = max(float((g.double() - first).norm()) for g in of_ranks[1:]) / max(float(first.norm()), 1e-300)
-    mean = torch.stack([g.double() for g in of_ranks]).mean(0).to(exact.device)
-    is_mean = float((mean - exact).norm()) <= 1e-2 * float(exact.norm())
-    return KINDS["not-reduced"].reading(name, spread, 0.0, terms="; their mean is float32's" if is_mean else "")
-
-
-def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_ranks: int) -> str:
+def _counts_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float) -> str:
     """Say how often each micro-batch counts, if a weighted sum of their gradients explains the difference."""
-    if not terms:
+    columns = torch.stack([term.flatten().cpu() for term in terms], 1)
+    both = torch.stack([g.flatten().cpu(), r.flatten().cpu()], 1)
+    weights = torch.linalg.lstsq(columns, both, driver="gelsd").solution
+    residual = float((both - columns @ weights)[:, 0].norm())
+    if residual > 2 * bound * float(g.norm()) or bool((weights[:, 1].abs() < 1e-6).any()):
         return ""
-    columns = [term.flatten().cpu() for term in terms]
-    shares, _ = fitted(r.flatten().cpu(), columns)
-    factors, residual = fitted(g.flatten().cpu(), columns)
-    if residual > 2 * bound * float(g.norm()) or any(abs(share) < 1e-6 for share in shares):
-        return ""
-    times = [round(number / share, 4) + 0.0 for number, share in zip(factors, shares, strict=True)]
-    per_rank = len(terms) // num_ranks
-    rows = [", ".join(f"{t:.3g}" for t in times[k : k + per_rank]) for k in range(0, len(times), per_rank)]
-    where = "; ".join(f"rank {k}: {row}" for k, row in enumerate(rows)) if num_ranks > 1 else rows[0]
-    return f"Micro-batches count {where} times."
+    times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in (weights[:, 0] / weights[:, 1]).tolist())
+    return f"Micro-batches count {times} times, rank after rank."
 
 
 def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:

@@ -16,18 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
-from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
-from narrowgauge.optim.optimizer import Optimizer
 
 Objects = Mapping[str, Any]
 Step = Callable[[], Objects]
@@ -59,38 +57,31 @@ def check_resume(
         RecipeError: two jobs without a record.
 
     Example:
-        >>> import copy, narrowgauge as ng
-        >>> def loop(saved=None):
-        ...     torch.manual_seed(0)
-        ...     model = nn.Linear(4, 4)
-        ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        ...     objects = {"model": model, "optimizer": optimizer}
-        ...     if saved is not None:
-        ...         model.load_state_dict(saved)  # and not the optimizer
-        ...     def step():
-        ...         model(torch.ones(2, 4)).square().sum().backward()
-        ...         optimizer.step(), optimizer.zero_grad()
-        ...         return objects
-        ...     return objects, step
-        >>> objects, step = loop()
-        >>> result = ng.check_resume(step, lambda: copy.deepcopy(objects["model"].state_dict()), loop)
-        >>> [reading.tensor for reading in result][:3]
-        ['optimizer.step', 'optimizer.exp_avg', 'optimizer.exp_avg_sq']
+        >>> import narrowgauge as ng
+        >>> weight, fresh = torch.zeros(2), torch.zeros(2)
+        >>> def step_of(weight):
+        ...     return lambda: {"weight": weight.add_(1)}
+        >>> result = ng.check_resume(step_of(weight), lambda: None, lambda saved: ({"weight": fresh}, step_of(fresh)))
+        >>> print(result[0].tensor, result[0].advice)
+        weight float32 of norm 1.41421 was saved, float32 of norm 0 is there after the load.
     """
     ranks = all_ranks()
     if record is None and (load is None or step is None):
         raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
     file = None if record is None else Path(record)
     if step is not None:
+        undrawn = _generators()
         before = snapshot(step())
         saved = save()
         generators = _generators()
         after = snapshot(step())
         if file is not None and ranks.is_first:
-            file.write_text(json.dumps({"held": before | generators, "after": after}), encoding="utf-8")
-        before |= generators
+            file.write_text(json.dumps({"held": before, "after": after}), encoding="utf-8")
         if load is None:
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"])
+        drawn = _generators()
+        # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
+        before |= {name: entry for name, entry in generators.items() if drawn[name] != undrawn[name]}
     else:
         assert file is not None
         recorded = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
@@ -99,14 +90,8 @@ def check_resume(
     torch.rand(7), np.random.rand(7), random.random()
     assert load is not None
     objects, fresh_step = load(saved)
-    loaded = snapshot(objects)
-    restored = _generators()
-    if step is not None:
-        loaded |= restored
-    else:  # each rank has its own
-        before = {name: entry for name, entry in before.items() if name not in restored}
-    kinds = {name: name.partition("|")[0].partition(".")[0].removesuffix(" buffers") for name in before}
-    before = {name: entry for name, entry in before.items() if kinds[name] in {*objects, "generators"}}
+    loaded = snapshot(objects) | _generators()
+    before = {name: entry for name, entry in before.items() if name.partition("|")[0] in {*objects, "generators"}}
     readings, lines = _differences(before, loaded, "after the load")
     again = snapshot(fresh_step())
     if not readings:
@@ -119,25 +104,20 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
     """Return a reading for each kind of state that is not restored, and a line with the counts."""
     verdicts: dict[str, dict[str, list[str]]] = {}
     for name, entry in before.items():
-        (kind, _, rest), loaded = name.partition("|"), now.get(name)
-        verdict = NOT_RESTORED
+        verdict, loaded = NOT_RESTORED, now.get(name)
         if loaded is not None and entry["value"] == loaded["value"]:
             verdict = BITS if entry["bits"] == loaded["bits"] else VALUE
-        verdicts.setdefault(kind, {}).setdefault(verdict, []).append(rest)
-    readings = []
+        verdicts.setdefault(name.split("|")[1], {}).setdefault(verdict, []).append(name)
+    readings, words = [], []
     for kind, groups in verdicts.items():
+        counts = {verdict: f"{verdict} ({len(names)})" for verdict, names in groups.items()}
+        words.append(f"{kind} {', '.join(counts.values())}")
         if names := groups.get(NOT_RESTORED):
-            name = f"{kind}|{names[0]}"
-            entry, loaded = before[name], now.get(name)
-            value, expected = (loaded or {}).get("number"), entry.get("number")
-            shown = f"{entry['shown']} was saved, {loaded['shown'] if loaded else 'nothing'} is there {when}"
-            count = f"{len(names)} of {sum(map(len, groups.values()))}: " if names[0] else ""
-            message = f"{count}{names[0]}{': ' if names[0] else ''}{shown}."
-            readings.append(KINDS["not-restored"].reading(kind, value, expected, message=message))
-    words = [
-        f"{kind} {', '.join(f'{v} ({len(n)})' if n[0] else v for v, n in groups.items())}"
-        for kind, groups in verdicts.items()
-    ]
+            entry, loaded = before[names[0]], now.get(names[0], {"shown": "nothing", "number": None})
+            first, number = names[0].split("|", 2)[2], sum(map(len, groups.values()))
+            label = f"{len(names)} of {number}: {first}: " if first else ""
+            message = f"{label}{entry['shown']} was saved, {loaded['shown']} is there {when}."
+            readings.append(KINDS["not-restored"].reading(kind, loaded["number"], entry["number"], message=message))
     return readings, [f"{when}: {'; '.join(words)}"]
 
 
@@ -145,14 +125,9 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
 
 
 def snapshot(objects: Objects) -> dict[str, Entry]:
-    """Return an entry for each state of a loop's objects, as ``KIND|NAME``. All ranks make the call."""
-    names = {
-        id(p): inner_name(n) for o in objects.values() if isinstance(o, nn.Module) for n, p in o.named_parameters()
-    }
-    states = {f"{kind}|{name}": value for key, o in objects.items() for kind, name, value in _states_of(key, o, names)}
-    tensors = {
-        key: value for key, value in states.items() if isinstance(value, Tensor) and value.layout is torch.strided
-    }
+    """Return an entry for each state of a loop's objects, as ``OBJECT|KIND|NAME``. All ranks make the call."""
+    states = {f"{key}|{kind}|{name}": x for key, value in objects.items() for kind, name, x in _states_of(key, value)}
+    tensors = {k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided}
     bits = fingerprints_whole(tensors)
     values = fingerprints_whole({k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()})
     entries: dict[str, Entry] = {}
@@ -172,39 +147,16 @@ def _entry(bits: str, value: str, number: float | None, shown: str) -> Entry:
     return {"bits": bits, "value": value, "number": number, "shown": shown}
 
 
-def _states_of(key: str, value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield kind, name and value of each state of an object."""
-    if isinstance(value, nn.Module):
-        yield from ((key, inner_name(name), p.detach()) for name, p in value.named_parameters())
-        yield from ((f"{key} buffers", inner_name(name), b) for name, b in value.named_buffers())
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from _optimizer_states(key, value, names)
-    elif isinstance(value, Tensor):
-        yield key, "", value.detach()
-    elif hasattr(value, "state_dict"):
-        yield from ((key, name, item) for name, item in _leaves(value.state_dict()))
-    else:
-        yield from ((key, name, item) for name, item in _leaves(value))
-
-
-def _optimizer_states(
-    key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> Iterator[tuple[str, str, Any]]:
-    for index, group in enumerate(optimizer.param_groups):
-        for option in ("lr", "weight_decay"):
-            if option in group:
-                yield f"{key}.{option}", f"group {index}", float(group[option])
-        for place, p in enumerate(group["params"]):
-            name = names.get(id(p), f"group {index}, parameter {place}")
-            if isinstance(optimizer, Optimizer):
-                yield f"{key}.step", name, optimizer.num_steps(p)
-            for state_name, state in stored_by(optimizer, p).items():
-                if isinstance(state, Tensor) and state.numel() == 1:
-                    state = float(state)
-                if isinstance(state, (Tensor, int, float)):
-                    yield f"{key}.{state_name}", name, state
-    if isinstance(optimizer, Optimizer) and optimizer.loss_scaler is not None:
-        yield f"{key}.loss scale", "", float(optimizer.loss_scaler.scale_tensor)
+def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield kind, name and value of each state of an object. An optimizer's states are kinds of their own."""
+    for name, item in _leaves(value.state_dict() if hasattr(value, "state_dict") else value):
+        place = name.split(".")
+        if isinstance(value, torch.optim.Optimizer) and len(place) > 2:  # state.0.exp_avg, param_groups.0.lr
+            yield f"{key}.{place[2]}", ".".join((*place[:2], *place[3:])), item
+        else:
+            yield key, inner_name(name), item
+    if (scaler := getattr(value, "loss_scaler", None)) is not None:  # of our optimizers, which do not save it
+        yield f"{key}.loss scale", "", float(scaler.scale_tensor)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -228,4 +180,4 @@ def _generators() -> dict[str, Entry]:
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
-    return {f"generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
+    return {f"generators|generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}

@@ -135,33 +135,18 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 
 def described(set_up: SetUp) -> list[str]:
-    """Return a line with the formats of weights, gradients and states, and a line per optimizer with its settings."""
+    """Return a line with the formats of weights, gradients and states."""
     by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
     for p in set_up.stepped:
-        by_kind["weights"][dtype_name(p.parameter.dtype)] = None
-        if p.parameter.grad is not None:
-            by_kind["gradients"][dtype_name(p.parameter.grad.dtype)] = None
         states = [s for s in p.state.values() if isinstance(s, Tensor) and s.ndim and s.is_floating_point()]
-        by_kind["states"] |= {dtype_name(s.dtype): None for s in states}
-        if isinstance(p.optimizer, Optimizer):
-            by_kind["states"][p.storage.name] = None
-        elif type(p.optimizer).__module__.startswith("torch.optim") and not states:
-            by_kind["states"][dtype_name(p.parameter.dtype)] = None
-    by_kind["gradients"] = by_kind["gradients"] or by_kind["weights"]
-    lines = ["; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())]
-    for optimizer in set_up.optimizers:
-        rows = dict.fromkeys(p.storage.name for p in set_up.stepped if p.optimizer is optimizer)
-        group = optimizer.param_groups[0]
-        options = [f"{name} {_value(group[name])}" for name in ("lr", "betas", "eps", "weight_decay") if name in group]
-        package = type(optimizer).__module__.split(".")[0]
-        lines.append(f"{package}.{type(optimizer).__name__}, storage {' and '.join(rows)}: {', '.join(options)}")
-    return lines
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_value, value))})"
-    return "none" if value is None else f"{float(value):g}"
+        if not states and type(p.optimizer).__module__.startswith("torch.optim"):
+            states = [p.parameter]
+        gradient = p.parameter if p.parameter.grad is None else p.parameter.grad
+        is_ours = isinstance(p.optimizer, Optimizer)
+        by_kind["weights"][dtype_name(p.parameter.dtype)] = None
+        by_kind["gradients"][dtype_name(gradient.dtype)] = None
+        by_kind["states"] |= {p.storage.name: None} if is_ours else {dtype_name(s.dtype): None for s in states}
+    return ["; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())]
 
 
 def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:
@@ -190,12 +175,8 @@ def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
 
 
 def _says_master(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
-    """Return whether the settings name a master copy, as in ``FusedAdam`` of TransformerEngine or Apex.
-
-    Apex's optimizer copies each weight, but steps bfloat16 weights without the copy.
-
-    Source: Apex at 6424da3, ``optimizers/fused_adam.py``, lines 104 to 115, 219 to 223 and 274 to 288.
-    """
+    """Return whether the settings name a master copy, as in ``FusedAdam`` of TransformerEngine or Apex."""
+    # Apex copies each weight, but steps bfloat16 weights without the copy (fused_adam.py at 6424da3, lines 274 to 288).
     is_apex = hasattr(optimizer, "param_groups_master")
     has_masters = group.get("master_weights", getattr(optimizer, "master_weights", None))
     return has_masters is True and not (is_apex and parameter.dtype is torch.bfloat16)

@@ -10,7 +10,7 @@ likelihood of the stored values decides, through their rounding (:mod:`narrowgau
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -18,17 +18,8 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS, STEP
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.step_rules import (
-    Values,
-    decay_of,
-    decouples,
-    direction,
-    inputs_of,
-    new_state,
-    new_term,
-    state_factors,
-)
-from narrowgauge.checks.step_samples import Sample, SampledStep, complete, named_parameters, sampled_step, values_of
+from narrowgauge.checks.step_rules import Values, decay_of, decouples, inputs_of, state_factors, sum_of, terms_of
+from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
 from narrowgauge.checks.stored import DECIDES, Rounding, Written
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.runs.schema import Row
@@ -39,8 +30,6 @@ from narrowgauge.torch_names import plain_name, unwrapped_model
 
 _UNEXPLAINED_SHARE = 1e-2
 """The fraction of a step that a fit of the weight may leave."""
-_SAME_DECAY = 0.05
-"""Relative difference of two decays that counts as none."""
 _OPERATIONS = 16
 """Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in its own units."""
 _FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
@@ -85,48 +74,37 @@ class StepCheck:
         self.optimizer, self.every, self.num_steps = optimizer, every, 0
         self._names = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
         self._report, self._limit, self._ignored = report, max_grad_norm, frozenset(ignore)
-        self._step: SampledStep | None = None
-        self._done: SampledStep | None = None
+        self._step: SampledStep | None = None  # the last step, if it is compared
         self._follower = Follower(optimizer, self._before_step, self._after_step)
 
     def go_on_from_checkpoint(self) -> None:
         """Forget the last step: weights and states are loaded before the next one."""
-        self._done = None
+        self._step = None
 
     def remove(self) -> None:
         """Remove the hooks; also from within a step."""
         self._follower.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._step, done, self._done = None, self._done, None
-        parameters = named_parameters(optimizer, self._names)
-        if done is not None:
-            self._send(lambda: between_readings(done, optimizer, parameters), {})
-        step = self.num_steps + 1
+        if (last := self._step) is not None:
+            self._send(last.step, lambda: between_readings(last), {})
+        step, self._step = self.num_steps + 1, None
         if step == 2 or (step > 2 and step % self.every == 0):
             with torch.no_grad():
-                self._step = sampled_step(step, optimizer, parameters)
+                self._step = sampled_step(step, optimizer, self._names)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.num_steps += 1
-        step, self._step = self._step, None
-        if step is None:
-            return
         unseen: dict[str, str] = {}
+        if (step := self._step) is not None:
+            row = {"compared": len(step.samples), "unseen": unseen}
+            self._send(step.step, lambda: step_readings(step, optimizer, self._limit, unseen), row)
 
-        def compare() -> list[Reading]:
-            complete(step, optimizer, named_parameters(optimizer, self._names))
-            readings = [*clip_readings(step, self._limit, unseen), *update_readings(step, optimizer, unseen)]
-            self._done = step
-            return readings
-
-        self._send(compare, {"compared": len(step.samples), "unseen": unseen})
-
-    def _send(self, read: Callable[[], Iterable[Reading]], row: Row) -> None:
+    def _send(self, step: int, read: Callable[[], Iterable[Reading]], row: Row) -> None:
         readings: list[Reading] = []
         try:
             with torch.no_grad():
-                readings = [reading for reading in read() if reading.what not in self._ignored]
+                readings = [replace(reading, step=step) for reading in read() if reading.what not in self._ignored]
         except Exception as error:
             message = str(error).splitlines()[0] if str(error) else ""
             row = {**row, "compared": 0, "unseen": {"the step": f"{type(error).__name__}: {message}"[:200]}}
@@ -149,6 +127,14 @@ def joined(readings: Iterable[Reading], number: int) -> list[Reading]:
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def step_readings(
+    step: SampledStep, optimizer: torch.optim.Optimizer, limit: float | None, unseen: dict[str, str]
+) -> list[Reading]:
+    """Compare a step that was just taken. Fill ``unseen`` with names not compared, and reasons."""
+    complete(step, optimizer)
+    return [*clip_readings(step, limit, unseen), *update_readings(step, optimizer, unseen)]
+
+
 def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]) -> Iterator[Reading]:
     """Compare the norm of the gradients after clipping with the declared limit."""
     if limit is None or step.why_not:
@@ -158,20 +144,19 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
         unseen["the clip"] = "gradients are sharded over ranks" if is_sharded else "a gradient is not finite"
         return
     norm, kind = step.grad_norm * step.clip, KINDS["clip-norm"]
-    epsilons = [torch.finfo(s.dtype).eps for s in step.samples.values() if s.gradient is not None]
+    epsilons = [torch.finfo(s.parameter.dtype).eps for s in step.samples.values() if s.gradient is not None]
     bound = (kind.bound + 2 * max(epsilons, default=0.0)) * limit
     if norm > limit + bound:
-        yield kind.reading("", norm, limit, bound, step.step)
+        yield kind.reading("", norm, limit, bound)
 
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
-    """Recompute the update of every sampled parameter. Fill ``unseen`` with names not compared, and reasons."""
-    still = [s for s in step.samples.values() if not s.requires_grad and s.after]
+    """Recompute the update of every sampled parameter."""
+    still = [s for s in step.samples.values() if not s.parameter.requires_grad and s.after]
     frozen = [s.name for s in still if _differs(s.after["weight"], s.before["weight"])]
-    readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step.step)] if frozen else []
+    readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0)] if frozen else []
     stepped = [s for s in step.samples.values() if s.gradient is not None and s.after and s.gradient.numel()]
-    damaged = [reading for sample in stepped for reading in _damage(sample)]
-    readings += [replace(reading, step=step.step) for reading in joined(damaged, len(stepped))]
+    readings += joined([reading for sample in stepped for reading in _damage(sample)], len(stepped))
     reasons = [step.why_not, *(sample.why_not for sample in stepped)]
     if not stepped:
         reasons.append("no parameter had a gradient")
@@ -182,8 +167,7 @@ def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen:
     if why_not := next(filter(None, reasons), ""):
         unseen["the update"] = why_not
         return readings
-    differing = [reading for sample in stepped for reading in _of_parameter(sample, unseen)]
-    return readings + [replace(reading, step=step.step) for reading in joined(differing, len(stepped))]
+    return readings + joined([r for sample in stepped for r in _of_parameter(sample, unseen)], len(stepped))
 
 
 def _differs(now: Tensor, before: Tensor) -> bool:
@@ -222,6 +206,7 @@ def _count_readings(sample: Sample) -> Iterator[Reading]:
 
 
 def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
+    """Compare the states of a parameter in the order of the rule, then its weight, whose step depends on them."""
     values = inputs_of(sample)
     if not all(bool(t.isfinite().all()) for t in (*values.values(), sample.after["weight"])):
         return
@@ -231,14 +216,21 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     if not decouples(sample):
         errors["gradient"] = _unit(sample) * (values["gradient"].abs() + (decay_of(sample) * values["weight"]).abs())
     for name in state_factors(sample):
-        values[f"new_{name}"] = new_state(sample, name, values)
-        if name in sample.after:
-            written = _written_state(sample, name, values, errors)
-            readings += _state_readings(sample, name, written)
-            # Optimizers of torch may compute with the rounded state.
-            is_torch = name not in sample.roundings
-            errors[f"new_{name}"] = written.slack + (written.above / 2 if is_torch else 0.0)
-    yield from readings or _weight_readings(sample, values, errors, unseen)  # with a wrong state the step is wrong, too
+        if name not in sample.after:  # a step that left the parameter out
+            values[f"new_{name}"] = sum_of(terms_of(sample, name, values))
+            continue
+        written = _written(sample, name, values, errors)
+        readings += _readings(sample, name, written)
+        values[f"new_{name}"] = written.expected
+        # Optimizers of torch may compute with the rounded state.
+        errors[f"new_{name}"] = written.slack + (0.0 if name in sample.roundings else written.above / 2)
+    if not readings:  # with a wrong state the step is wrong, too
+        written = _written(sample, "weight", values, errors)
+        readings += _readings(sample, "weight", written)
+        gain = written.likelihood(written.expected)[0] - written.likelihood(written.fixed)[0]
+        if not readings and "weight" in sample.roundings and gain <= DECIDES:
+            unseen["the update of some weights"] = "their storage keeps too little of a step"
+    yield from readings
 
 
 def _unit(sample: Sample) -> float:
@@ -246,86 +238,60 @@ def _unit(sample: Sample) -> float:
     return torch.finfo(sample.after["weight"].dtype).eps / 2
 
 
-def _rounding(sample: Sample, name: str) -> Rounding:
-    return sample.roundings.get(name) or Rounding(CODES[dtype_name(sample.after[name].dtype)])
+def _written(sample: Sample, name: str, values: Values, errors: Values) -> Written:
+    """Return a state or the weight after the step, with the sum that its rule writes and the error of this sum."""
+    after, terms = sample.after[name], terms_of(sample, name, values)
+    fixed = values["weight"] if name == "weight" else torch.zeros_like(values["weight"])
+    slack = 4 * _unit(sample) * fixed.abs()
+    for key, (term, number) in terms.items():
+        slack += (_OPERATIONS if key == "step" else 4) * _unit(sample) * (number * term).abs()
+    # Errors of the inputs move the sum, for some elements without a bound.
+    for key, error in errors.items():
+        ends = [sum_of(terms_of(sample, name, values | {key: values[key] + sign * error})) for sign in (1, -1)]
+        slack += (torch.stack(ends) - sum_of(terms)).abs().nan_to_num(math.inf).amax(0)
+    rounding = sample.roundings.get(name) or Rounding(CODES[dtype_name(after.dtype)])
+    return Written(after.double(), fixed, terms, rounding, slack)
 
 
-def _propagated(rule: Callable[[Values], Tensor], values: Values, errors: Values) -> Tensor:
-    """Return by how much errors of the inputs move a rule's result, for each element; infinite if it has no bound."""
-    exact = rule(values)
-    total = torch.zeros_like(exact)
-    for name, error in errors.items():
-        moved = [rule(values | {name: values[name] + sign * error}) for sign in (1, -1)]
-        total += torch.stack(moved).sub(exact).abs().nan_to_num(math.inf).amax(0)
-    return total
+_MEANING = {
+    "kept": ("state", "kept {:.6g} of itself, where its rule keeps {:.6g}"),
+    "taken": ("state", "took {:.6g} of the gradient's term, where its rule takes {:.6g}"),
+    "step": ("step-factor", ""),
+    "decay": ("weight-decay", ""),
+}
+"""The kind of reading of each number that a rule has, and its words."""
 
 
-def _written_state(sample: Sample, name: str, values: Values, errors: Values) -> Written:
-    (keep, take), old, term = state_factors(sample)[name], values[name], new_term(sample, name, values)
-    slack = _propagated(lambda values: new_state(sample, name, values), values, errors)
-    slack += 4 * _unit(sample) * ((keep * old).abs() + (take * term).abs())
-    terms = {"kept": (old, keep), "taken": (term, take)}
-    return Written(sample.after[name].double(), torch.zeros_like(old), terms, _rounding(sample, name), slack)
-
-
-def _state_readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
-    if (difference := written.difference()) is None:
+def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
+    """Read the numbers of a state or a weight that are not the rule's, or else its distance from the rule's."""
+    length = max(float((written.expected - written.fixed).norm()), 1e-300)
+    difference = written.difference(_UNEXPLAINED_SHARE * length if name == "weight" else 0.0)
+    if difference is None:
         return
-    length, numbers, rule = max(float(written.expected.norm()), 1e-300), difference.numbers, written.rule
-    value, target, allowed = difference.distance / length, 0.0, difference.bound / length
-    if numbers is not None:
-        far = max(numbers, key=lambda key: abs(numbers[key] - rule[key]) / max(abs(rule[key]), 1e-3))
-        value, target, allowed = numbers[far], rule[far], difference.errors[far]
-    now = numbers or dict.fromkeys(rule, math.nan)
-    yield KINDS["state"].reading(
-        sample.name, value, target, allowed, state=name, kept=now["kept"], taken=now["taken"], rule_kept=rule["kept"],
-        rule_taken=rule["taken"], more=_rounded_to(sample.after[name], written.expected),
-    )  # fmt: skip
-
-
-def _weight_readings(sample: Sample, values: Values, errors: Values, unseen: dict[str, str]) -> Iterator[Reading]:
-    weight, after, rate, unit = values["weight"], sample.after["weight"], float(sample.settings["lr"]), _unit(sample)
-    decay = decay_of(sample) if decouples(sample) else 0.0
-    change = -rate * direction(sample, values)
-    slack = rate * _propagated(lambda values: direction(sample, values), values, errors)
-    slack += 4 * unit * weight.abs() + _OPERATIONS * unit * change.abs()
-    terms = {"step": (change, 1.0)} | ({"decay": (-rate * weight, decay)} if decouples(sample) else {})
-    written = Written(after.double(), weight, terms, _rounding(sample, "weight"), slack)
-    length = max(float((written.expected - weight).norm()), 1e-300)
-    if (difference := written.difference(_UNEXPLAINED_SHARE * length)) is None:
-        gain = written.likelihood(written.expected)[0] - written.likelihood(weight)[0]
-        if "weight" in sample.roundings and gain <= DECIDES:
-            unseen["the update of some weights"] = "their storage keeps too little of a step"
-        return
-    readings = list[Reading]()
-    if difference.numbers is not None:
-        step, used = difference.numbers["step"], difference.numbers.get("decay", decay)
-        kind, noise = KINDS["step-factor"], difference.errors.get("decay", math.inf)
-        allowed = max(kind.bound, difference.errors["step"])
-        if abs(step - 1) > allowed:
-            readings.append(kind.reading(sample.name, step, 1.0, allowed, rate=rate))
+    more, rate, rule = _rounded_to(sample.after[name], written.expected), float(sample.settings["lr"]), written.rule
+    numbers, wrong = difference.numbers, dict[str, float]()
+    for key, value in numbers.items():
+        bound = max(difference.errors[key], KINDS[_MEANING[key][0]].bound * abs(rule[key]))
         # A wrong rate multiplies the decay too. Do not report it twice.
-        is_scaled = abs(used - step * decay) <= max(_SAME_DECAY * abs(step * decay), noise)
-        if not is_scaled and abs(used - decay) > max(_SAME_DECAY * decay, noise):
-            readings.append(KINDS["weight-decay"].reading(sample.name, used, decay, noise))
-    if not readings:
-        spacing = torch.finfo(after.dtype).eps * written.expected.abs().clamp_min(1e-30)
-        share = float(((written.after - written.expected).abs() > 4 * spacing).double().mean())
-        value, bound, more = (
-            difference.distance / length,
-            difference.bound / length,
-            _rounded_to(after, written.expected),
+        scaled = rule[key] * (numbers["step"] if key == "decay" else 1.0)
+        if min(abs(value - rule[key]), abs(value - scaled)) > bound:
+            wrong[key] = bound
+    if name != "weight" and wrong:  # the farther one of the two
+        far = max(wrong, key=lambda key: abs(numbers[key] - rule[key]) / max(abs(rule[key]), 1e-3))
+        wrong = {far: wrong[far]}
+    for key, bound in wrong.items():
+        what, words = _MEANING[key]
+        words = words.format(numbers[key], rule[key])
+        yield KINDS[what].reading(
+            sample.name, numbers[key], rule[key], bound, state=name, words=words, rate=rate, more=more
         )
-        readings.append(KINDS["weight"].reading(sample.name, value, 0.0, bound, share=share, more=more))
-    yield from readings
-
-
-def fitted(target: Tensor, terms: Iterable[Tensor]) -> tuple[list[float], float]:
-    """Fit a target by a sum of terms. Return the factors and the length of the residual; float64, 1-D."""
-    columns = torch.stack(list(terms), 1)
-    scales = columns.norm(dim=0).clamp_min(1e-300)
-    solution = torch.linalg.lstsq(columns / scales, target[:, None], driver="gelsd").solution[:, 0]
-    return (solution / scales).tolist(), float((target - columns / scales @ solution).norm())
+    if not wrong:
+        spacing = torch.finfo(sample.after[name].dtype).eps * written.expected.abs().clamp_min(1e-30)
+        share = float(((sample.after[name] - written.expected).abs() > 4 * spacing).double().mean())
+        distance, bound = difference.distance / length, difference.bound / length
+        words = f"differs from its rule's by {distance:.2g} of its length"
+        kind = KINDS["weight" if name == "weight" else "state"]
+        yield kind.reading(sample.name, distance, 0.0, bound, state=name, words=words, share=share, more=more)
 
 
 def _rounded_to(values: Tensor, expected: Tensor) -> str:
@@ -343,42 +309,37 @@ def _rounded_to(values: Tensor, expected: Tensor) -> str:
 # ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def between_readings(
-    step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
-) -> list[Reading]:
+def between_readings(step: SampledStep) -> list[Reading]:
     """Compare the state after a step with the state before the next step, bit for bit at the sampled places."""
     readings = list[Reading]()
-    for name, parameter in parameters.items():
-        if (sample := step.samples.get(name)) is None or not sample.after:
-            continue
-        values = values_of(optimizer, parameter)
+    for sample in step.samples.values():
+        values = sample.values()
         for key, before in sample.after.items():
-            now = values.get(key)
-            if now is not None and not _differs(now, before):
-                continue
-            if key == "weight":
-                readings += _written_weight(step.step, sample, values["weight"])
-                continue
-            more = ": it is lost" if now is None or not now.any() else ""
-            norms = 0.0 if now is None else float(now.double().norm()), float(before.double().norm())
-            readings.append(KINDS["states-written"].reading(name, *norms, 0.0, step.step, state=key, more=more))
+            if key not in values or _differs(values[key], before):
+                readings += _written_between(sample, key, values.get(key))
     return joined(readings, len(step.samples))
 
 
-def _written_weight(step: int, sample: Sample, now: Tensor) -> Iterator[Reading]:
-    after = sample.after["weight"]
-    if now.shape != after.shape:
+def _written_between(sample: Sample, name: str, now: Tensor | None) -> Iterator[Reading]:
+    """Read a weight or state that the loop wrote after the step."""
+    before, kind = sample.after[name], KINDS["weights-written" if name == "weight" else "states-written"]
+    if now is None:
+        yield kind.reading(sample.name, 1.0, 0.0, 0.0, state=name, share=1.0, more=": it is lost")
         return
-    length = max(float(after.double().norm()), 1e-300)
-    distance = float((now.double() - after.double()).norm()) / length
+    if now.shape != before.shape:  # of other shards
+        return
+    x, y = now.double(), before.double()
+    length = max(float(y.norm()), 1e-300)
+    distance, factor = float((x - y).norm()) / length, float(x @ y) / length**2
     # Averages that are swapped in and back out leave a rounding error.
     slack = 4 * torch.finfo(now.dtype).eps
     if now.dtype in (torch.float32, torch.float64) and distance <= slack:
         return
-    more, share = _rounded_to(now, after), float((now != after).double().mean())
-    (factor,), rest = fitted(now.double(), [after.double()])
-    if now.equal(sample.before["weight"]):
-        more = ": they are those of before the step again"
-    elif not more and rest <= slack * length:
-        more = f": they were multiplied by {factor:.6g}"
-    yield KINDS["weights-written"].reading(sample.name, distance, 0.0, 0.0, step, share=share, more=more)
+    more, share = _rounded_to(now, before), float((now != before).double().mean())
+    if not now.any():
+        more = ": it is lost"
+    elif now.equal(sample.before.get(name, before)):
+        more = ": it has the values from before the step again"
+    elif not more and float((x - factor * y).norm()) <= slack * length:
+        more = f": it was multiplied by {factor:.6g}"
+    yield kind.reading(sample.name, distance, 0.0, 0.0, state=name, share=share, more=more)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -37,12 +39,6 @@ def new_term(sample: Sample, name: str, inputs: Values) -> Tensor:
     return gradient.square() if name == "exp_avg_sq" else gradient
 
 
-def new_state(sample: Sample, name: str, inputs: Values) -> Tensor:
-    """Return the new value of a state."""
-    keep, take = state_factors(sample)[name]
-    return keep * inputs[name] + take * new_term(sample, name, inputs)
-
-
 def decay_of(sample: Sample) -> float:
     return float(sample.settings.get("weight_decay") or 0.0)
 
@@ -65,3 +61,21 @@ def direction(sample: Sample, values: Values) -> Tensor:
     first, second = values["new_exp_avg"], values["new_exp_avg_sq"]
     divisor = (second / (1 - beta2**count)).sqrt() + float(settings["eps"])
     return first / (1 - beta1**count) / divisor.where(divisor != 0, 1e-300)
+
+
+def terms_of(sample: Sample, name: str, values: Values) -> dict[str, tuple[Tensor, float]]:
+    """Return the terms that a step adds up for a state or the weight, each with the rule's number.
+
+    A state becomes ``kept · old + taken · term``, the weight ``weight + step · change − decay · rate · weight``.
+    """
+    if name != "weight":
+        kept, taken = state_factors(sample)[name]
+        return {"kept": (values[name], kept), "taken": (new_term(sample, name, values), taken)}
+    rate = float(sample.settings["lr"])
+    decay = {"decay": (-rate * values["weight"], decay_of(sample))} if decouples(sample) else {}
+    return {"step": (-rate * direction(sample, values), 1.0)} | decay
+
+
+def sum_of(terms: Mapping[str, tuple[Tensor, float]]) -> Tensor:
+    """Return the sum of terms, each times its number."""
+    return torch.stack([number * term for term, number in terms.values()]).sum(0)

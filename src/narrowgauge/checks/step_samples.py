@@ -57,17 +57,52 @@ class Sample:
     """
 
     name: str
-    dtype: torch.dtype
+    parameter: Tensor
+    optimizer: torch.optim.Optimizer
     settings: dict[str, Any]
     rule: str
-    before: dict[str, Tensor]
     gradient: Tensor | None
-    count_before: int | None
-    requires_grad: bool
+    before: dict[str, Tensor] = field(init=False)
+    count_before: int | None = field(init=False)
     after: dict[str, Tensor] = field(default_factory=dict)
     count: int | None = None
     roundings: dict[str, Rounding] = field(default_factory=dict)
     why_not: str = ""
+
+    def __post_init__(self) -> None:
+        self.before, self.count_before = self.values(), self.num_steps()
+
+    def values(self) -> dict[str, Tensor]:
+        """Return samples of the weight and of the states that rules read; no states before the first step."""
+        stored = {"weight": self.parameter} | stored_by(self.optimizer, self.parameter)
+        tensors = {name: stored.get(name) for name in ("weight", *STATES)}
+        shape = self.parameter.shape
+        return {name: spread(t) for name, t in tensors.items() if isinstance(t, Tensor) and t.shape == shape}
+
+    def num_steps(self) -> int | None:
+        """Return the optimizer's count of steps for the parameter, or ``None`` without a count."""
+        if isinstance(self.optimizer, Optimizer):
+            return self.optimizer.num_steps(self.parameter)
+        count = self.optimizer.state.get(self.parameter, {}).get("step")
+        return None if count is None else int(count)
+
+    def complete(self, factor: float) -> None:
+        """Add the results of the step, which multiplied the gradient by a factor."""
+        self.after, self.count = self.values(), self.num_steps()
+        if self.gradient is not None:
+            self.gradient = _times(self.optimizer, self.gradient, factor)
+        if not isinstance(self.optimizer, Optimizer) or (state := self.optimizer.state_of(self.parameter)) is None:
+            return
+        for name in self.after:
+            code = state.storage.weight if name == "weight" else state.code(name)
+            if code.parts > 1 or state.storage.arithmetic == "expansion":
+                self.why_not = f"storage '{state.storage.name}' keeps sums of several numbers"
+            elif code.mantissa_bits < 23:
+                ends = None
+                if code.scaled:
+                    back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (code.lowest + 126)
+                    ends = spread(back.reshape(*self.parameter.shape[:-1], 1).expand(self.parameter.shape))
+                self.roundings[name] = Rounding(code, ends)
 
 
 @dataclass
@@ -79,24 +114,6 @@ class SampledStep:
     grad_norm: float | None = None
     clip: float = 1.0
     why_not: str = ""
-
-
-def named_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the parameters of an optimizer by name, each once.
-
-    Args:
-        names: of the model's parameters, by their id. Other parameters are named by their place in the optimizer.
-
-    Example:
-        >>> weight, other = torch.zeros(1), torch.zeros(1)
-        >>> list(named_parameters(torch.optim.SGD([weight, other]), {id(weight): "weight"}))
-        ['weight', 'group 0, parameter 1']
-    """
-    named: dict[int, tuple[str, Tensor]] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            named.setdefault(id(parameter), (names.get(id(parameter), f"group {index}, parameter {place}"), parameter))
-    return dict(named.values())
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> str:
@@ -134,27 +151,12 @@ def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
     return stored
 
 
-def values_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """Return samples of the weight and of the states that rules read; no states before the first step."""
-    stored = {"weight": parameter} | stored_by(optimizer, parameter)
-    tensors = {name: stored.get(name) for name in ("weight", *STATES)}
-    return {name: spread(t) for name, t in tensors.items() if isinstance(t, Tensor) and t.shape == parameter.shape}
-
-
-def count_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int | None:
-    """Return an optimizer's count of steps for a parameter, or ``None`` without a count."""
-    if isinstance(optimizer, Optimizer):
-        return optimizer.num_steps(parameter)
-    count = optimizer.state.get(parameter, {}).get("step")
-    return None if count is None else int(count)
-
-
-def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> SampledStep:
+def sampled_step(number: int, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> SampledStep:
     """Sample a step that is about to be taken.
 
     Args:
         number: of the step, from 1.
-        parameters: the optimizer's, by name.
+        names: of the model's parameters, by their id. Other parameters are named by their place in the optimizer.
     """
     step, rule = SampledStep(number), rule_of(optimizer)
     # GradScaler sets these two during a step. Our optimizers report skips and factors afterwards.
@@ -162,46 +164,33 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapp
     if found_inf is not None and bool(found_inf):
         step.why_not = "a gradient is not finite: the step is skipped"
     loss_scale = 1.0 if grad_scale is None or isinstance(optimizer, Optimizer) else float(grad_scale)
-    gradients = [g for p in parameters.values() if (g := _gradient_of(p)) is not None]
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for place, p in enumerate(group["params"]):
+            name, gradient = names.get(id(p), f"group {index}, parameter {place}"), p.grad
+            if (
+                gradient is not None and gradient.layout is torch.strided
+            ):  # the places of a sparse one change in each step
+                gradient = _times(optimizer, spread(gradient), 1 / loss_scale)
+            else:
+                gradient = None
+            if name not in step.samples:
+                step.samples[name] = Sample(name, p, optimizer, settings, rule, gradient)
+    gradients = [g for s in step.samples.values() if s.gradient is not None and (g := s.parameter.grad) is not None]
     if not any(map(is_sharded, gradients)):
         squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
         step.grad_norm = math.sqrt(sum(squares)) / loss_scale
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in parameters.items():
-        group, gradient = groups[id(parameter)], _gradient_of(parameter)
-        step.samples[name] = Sample(
-            name,
-            parameter.dtype,
-            {key: value for key, value in group.items() if key != "params"},
-            rule,
-            values_of(optimizer, parameter),
-            None if gradient is None else _times(optimizer, spread(gradient), 1 / loss_scale),
-            count_of(optimizer, parameter),
-            parameter.requires_grad,
-        )
     return step
 
 
-def complete(step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
+def complete(step: SampledStep, optimizer: torch.optim.Optimizer) -> None:
     """Add the results of the step for each parameter. Multiply gradients by the optimizer's clip factor."""
     if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
         step.clip, is_skipped = optimizer.last_control.tolist()
         if is_skipped:
             step.why_not = "the norm of the gradients is too large: the step is skipped"
-    for name, sample in step.samples.items():
-        if (parameter := parameters.get(name)) is None:
-            continue
-        sample.after, sample.count = values_of(optimizer, parameter), count_of(optimizer, parameter)
-        if sample.gradient is not None:
-            sample.gradient = _times(optimizer, sample.gradient, step.clip)
-        if isinstance(optimizer, Optimizer):
-            _add_roundings(sample, optimizer, parameter)
-
-
-def _gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient. Return ``None`` if it is sparse, since its places change in each step."""
-    gradient = parameter.grad
-    return None if gradient is None or gradient.layout is not torch.strided else gradient
+    for sample in step.samples.values():
+        sample.complete(step.clip)
 
 
 def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) -> Tensor:
@@ -209,20 +198,3 @@ def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) ->
     if isinstance(optimizer, Optimizer):
         return (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
     return gradient if factor == 1 else (gradient.double() * factor).to(gradient.dtype)
-
-
-def _add_roundings(sample: Sample, optimizer: Optimizer, parameter: Tensor) -> None:
-    """Add how the last step rounded the weight and the states. Skip tensors in float32 or more."""
-    if (state := optimizer.state_of(parameter)) is None:
-        return
-    storage = state.storage
-    for name in sample.after:
-        code = storage.weight if name == "weight" else state.code(name)
-        if code.parts > 1 or storage.arithmetic == "expansion":
-            sample.why_not = f"storage '{storage.name}' keeps sums of several numbers"
-        elif code.mantissa_bits < 23:
-            ends = None
-            if code.scaled:
-                back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (code.lowest + 126)
-                ends = spread(back.reshape(*parameter.shape[:-1], 1).expand(parameter.shape))
-            sample.roundings[name] = Rounding(code, ends)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,13 +66,12 @@ class Rounding:
         return lowest if self.ends is None else lowest + self.ends
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """How a tensor differs from its rule: the distance, its bound, and the numbers that explain it, each with its error."""
 
     distance: float
     bound: float
-    numbers: dict[str, float] | None
+    numbers: dict[str, float]
     errors: dict[str, float]
 
 
@@ -115,12 +115,12 @@ class Written:
             share: a fit of each number that leaves at most this length explains the values too.
         """
         likelihood, outside = self.likelihood(self.expected)
+        differs = self._excludes(outside)
         # No probability exceeds 1. If the rule's likelihood is near 1, no other numbers can be much likelier.
-        if not self._excludes(outside) and -likelihood <= DECIDES:
+        if not differs and -likelihood <= DECIDES:
             return None
         largest = self.reach * self.above + self.slack
-        bound = float(largest[largest.isfinite()].norm())
-        distance, differs = self._distance(self.expected), self._excludes(outside)
+        bound, distance = float(largest[largest.isfinite()].norm()), self._distance(self.expected)
         for (numbers, errors), left in ((self._times_one_factor(), 0.0), (self._fitted(), share)):
             computed = self.value(numbers)
             other, left_outside = self.likelihood(computed)
@@ -128,27 +128,25 @@ class Written:
             is_rare = not self._excludes(left_outside) or left_outside < _FEWER * outside
             if differs and (is_rare or self._distance(computed) <= left):
                 return Difference(distance, bound, numbers, errors)
-        return Difference(distance, bound, None, {}) if differs else None
+        return Difference(distance, bound, {}, {}) if differs else None
 
     def _times_one_factor(self) -> tuple[dict[str, float], dict[str, float]]:
         """Fit all that the rule adds by one factor. Return its numbers and four of their standard errors."""
-        factors, errors = self._solved([self.expected - self.fixed])
-        numbers = {name: factors[0] * number for name, number in self.rule.items()}
-        return numbers, {name: errors[0] * abs(number) for name, number in self.rule.items()}
+        ((factor, error),) = self._solved([self.expected - self.fixed])
+        numbers = {name: factor * number for name, number in self.rule.items()}
+        return numbers, {name: error * abs(number) for name, number in self.rule.items()}
 
     def _fitted(self) -> tuple[dict[str, float], dict[str, float]]:
         """Fit each number. Return them and four of their standard errors. A zero term keeps its number."""
-        names = [name for name, (term, _) in self.terms.items() if bool(term.any())]
-        if not names:
-            return self.rule, dict.fromkeys(self.terms, math.inf)
-        numbers, errors = self._solved([self.terms[name][0] for name in names])
-        known = dict(zip(names, errors, strict=True))
-        return self.rule | dict(zip(names, numbers, strict=True)), dict.fromkeys(self.terms, math.inf) | known
+        columns = {name: term for name, (term, _) in self.terms.items() if bool(term.any())}
+        fits = dict(zip(columns, self._solved(list(columns.values())), strict=True)) if columns else {}
+        numbers = {name: fits[name][0] if name in fits else number for name, number in self.rule.items()}
+        return numbers, {name: fits[name][1] if name in fits else math.inf for name in self.rule}
 
-    def _solved(self, terms: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+    def _solved(self, terms: Sequence[Tensor]) -> list[tuple[float, float]]:
         inverse = torch.linalg.pinv(torch.stack(list(terms), 1) / self.above[:, None], rtol=1e-14)
         solution = inverse @ ((self.after - self.fixed) / self.above)
-        return solution.tolist(), (4 * inverse.norm(dim=1)).tolist()
+        return list(zip(solution.tolist(), (4 * inverse.norm(dim=1)).tolist(), strict=True))
 
     def _distance(self, computed: Tensor) -> float:
         """Return the length of the difference, without elements that say nothing."""

@@ -182,37 +182,23 @@ def _second_moment_bits(stepped: SteppedParameter) -> int | None:
 
 def _truncated(set_up: SetUp) -> Iterator[Reading]:
     """Report epsilons that the denominator's format rounds to zero, and betas that a tensor's format rounds to 1."""
-    seen: set[str] = set()
+    settings: dict[str, tuple[str, float, float, torch.dtype, str]] = {}
     for p in set_up.trained:
         if isinstance(p.optimizer, Optimizer):
             continue
-        for setting, value, dtype, cure in _settings_in_formats(p):
-            now = float(torch.tensor(value, dtype=dtype))
-            if now != value and (now == 0 or now == 1) and setting not in seen:
-                seen.add(setting)
-                yield KINDS["truncated-setting"].reading(
-                    p.name, now, value, setting=setting, format=dtype_name(dtype), cure=cure
-                )
-
-
-def _settings_in_formats(stepped: SteppedParameter) -> Iterator[tuple[str, float, torch.dtype, str]]:
-    """Yield settings with the format in which the optimizer computes with them."""
-    group, dtype = stepped.group, stepped.parameter.dtype
-    eps = group.get("eps")
-    # Fused kernels compute in float32.
-    if dtype in NARROW and stepped.is_short and isinstance(eps, float) and eps > 0 and not group.get("fused"):
-        cure = "Where the second moment is zero too, the step divides by zero. Take eps=1e-4, or fused=True."
-        yield "eps", eps, dtype, cure
-    betas = group.get("betas")
-    for place, beta in enumerate(betas if isinstance(betas, (tuple, list)) else ()):
-        # The tensor holds the truncated value already. The intended beta was 0.999.
-        if isinstance(beta, Tensor) and beta.dtype in NARROW and float(beta) >= 1:
-            yield (
-                f"beta{place + 1}",
-                (0.9, 0.999)[place],
-                beta.dtype,
-                "Its moment keeps what it holds. Pass betas as floats.",
-            )
+        eps, betas, dtype = p.group.get("eps"), p.group.get("betas"), p.parameter.dtype
+        # Fused kernels compute in float32.
+        computes_short = dtype in NARROW and p.is_short and not p.group.get("fused")
+        if computes_short and isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=dtype):
+            cure = "Where the second moment is zero too, the step divides by zero. Take eps=1e-4, or fused=True."
+            settings.setdefault("eps", (p.name, 0.0, eps, dtype, cure))
+        for place, beta in enumerate(betas if isinstance(betas, (tuple, list)) else ()):
+            # The tensor holds the truncated value already. The intended beta was 0.9 or 0.999.
+            if isinstance(beta, Tensor) and beta.dtype in NARROW and float(beta) >= 1:
+                cure = "Its moment keeps what it holds. Pass betas as floats."
+                settings.setdefault(f"beta{place + 1}", (p.name, 1.0, (0.9, 0.999)[place], beta.dtype, cure))
+    for setting, (name, now, value, dtype, cure) in settings.items():
+        yield KINDS["truncated-setting"].reading(name, now, value, setting=setting, format=dtype_name(dtype), cure=cure)
 
 
 def _no_matrix(set_up: SetUp) -> Iterator[Reading]:

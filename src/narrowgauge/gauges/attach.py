@@ -11,32 +11,25 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge import inductor
-from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.errors import NarrowgaugeError, RecipeError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.moment_shadow import MomentShadow, leading_states
-from narrowgauge.gauges.sampling import SAMPLING, Recorder
-from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
+from narrowgauge.gauges.sampling import SAMPLING, Recorder, is_any_recording
+from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
-from narrowgauge.matmul.linear import Linear
-from narrowgauge.numerics.dtensor import is_sharded, local_of
-from narrowgauge.numerics.widening import matmul
+from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.events import emit
 from narrowgauge.runs.schema import METRICS, Row
-from narrowgauge.spec.computes import COMPUTES, first_of_input
-from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.computes import first_of_input
 from narrowgauge.torch_hooks import Follower
 from narrowgauge.torch_names import plain_name
 
@@ -49,10 +42,9 @@ class Gauges:
     """Gauges attached to a model; created by :func:`attach_gauges`.
 
     Args:
-        model, optimizer, every, on_row, alarms: see :func:`attach_gauges`.
+        model, optimizer, every, on_row: see :func:`attach_gauges`.
 
     Attributes:
-        every: number of steps between samples.
         last: the newest record, ``None`` before the first sample.
     """
 
@@ -62,43 +54,29 @@ class Gauges:
         optimizer: torch.optim.Optimizer,
         every: int,
         on_row: Callable[[Row], Any] | None,
-        alarms: bool,
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer, self.every, self.on_row = model, optimizer, every, on_row
         self.last: Row | None = None
-        self.alarms = Alarms(recipe_in_use(model, optimizer)) if alarms else None
-        self._step = 0
-        self._undos: list[Callable[[], object]] = []
-        self._layers: dict[str, nn.Module] = {}
         self._warned = False
-        named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
-        self.parameters = {n: p for n, p in named.items() if p in stepped}
+        self.parameters = {plain_name(name): p for name, p in model.named_parameters() if p in stepped}
         if not self.parameters:
             raise NarrowgaugeError(
                 f"Cannot attach gauges because the optimizer steps no parameter of this {type(model).__name__}.",
                 "Pass the model with its optimizer.",
             )
-        self.recorder = Recorder(next(model.parameters()).device)
-        try:
-            self._attach()
-        except BaseException:
-            self.detach()
-            raise
-        for kind in ("weight", "grad"):
+        self.recorder, self._undo, self._layers = Recorder(), ExitStack(), dict[str, nn.Module]()
+        self._attach()
+        for kind in SHARED:
             for name in self.parameters:
                 self.recorder.watch(kind, name)
-        # Gauges that are garbage collected stop sampling.
-        weakref.finalize(self, _close, self.recorder.number)
-        self.casts = Casts(self._layers)
-        self.shards = Shards.of(self.parameters)
-        if self.shards.mesh is not None and isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, Optimizer) and any(map(is_split_over_ranks, self.parameters.values())):
             optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
         matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
         self.shadow = MomentShadow(optimizer, matrices if every else {})
-        self._undos.append(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
-        self._undos.append(Follower(optimizer, self._before_step, self._after_step).remove)
+        self._undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
+        self._undo.callback(Follower(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
 
     @property
@@ -109,171 +87,105 @@ class Gauges:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        self.sampling = self.every > 0 and (step + 1) % self.every == 0
+        self._record(self.every > 0 and (step + 1) % self.every == 0)
 
-    @property
-    def sampling(self) -> bool:
-        """Return whether the current step is sampled."""
-        return self.recorder.is_recording
-
-    @sampling.setter
-    def sampling(self, value: bool) -> None:
-        if value and not self.recorder.is_recording:
-            self.recorder.clear()
-        self.recorder.is_recording = value
-        (_OPEN.add if value else _OPEN.discard)(self.recorder.number)
-        SAMPLING.is_on = bool(_OPEN)
+    def _record(self, is_sampled: bool) -> None:
+        self.recorder.clear()
+        self.recorder.is_recording = is_sampled
+        SAMPLING.is_on = is_any_recording()
 
     def restart(self, step: int) -> None:
         """Continue after ``step`` steps from a loaded state. The reference of second moments restarts."""
         self.shadow.forget()
         self.last = None
-        self.recorder.clear()
         self.step = step
 
     def detach(self) -> None:
         """Remove the gauges from the model and the optimizer."""
-        self.sampling = False
-        for undo in self._undos:
-            undo()
-        self._undos.clear()
+        self._record(False)
+        self._undo.close()
 
     # ── watched tensors ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach(self) -> None:
         """Hook the layers and attention modules."""
         inductor.heed_hooks()
-        for name, module in hooks.named_modules(self.model).items():
+        modules = hooks.named_modules(self.model)
+        for name in (name for name, module in modules.items() if hooks.has_gauges(module)):
+            raise NarrowgaugeError(
+                f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
+            )
+        for name, module in modules.items():
             if hooks.multiplies(module):
                 self._layers[name] = module
                 # Layers with the same input are measured once.
                 first = first_of_input(name)
                 shares_input = first != name and first in self._layers
-                kinds = ("output_grad",) if shares_input else ("input", "output_grad")
-                self._place(name, module, *kinds)
-                self._undos.append(module.register_forward_hook(hooks.record_linear).remove)
+                self._place(name, module, *([] if shares_input else ["input"]), "output_grad")
+                self._undo.callback(module.register_forward_hook(hooks.record_linear).remove)
             elif attention.is_attention(module):
                 self._place(name, module, "attention")
-                self._undos.append(attention.record_module(module))
-        self._attach_to_body()
+                self._undo.callback(attention.record_module(module))
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
         """Give a module its entries. An attribute, not a closure, so that equal layers share code."""
-        if hooks.has_gauges(module):
-            raise NarrowgaugeError(
-                f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
-            )
         entries = {kind: self.recorder.watch(kind, name) for kind in kinds}
         module.gauge_entries = tuple(entries.get(kind) for kind in ("input", "output_grad", "attention"))
-        self._undos.append(lambda: module.__dict__.pop("gauge_entries", None))
-
-    def _attach_to_body(self) -> None:
-        """Record the output of the body as the input of a causal model's head. A chunked loss does not call the head."""
-        body = getattr(self.model, "base_model", None)
-        is_causal = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-        if self._head is None or not is_causal or not isinstance(body, nn.Module) or body is self.model:
-            return
-        head: Any = self._head[1]
-        body.gauge_entries = (head.gauge_entries[0], None, None)  # type: ignore[assignment]
-        head.gauge_entries = (None, *head.gauge_entries[1:])
-        self._undos.append(lambda: body.__dict__.pop("gauge_entries", None))
-        self._undos.append(body.register_forward_hook(hooks.record_hidden_states).remove)
-
-    @property
-    def _head(self) -> tuple[str, Any] | None:
-        """Return the name of the model's output embedding and the module, if it is watched."""
-        head = getattr(self.model, "get_output_embeddings", lambda: None)()
-        return next((pair for pair in self._layers.items() if pair[1] is head), None)
+        self._undo.callback(module.__dict__.pop, "gauge_entries", None)
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.shadow.before_step()
-        if not self.sampling:
+        if not self.recorder.is_recording:
             return
-        if self.alarms is not None and getattr(self.optimizer, "grad_scale", None) is not None:
-            # A fused torch optimizer under torch.amp.GradScaler, which finds its scale by letting gradients overflow.
-            self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for name, parameter in self.parameters.items():
-            if not self.shards.share[name]:
-                continue
             self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
             if parameter.grad is not None:
                 self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
-        self.shards.join_amax(self.recorder)
+        join_shards(self.recorder, self.parameters)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.shadow.step()
-        if self.sampling:
+        if self.recorder.is_recording:
             self._read(self._step + 1)
         self.step = self._step + 1
 
     def _read(self, step: int) -> None:
         """Build the record of a sampled step and pass it on."""
         began = time.perf_counter()
-        packed = Packed(self.shards)
-        measure(self.recorder, self.casts.of, packed)
+        parts = measure(self.recorder, self._layers)
         for kind in ("exp_avg", "exp_avg_sq"):
-            here = [p for name, p in self.parameters.items() if self.shards.share[name]]
-            states = leading_states(self.optimizer, here, kind).values()
-            packed.add_histogram(kind, [x for x in states if x is not None], self.recorder.stats_device)
-        self.shadow.measure(packed)
-        if (logits := self._head_logits()) is not None:
-            packed.add("logits", logits)
-        fetched = packed.fetch()
+            states = leading_states(self.optimizer, self.parameters.values(), kind).values()
+            if present := [x for x in states if x is not None]:
+                parts[f"histogram {kind}"] = exponents(torch.cat(present))
+        if (moments := self.shadow.measure()) is not None:
+            parts["moments"] = moments
+        fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
-        if moments := self.shadow.rows(fetched):
-            row["moments"] = moments
-        if "logits" in fetched:
-            values = [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
-            row["logits"] = dict(zip(("max", "log_z"), values, strict=True))
+        if "moments" in fetched and (table := self.shadow.rows(fetched["moments"])):
+            row["moments"] = table
         row["seconds"] = rounded(time.perf_counter() - began)
-        self.recorder.clear()
         self._warn_if_nothing_recorded(row)
         self.last = row
         if self.on_row is not None:
             self.on_row(row)
-        for event in self.alarms.on_gauges(row) if self.alarms is not None else ():
-            emit(event)
-
-    def _head_logits(self) -> Tensor | None:
-        """Return the largest logit and mean log Z of sampled positions, from the input of the head."""
-        name, head = self._head or ("", None)
-        sample = self.recorder.samples.get(self.recorder.index("input", name))
-        if head is None or sample is None or is_sharded(head.weight) or type(head).__name__ == "Conv1D":
-            return None
-        if sample.shape[1] != head.weight.shape[1]:
-            return None
-        logits = matmul(sample[:8].to(head.weight.dtype), head.weight.detach().t()).float()
-        if getattr(head, "bias", None) is not None:
-            logits = logits + head.bias.detach().float()
-        return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean()])
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
-        """Warn once if nothing was recorded, e.g. because the code was compiled before attaching the gauges."""
-        attentions = [watched.name for watched in self.recorder.watched if watched.kind == "attention"]
-        if self._warned:
-            return
-        if self._layers and not any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ())):
-            message = f"gauges recorded no linear layer at step {row['step']}. "
-            message += (
-                "The model was compiled before, or did not run; call torch.compiler.reset()."
-                if self.model.training
-                else "The model is in eval mode, and only training is watched; call model.train()."
-            )
-        elif attentions and "attention" not in row:
-            message = (
-                f"gauges recorded no attention at step {row['step']} in modules like '{attentions[0]}': it does not run through "
-                "scaled_dot_product_attention. Use attn_implementation='sdpa' or need_weights=False."
-            )
-        else:
+        """Warn once if no linear layer was recorded, e.g. because the code was compiled before attaching the gauges."""
+        is_recorded = any(key.startswith(("input:", "output_grad:")) for key in row.get("tensors", ()))
+        if self._warned or is_recorded or not self._layers:
             return
         self._warned = True
-        warnings.warn(message, GaugeNotice, stacklevel=2)
+        reason = (
+            "The model was compiled before, or did not run; call torch.compiler.reset()."
+            if self.model.training
+            else "The model is in eval mode, and only training is watched; call model.train()."
+        )
+        warnings.warn(f"gauges recorded no linear layer at step {row['step']}. {reason}", GaugeNotice, stacklevel=2)
 
 
 def _update_metrics(reading: Reading) -> list[float | int | None]:
@@ -282,47 +194,21 @@ def _update_metrics(reading: Reading) -> list[float | int | None]:
     return [rounded(reading.edq, keep_nan=True), *map(rounded, rest)]
 
 
-# The numbers of the recorders whose step is sampled.
-_OPEN: set[int] = set()
-
-
-def _close(number: int) -> None:
-    _OPEN.discard(number)
-    SAMPLING.is_on = bool(_OPEN)
-
-
-def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
-    """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
-    narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
-    storage = STORAGES.get(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
-    if storage is None:
-        return None
-    try:
-        return Recipe(narrow.compute if narrow is not None else COMPUTES["bfloat16"], storage)
-    except RecipeError:
-        return None
-
-
 def attach_gauges(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     every: int = 20,
     on_row: Callable[[Row], Any] | None = None,
-    alarms: bool = True,
 ) -> Gauges:
     """Measure a model during training: operands of its matmuls, gradients, weights, updates, moments and attention.
 
     Invariant: a run with gauges has the same bits as one without, eager or compiled. The host synchronizes with the device
     once on a sampled step, and never on other steps.
 
-    On several ranks, call it on every rank with the same arguments. With sharded parameters (FSDP2, over a mesh of any
-    number of axes), a sampled step makes two reductions over the ranks, and an audited step another. Every rank's record then
-    holds the same metrics of
-    weights, gradients, updates and moments. Amax, rms, counts, casts, histograms and the audit cover all shards. Metrics of
-    samples (outlier, moments) are means over the shards, weighted by
-    their sizes. Operands, attention and logits are local to each rank. Logits are omitted if the head is
-    sharded. If the parameters are on several meshes, all metrics are local.
+    On several ranks, call it on every rank with the same arguments. For sharded parameters (FSDP2), amax, rms, counts and the
+    audit cover all shards. A sampled step takes two reductions over the ranks for them, and an audited step another. All other
+    metrics are of each rank's own shard and batch.
 
     Attaching sets two options of ``torch.compile`` for the whole process, so that previously compiled code sees the hooks.
     Guards on module hooks are kept, and a function may be compiled 64 times. If a module calls PyTorch's
@@ -334,8 +220,8 @@ def attach_gauges(
         optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one. Its steps are
             counted. A Narrowgauge optimizer created without parameter names takes the model's names.
         every: number of steps between samples; 0 disables sampling.
-        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`). ``RunWriter.gauge`` writes it to a run folder.
-        alarms: run the detectors on each record; ``ng.on_event`` receives their events.
+        on_row: called with each record (:data:`narrowgauge.runs.schema.GAUGE`). ``ng.analysis.Alarms(recipe).on_gauges(row)``
+            returns its alarms. ``ng.RunRecorder(…, gauges_every=20)`` writes records and raises alarms.
     Returns:
         The gauges; ``last`` is their newest record, ``detach()`` removes them.
     Raises:
@@ -358,4 +244,4 @@ def attach_gauges(
     inner = unwrapped(optimizer)
     if isinstance(inner, Optimizer):
         inner.name_parameters(model)
-    return Gauges(model, inner, every, on_row, alarms)
+    return Gauges(model, inner, every, on_row)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from narrowgauge import torch_names
 from narrowgauge.gauges.hooks import ATTENTION, entry_of
-from narrowgauge.gauges.sampling import SAMPLING, is_sampled, record_attention
+from narrowgauge.gauges.sampling import SAMPLING, is_sampled, recorder_of
 from narrowgauge.transforms.scaled_tensor import Scaled
 
 Undo = Callable[[], object]
@@ -138,20 +138,13 @@ def run(entry: Tensor, is_start: bool) -> None:
 @torch.library.custom_op("narrowgauge::record_running_attention", mutates_args=())
 def record_running(query: Tensor, key: Tensor, scale: float) -> None:
     """Record attention logits in the entry of the innermost running module."""
-    if _running:
-        record_attention(query, key, scale, _running[-1])
+    recorder, index = recorder_of(_running[-1]) if _running else (None, -1)
+    if recorder is not None:
+        recorder.record_attention(index, query, key, scale)
 
 
-@run.register_fake
-def _(entry: Tensor, is_start: bool) -> None:
-    return None
-
-
-@record_running.register_fake
-def _(query: Tensor, key: Tensor, scale: float) -> None:
-    return None
-
-
+run.register_fake(lambda entry, is_start: None)
+record_running.register_fake(lambda query, key, scale: None)
 for _operator in (run, record_running):
     torch_names.keep_effect(_operator)
 

@@ -36,12 +36,6 @@ def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return record_gradient(output, entry_of(module, OUTPUT_GRAD))
 
 
-def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Record the output of a language model's body, the head's input. A chunked loss does not call the head."""
-    if is_sampled(model):
-        record_tensor(as_multiplied(output[0]), entry_of(model, INPUT))
-
-
 def entry_of(module: nn.Module, place: int) -> Tensor | None:
     """Return an entry of a module by its place in ``gauge_entries``. Return ``None`` if it is not watched."""
     entries: Any = getattr(module, "gauge_entries", None)

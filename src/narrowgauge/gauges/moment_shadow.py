@@ -4,18 +4,18 @@ A float32 reference (*shadow*) of the second moments of a few hundred values is 
 to nearest in too few bits stop following the reference. The ratio of their sums shows this long before the loss does.
 
 The reference starts from the stored moments when it is attached, so it restarts after a resume. For sharded parameters each
-rank measures the first values of its own shard. The record holds the mean over the ranks.
+rank measures the first values of its own shard.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.gauges.tensor_metrics import Packed, rounded
+from narrowgauge.gauges.tensor_metrics import rounded
 from narrowgauge.numerics import metrics
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.optimizer import Optimizer
@@ -58,13 +58,6 @@ class MomentShadow:
         self.exact: Tensor | None = None
         self._last: tuple[Tensor, Tensor] | None = None
         self._weight: Tensor | None = None
-        self._decay: Tensor | None = None
-        self._weights_before: Tensor | None = None
-
-    def before_step(self) -> None:
-        """Save the weights that a decay in the gradient reads, because the step changes them."""
-        if self._decay is not None and self.parameters is not None:
-            self._weights_before = _joined([leading_of(p.detach()) for p in self.parameters.values()])
 
     def step(self) -> None:
         """Apply the optimizer's last step, from the gradients, which still exist."""
@@ -80,11 +73,11 @@ class MomentShadow:
         if None in gradients:  # a parameter without a gradient takes no step
             weight = weight * torch.tensor([[float(g is not None)] for g in gradients], device=weight.device)
         gradient = _joined([weight.new_zeros(0) if g is None else leading_of(g) for g in gradients])
-        scale, skip = self._control()
-        if scale is not None:
-            gradient.mul_(scale)
-        if self._decay is not None and self._weights_before is not None:
-            gradient.addcmul_(self._decay, self._weights_before)
+        # Our optimizers say by what they multiplied the gradients, and whether they skipped the step. A fused torch optimizer
+        # writes the gradients back unscaled, and torch.amp.GradScaler sets found_inf on it.
+        control = getattr(self.optimizer, "last_control", None)
+        scale, skip = (1.0, getattr(self.optimizer, "found_inf", None)) if control is None else control[:2]
+        gradient.mul_(scale)
         if skip is not None:
             weight = torch.where(skip != 0, 0.0, weight)
         # A non-finite gradient times a weight of 0 would be NaN.
@@ -100,28 +93,20 @@ class MomentShadow:
             name: p
             for name, p in self.candidates.items()
             # Some optimizers have one second moment for the whole tensor.
-            if "betas" in groups.get(p, {}) and (m := moments[p]) is not None and len(m) == len(leading_of(p.detach()))
+            if self._squares_gradients(groups.get(p, {}))
+            and (m := moments[p]) is not None
+            and len(m) == len(leading_of(p.detach()))
         }
         self.parameters = dict(list(shadowed.items())[:: max(1, -(-len(shadowed) // MAX_SHADOWED))])
         self.exact = self.stored()
         if self.exact is not None:
-            used = [groups[p] for p in self.parameters.values()]
-            device = self.exact.device
-            self._weight = torch.tensor(
-                [[1 - float(group["betas"][1])] for group in used], dtype=torch.float32, device=device
-            )
-            # Adam's decay goes through its moments.
-            decays = [0.0 if g.get("decoupled_weight_decay") else float(g.get("weight_decay") or 0.0) for g in used]
-            if type(self.optimizer).__name__ == "Adam" and any(decays):
-                self._decay = torch.tensor(decays, dtype=torch.float32, device=device)[:, None]
+            factors = [[1 - float(groups[p]["betas"][1])] for p in self.parameters.values()]
+            self._weight = torch.tensor(factors, dtype=torch.float32, device=self.exact.device)
 
-    def _control(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the factor the optimizer applied to the gradients, and whether it skipped the step."""
-        control = getattr(self.optimizer, "last_control", None)
-        if control is not None:
-            return control[0], control[1]
-        # torch.amp.GradScaler sets this on a fused torch optimizer, which writes the gradients back unscaled.
-        return None, getattr(self.optimizer, "found_inf", None)
+    def _squares_gradients(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the second moments of a group are of the gradients alone. Adam adds its decay to them."""
+        is_decoupled = type(self.optimizer).__name__ != "Adam" or group.get("decoupled_weight_decay")
+        return "betas" in group and bool(is_decoupled or not group.get("weight_decay"))
 
     def stored(self) -> Tensor | None:
         """Return the stored second moments; ``None`` without a shadow."""
@@ -129,17 +114,7 @@ class MomentShadow:
         parts = [moment for moment in moments if moment is not None]
         return _joined(parts) if parts and len(parts) == len(moments) else None
 
-    def measure(self, packed: Packed) -> None:
-        """Add bias and frozen fraction of each candidate to the metrics to fetch, NaN without a shadow."""
-        if not self.candidates:
-            return
-        device = next(iter(self.candidates.values())).device
-        none = torch.full((2,), math.nan, dtype=torch.float64, device=device)
-        table = self._compared()
-        rows = {} if table is None else dict(zip(self.parameters or {}, table, strict=True))
-        packed.add_mean("moments", torch.stack([rows.get(name, none) for name in self.candidates]), self.candidates)
-
-    def _compared(self) -> Tensor | None:
+    def measure(self) -> Tensor | None:
         """Return bias and frozen fraction of each parameter with a shadow, float64 ``[parameters, 2]``."""
         stored, exact = self.stored(), self.exact
         if stored is None or exact is None:
@@ -150,10 +125,9 @@ class MomentShadow:
         frozen = (moved & (stored == last_stored)).sum(1) / moved.sum(1)  # NaN in the first sample
         return torch.stack([metrics.moment_bias(stored, exact), frozen.double()], 1)
 
-    def rows(self, fetched: Mapping[str, Tensor]) -> Row:
+    def rows(self, measured: Tensor) -> Row:
         """Return the table ``moments`` of a record."""
-        pairs = fetched["moments"].tolist() if "moments" in fetched else []
-        rows = {name: [rounded(v) for v in pair] for name, pair in zip(self.candidates, pairs, strict=False)}
+        rows = {n: [rounded(v) for v in pair] for n, pair in zip(self.parameters or {}, measured.tolist(), strict=True)}
         return {name: row for name, row in rows.items() if row != [None, None]}
 
 

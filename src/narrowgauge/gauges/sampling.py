@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,10 +63,10 @@ class WatchedTensor:
 class Recorder:
     """Statistics and samples of the watched tensors of one model. An entry's number is its index in ``watched``.
 
-    Calls record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
+    Statistics are amax, rms and the number of non-finite values; for attention the largest logit, the entropy, and 0. Calls
+    record only while ``is_recording``. Compiled code may run its sampled version for another recorder.
     """
 
-    device: torch.device
     watched: list[WatchedTensor] = field(default_factory=list)
     is_recording: bool = False
     stats_of: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -96,25 +95,9 @@ class Recorder:
         self.samples.clear()
         self.stats_of.clear()
 
-    @property
-    def stats_device(self) -> torch.device:
-        return next((stats[0].device for stats in self.stats_of.values()), self.device)
-
-    def stats(self, entries: Sequence[int]) -> Tensor:
-        """Return amax, rms and number of non-finite values of entries, float32 ``[entries, 3]``; NaN if not recorded.
-
-        For attention: the largest logit and the entropy.
-        """
-        device = self.stats_device
-        none = torch.full((3,), torch.nan, dtype=torch.float32, device=device)
-        rows = [torch.stack(self.stats_of[k]) if k in self.stats_of else none for k in entries]
-        return torch.stack([row.to(device) for row in rows])
-
     def record(self, index: int, x: Tensor) -> None:
         """Record a tensor. A later call for the same entry replaces the earlier value."""
-        if not self.is_recording or not x.numel():
-            return
-        if x.layout is not torch.strided:
+        if not self.is_recording or not x.numel() or x.layout is not torch.strided:
             return
         x = x.detach()
         largest = largest_magnitude(x)
@@ -160,6 +143,11 @@ def sample_rows(x: Tensor) -> Tensor:
 _RECORDERS: list[weakref.ref[Recorder]] = []
 
 
+def is_any_recording() -> bool:
+    """Return whether gauges of any model sample the current step."""
+    return any(recorder.is_recording for weak in _RECORDERS if (recorder := weak()) is not None)
+
+
 def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
     """Return the recorder of an entry, if it still exists, and the number of the entry.
 
@@ -178,25 +166,8 @@ def record(x: Tensor, entry: Tensor) -> None:
         recorder.record(index, x)
 
 
-@torch.library.custom_op("narrowgauge::record_attention", mutates_args=())
-def record_attention(query: Tensor, key: Tensor, scale: float, entry: Tensor) -> None:
-    recorder, index = recorder_of(entry)
-    if recorder is not None:
-        recorder.record_attention(index, query, key, scale)
-
-
-@record.register_fake
-def _(x: Tensor, entry: Tensor) -> None:
-    return None
-
-
-@record_attention.register_fake
-def _(query: Tensor, key: Tensor, scale: float, entry: Tensor) -> None:
-    return None
-
-
+record.register_fake(lambda x, entry: None)
 torch_names.keep_effect(record)
-torch_names.keep_effect(record_attention)
 
 
 class _RecordGradient(torch.autograd.Function):

@@ -41,7 +41,7 @@ def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[list[Row]]:
 
 def _losses_in(session: Session) -> list[Row]:
     rows: list[Row] = []
-    gauges = attach_gauges(session.model, session.optimizer, every=1, on_row=rows.append, alarms=False)
+    gauges = attach_gauges(session.model, session.optimizer, every=1, on_row=rows.append)
     try:
         for _ in range(NUM_BATCHES):
             train_step(session)

@@ -33,7 +33,6 @@ KINDS: dict[str, str] = {
     "overflow": "a cast saturates much of a tensor",
     "outliers": "a tensor's largest values grow much faster than the others",
     "attention": "attention logits grow, or attention collapses to one position",
-    "logits": "the model's logits drift away from zero",
     "loss_scale": "the loss scale collapses",
     "loss_spike": "the loss jumped far above recent steps",
     "gradient_spike": "the gradient norm jumped far above recent steps",

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 VERSION = 2
 """The version of the run folder. Other versions are refused."""
 
-Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "lists", "numbers"]
+Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "lists"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Column:
 
     Args:
         show: formats the value for the console.
-        metrics: the entries of each list of a ``lists`` column, in order, or the names of a ``numbers`` column.
+        metrics: the entries of each list of a ``lists`` column, in order.
     """
 
     name: str
@@ -190,7 +190,7 @@ def _why_wrong(column: Column, value: Any) -> str:
         return "" if _is_number(value) else f"{column.name} = {short(value)}, which is not a number"
     if not isinstance(value, dict):
         return f"{column.name} = {short(value)}, which is not a table"
-    for name, numbers in value.items() if column.type == "lists" else [(column.name, list(value.values()))]:
+    for name, numbers in value.items():
         if not isinstance(numbers, list | None):
             return f"{name} = {short(numbers)} in {column.name}, which is not a list"
         # The first test is of types alone, and ten times as fast.
@@ -222,8 +222,8 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
         row: one row of that file.
 
     Example:
-        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "logits": {"max": 4.0}})
-        ({'validation/loss': 2.5}, {'logits/max': 4.0})
+        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
+        ({'validation/loss': 2.5}, {'edq/w': 1.0})
     """
     numbers: dict[str, Any] = {}
     if kind == "events":
@@ -233,7 +233,6 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
             for metric in (metric for metric in metrics.values() if metric.tag):
                 for tensor in row.get(table, {}):
                     numbers[metric.tag.format(tensor)] = metric_of(row, table, tensor, metric.name)
-        numbers |= {GAUGE["logits"].tag.format(name): value for name, value in row.get("logits", {}).items()}
     else:
         columns = {"steps": STEP, "evals": EVAL}[kind]
         numbers = {column.tag: row.get(column.name) for column in columns.values() if column.tag}

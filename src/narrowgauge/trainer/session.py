@@ -133,7 +133,7 @@ class Session:
         if not self.config.gauges_every:
             yield
             return
-        self.gauges = attach_gauges(self.model, self.optimizer, every=self.config.gauges_every, alarms=False)
+        self.gauges = attach_gauges(self.model, self.optimizer, every=self.config.gauges_every)
         self.gauges.step = self.step
         try:
             yield

@@ -59,7 +59,7 @@ def update(**changed: Any) -> list[Any]:
 
 
 def healthy_gauges() -> list[Row]:
-    """Samples of two layers' tensors, updates, moments, attention and logits."""
+    """Samples of two layers' tensors, updates, moments and attention."""
     return [
         {
             "step": step,
@@ -72,7 +72,6 @@ def healthy_gauges() -> list[Row]:
             "updates": {name: update() for name in PARAMETERS},
             "moments": {name: metrics("moments", _MOMENT) for name in PARAMETERS},
             "attention": {f"model.layers.{k}.self_attn": metrics("attention", _ATTENTION) for k in (0, 1)},
-            "logits": {"max": 10.0, "log_z": 8.0},
         }
         for step in range(EVERY, NUM_STEPS + 1, EVERY)
     ]  # fmt: skip

@@ -31,7 +31,6 @@ HEALTHY: Row = {
                "imprecision_share": 0.9, "lost_decay": 0.01},
     "moment": {"bias": 1.0, "frozen_fraction": 0.02},
     "attention": {"max_logit": 12.0, "entropy": 0.7},
-    "logits": {"max": 10.0, "log_z": 8.0},
     "step": {"loss": 3.0, "grad_norm": 0.5, "skipped": False},
 }  # fmt: skip
 
@@ -55,7 +54,6 @@ def gauges(step: int, **wrong: Any) -> Row:
         "updates": {f"{layer}.weight": figures("update", "updates", bad) for layer, bad in pairs},
         "moments": {f"{layer}.weight": figures("moment", "moments", bad) for layer, bad in pairs},
         "attention": {ATTENTION: figures("attention", "attention", True)},
-        "logits": {**HEALTHY["logits"], **wrong.get("logits", {})},
     }
 
 
@@ -96,7 +94,6 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "attention-logits": (NAIVE, sampled(attention={"max_logit": 2e4}), [], "attention", ATTENTION, 400),
     "attention-growth": (NAIVE, sampled(480, 600, attention={"max_logit": 150.0}), [], "attention", ATTENTION, 520),
     "attention-entropy": (NAIVE, sampled(attention={"entropy": 0.01}), [], "attention", ATTENTION, 440),
-    "logit-drift": (NAIVE, sampled(logits={"log_z": -31.0}), [], "logits", None, 440),
     "dead-gradient": (NAIVE, sampled(grad={"rms": 0.0}), [], "dead_layer", f"grad:{WEIGHT}", 440),
     "nonfinite": (NAIVE, sampled(input={"nonfinite": 1}), [], "nonfinite", f"input:{LAYER}", 400),
     "nonfinite-gradient": (NAIVE, sampled(output_grad={"nonfinite": 1}), [], "nonfinite", f"output_grad:{LAYER}", 400),
@@ -143,7 +140,7 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
 
     rows = [
         gauges(step, **{kind: jitter("tensor") for kind in ("weight", "input", "output_grad", "grad")}, update=jitter("update"),
-               attention=jitter("attention"), logits=jitter("logits"))
+               attention=jitter("attention"))
         for step in range(20, 2000, 20)
     ]  # fmt: skip
     steps = stepped(
@@ -220,13 +217,12 @@ def test_rebuilt_alarms_go_on_as_if_never_interrupted(name: str) -> None:
     "row",
     [
         {"step": 1},
-        {"step": 1, "tensors": None, "updates": {}, "logits": {}},
+        {"step": 1, "tensors": None, "updates": {}},
         {"step": 1, "tensors": {"grad:w": []}, "updates": {"w": [None] * 6}, "moments": {"w": [1.0]}},
         {
             "step": 1,
             "tensors": {"unheard-of:w": [0.0] * 20},
             "attention": {"a": [None, None]},
-            "logits": {"log_z": None},
         },
         {"step": 1, "unheard-of": {"w": [math.nan]}},
     ],

@@ -63,8 +63,8 @@ def test_a_bad_weight_is_an_input() -> None:
     bad = first_bad_value(model, step_of(model, torch.ones(2, 8)))
     assert bad is not None
     assert (bad.phase, bad.parameter, bad.module, bad.operation) == ("input", "second.weight", "second", "aten.addmm")
-    assert (bad.what, bad.num_bad, bad.num_values, bad.place) == ("nan", 1, 64, (3, 5))
-    assert bad.reached == "the loss" and bad.tensor == "second.weight"
+    assert (bad.what, bad.result.num_nonfinite, bad.result.shape, bad.result.place) == ("nan", 1, (8, 8), (3, 5))
+    assert bad.reached == "the loss"
     assert "second.weight held nan in 1 of 64 values" in bad.message and "update that wrote it" in bad.message
 
 
@@ -77,7 +77,7 @@ def test_a_layer_that_overflows_is_named_with_its_operands() -> None:
         model.second.weight.fill_(2.0**12)
     bad = first_bad_value(model, step_of(model, torch.full((2, 8), 64.0).half()))
     assert bad is not None
-    assert (bad.phase, bad.module, bad.operation, bad.what, bad.dtype) == (
+    assert (bad.phase, bad.module, bad.operation, bad.what, bad.result.dtype) == (
         "forward",
         "second",
         "aten.addmm",

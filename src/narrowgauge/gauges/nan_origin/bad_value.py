@@ -1,4 +1,4 @@
-"""Bad values: describe the operation that made the first NaN or infinity of a step.
+"""Describe the operation that made the first NaN or infinity of a step.
 
 A report names the module and the operation that failed, in forward or backward. It gives the range and dtype
 of the operands, and says whether the value reached the loss or a gradient. All of it is collected when the operation
@@ -7,6 +7,7 @@ runs, while its operands still exist.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,13 +22,14 @@ _MOST_OPERANDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An operand of an operation.
+    """A tensor of an operation.
 
     Args:
         name: the parameter or buffer (or a view of it), or else the name of the operation's argument.
         shape, dtype: of the tensor; the dtype as PyTorch names it.
         amin, amax: the smallest nonzero and the largest finite magnitude; ``None`` if there is none.
         num_nonfinite: number of NaNs and infinities.
+        place: index of the first of them.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Operand:
     amin: float | None
     amax: float | None
     num_nonfinite: int
+    place: tuple[int, ...]
 
     def __str__(self) -> str:
         words = f"{self.name} {self.dtype} {list(self.shape)}"
@@ -55,10 +58,8 @@ class BadValue:
         module: dotted name of the innermost module; ``""`` outside the model's modules.
         operation: name of the operation in PyTorch; for ``input`` the first reader of the tensor.
         what: ``nan`` or ``inf`` (without NaN).
-        shape, dtype: of the bad result, or of the input.
-        num_bad, num_values: number of non-finite values, and of all values.
-        place: index of the first non-finite value.
-        operands: the operands; for ``input`` the tensor itself.
+        result: the bad result, or the input.
+        operands: the operands; none for ``input``.
         parameter: the parameter, buffer or argument that was non-finite before, or whose gradient was being accumulated.
         compute: name of the module's compute, if it is a low-precision layer.
         reached: its destination: ``the loss`` or ``the gradient of NAME``.
@@ -68,25 +69,28 @@ class BadValue:
     module: str
     operation: str
     what: Literal["nan", "inf"]
-    shape: tuple[int, ...]
-    dtype: str
-    num_bad: int
-    num_values: int
-    place: tuple[int, ...]
+    result: Operand
     operands: tuple[Operand, ...] = ()
     parameter: str | None = None
     compute: str | None = None
     reached: str = ""
 
     @property
-    def tensor(self) -> str:
-        """Return the tensor's name for an event: the parameter, or else the module."""
-        return self.parameter or self.module
-
-    @property
     def message(self) -> str:
         """Return a sentence that describes the operation, and one of advice."""
-        return f"{self._as_input() if self.phase == 'input' else self._as_result()} {self.advice}".strip()
+        bad, inside = self.result, f" in {self.module}" if self.module else " outside the model's modules"
+        first = f", the first at {list(bad.place)}" if bad.place else ""
+        values = f"{bad.num_nonfinite} of {math.prod(bad.shape)} values ({bad.dtype} {list(bad.shape)}{first})"
+        if self.phase == "input":
+            name = self.parameter or "a tensor from outside the step"
+            words = f"{name} held {self.what} in {values} before any operation; {self.operation}{inside} is the first to read it"
+        else:
+            whose = f" for {self.parameter}" if self.parameter else ""
+            phase = "in backward" if self.phase == "backward" else "forward"
+            operands = "; ".join(map(str, self.operands[:_MOST_OPERANDS])) or "nothing"
+            words = f"{self.operation}{inside}{whose} ({phase}) made {self.what} in {values}, from {operands}"
+        compute = f" Its compute is {self.compute}." if self.compute else ""
+        return f"{words}; it reaches {self.reached}.{compute} {self.advice}".strip()
 
     @property
     def advice(self) -> str:
@@ -97,36 +101,8 @@ class BadValue:
             return f"Check {stored if is_stored else 'the batch of this step'}."
         if self.operation.removeprefix("aten.") in ALLOCATES:
             return "This operation returns uninitialized memory, which was read before it was written."
-        number_format = FORMATS.get(self.dtype)
-        largest = None if number_format is None else number_format.max
-        if self.what == "inf" and largest is not None and largest < 1e6:
-            return f"The largest finite {self.dtype} is {largest:.6g}: scale the operands down, or use a wider format here."
+        dtype = self.result.dtype
+        number_format = FORMATS.get(dtype)
+        if self.what == "inf" and number_format is not None and number_format.max < 1e6:
+            return f"The largest finite {dtype} is {number_format.max:.6g}: scale the operands down, or use a wider format here."
         return ""
-
-    def _as_input(self) -> str:
-        name = self.parameter or "a tensor from outside the step"
-        return (
-            f"{name} held {self._count()} before any operation; {self.operation}{_inside(self.module)} is the first to read it"
-            f"{self._end()}."
-        )
-
-    def _as_result(self) -> str:
-        whose = f" for {self.parameter}" if self.parameter else ""
-        operands = "; ".join(str(operand) for operand in self.operands[:_MOST_OPERANDS]) or "nothing"
-        compute = f" Its compute is {self.compute}." if self.compute else ""
-        phase = "in backward" if self.phase == "backward" else "forward"
-        return (
-            f"{self.operation}{_inside(self.module)}{whose} ({phase}) made {self._count()}, "
-            f"from {operands}{self._end()}.{compute}"
-        )
-
-    def _count(self) -> str:
-        where = f", the first at {list(self.place)}" if self.place else ""
-        return f"{self.what} in {self.num_bad} of {self.num_values} values ({self.dtype} {list(self.shape)}{where})"
-
-    def _end(self) -> str:
-        return f"; it reaches {self.reached}" if self.reached else ""
-
-
-def _inside(module: str) -> str:
-    return f" in {module}" if module else " outside the model's modules"

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +77,20 @@ def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | Non
         return tracer.first_cause(loss)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """The operation that first produced the non-finite values. ``order`` is its index in execution order."""
 
     order: int
     bad: BadValue
     deliberate: bool = False
+
+
+class Read(NamedTuple):
+    """An operand under its name in the schema, and its values when the operation read them."""
+
+    name: str
+    tensor: Tensor
+    values: Tensor
 
 
 class NanTracer(TorchDispatchMode):
@@ -99,7 +107,7 @@ class NanTracer(TorchDispatchMode):
         self.model = model
         self.modules = {id(m): plain_name(name) for name, m in model.named_modules()}
         self.computes = {plain_name(n): m.compute.name for n, m in model.named_modules() if isinstance(m, NarrowLayer)}
-        self.parameters = {plain_name(name) for name, _ in model.named_parameters()}
+        self.parameters = {plain_name(name): p for name, p in model.named_parameters()}
         # Names of parameters, buffers and arguments, by their memory. They keep the tensors alive.
         self._named: dict[int, list[tuple[str, Tensor]]] = {}
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
@@ -108,45 +116,41 @@ class NanTracer(TorchDispatchMode):
         self.reached: list[tuple[Source, str]] = []
         self.earliest: Source | None = None
         self._count = 0
-        # Tensors that an operator modified in place, by the copies made before.
-        self._copied: dict[int, Tensor] = {}
         # Running modules with the number of the next autograd node at entry; (first, end, name) of finished modules.
         self._path: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
 
     def __enter__(self) -> NanTracer:
-        self._handles = [
-            self.model.register_forward_pre_hook(self._name_arguments, with_kwargs=True),
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self._hooks.callback(self.model.register_forward_pre_hook(self._name_arguments, with_kwargs=True).remove)
+        self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def first_cause(self, loss: Any) -> BadValue | None:
         """Return the earliest source of a non-finite loss or gradient; ``None`` if all are finite.
 
         ``loss`` is the step's result: tensors, or ``None``.
         """
-        ends = [(value, "the loss") for value in tree_leaves(loss) if isinstance(value, Tensor)]
-        ends += [
-            (p.grad, f"the gradient of {plain_name(n)}") for n, p in self.model.named_parameters() if p.grad is not None
-        ]
-        reached = [
-            *self.reached,
-            *((self._source(x, kinds, "the caller"), end) for x, end in ends if (kinds := nonfinite_kinds(x))),
-        ]
-        if not reached:
+        for value in tree_leaves(loss):
+            self._note_end(value, "the loss", "the caller")
+        for name, p in self.parameters.items():
+            self._note_end(p.grad, f"the gradient of {name}", "the caller")
+        if not self.reached:
             return None
-        source = min((origin for origin, _ in reached), key=lambda origin: origin.order)
-        names = [end for origin, end in reached if origin is source]
+        source = min((origin for origin, _ in self.reached), key=lambda origin: origin.order)
+        names = [end for origin, end in self.reached if origin is source]
         return replace(source.bad, reached="the loss" if "the loss" in names else names[0])
+
+    def _note_end(self, x: Any, end: str, reader: str) -> None:
+        """Note the source of a loss or gradient that is not finite."""
+        if isinstance(x, Tensor) and (kinds := nonfinite_kinds(x)):
+            self.reached.append((self._source(x, x, kinds, reader), end))
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -164,14 +168,16 @@ class NanTracer(TorchDispatchMode):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]  # of the class that c10d registers
         if not getattr(func, "is_view", False):  # of a tensor that was already checked
-            self._copied = {id(copies[id(x)]): x for _, x in tensors if id(x) in copies}
-            operands = [(name, copies.get(id(x), x)) for name, x in tensors if name not in ignored]
+            operands = [Read(name, x, copies.get(id(x), x)) for name, x in tensors if name not in ignored]
             results = [*(x for name, x in tensors if name in written), *tree_leaves(result)]
-            self._trace_results(func, operands, results, (args, kwargs))
-        self._note_gradient(args)
+            self._trace_results(func, operands, results, is_deliberate(func, (args, kwargs)))
+        # Note a gradient that arrives at a parameter, whatever happens to it afterwards.
+        if torch_names.runs_backward() and (name := self._accumulated()) in self.parameters:
+            for x in tree_leaves(args):
+                self._note_end(x, f"the gradient of {name}", "autograd")
         return result
 
-    def _trace_results(self, func: Any, operands: list[tuple[str, Tensor]], results: list[Any], arguments: Any) -> None:
+    def _trace_results(self, func: Any, operands: list[Read], results: list[Any], deliberate: bool) -> None:
         """Assign a source to every non-finite result."""
         for result in results:
             if not isinstance(result, Tensor):
@@ -180,73 +186,58 @@ class NanTracer(TorchDispatchMode):
             if not kinds:
                 # Memory is reused. A finite view of a non-finite tensor does not cover the whole tensor.
                 if not writes(func)[0]:
-                    self._forget(result)
+                    for storage in self._storages(result) if self.sources else ():
+                        self.sources.pop(storage._cdata, None)
                 continue
             source = self._origin(func, operands, kinds)
-            deliberate = is_deliberate(func, arguments)
-            if source is None or (deliberate and not any(nonfinite_kinds(x) & kinds for _, x in operands)):
-                source = Source(self._count, self._describe(func, operands, result), deliberate=deliberate)
+            if source is None or (deliberate and not any(nonfinite_kinds(x.values) & kinds for x in operands)):
+                source = Source(self._count, self._describe(func, operands, result), deliberate)
             self._remember(result, source)
             if not source.deliberate and (self.earliest is None or source.order < self.earliest.order):
                 self.earliest = source
 
-    def _origin(self, func: Any, operands: list[tuple[str, Tensor]], kinds: Kinds) -> Source | None:
+    def _origin(self, func: Any, operands: list[Read], kinds: Kinds) -> Source | None:
         """Return the source that explains a result of these kinds. ``None`` if the operation is a source itself."""
         bad = [
-            (present, self._source(x, present, operator_name(func)))
-            for _, x in operands
-            if (present := nonfinite_kinds(x))
+            (present, self._source(x.values, x.tensor, present, operator_name(func)))
+            for x in operands
+            if (present := nonfinite_kinds(x.values))
         ]
+        faults = [source for _, source in bad if not source.deliberate]
         if "nan" in kinds:
-            chosen = [s for present, s in bad if "nan" in present] or [s for _, s in bad if not s.deliberate]
+            chosen = [source for present, source in bad if "nan" in present] or faults
             if packet_name(func) == "where" and all(source.deliberate for source in chosen):
                 return self.earliest  # a cast gives a group with an infinity the scale NaN
         else:
-            chosen = [s for _, s in bad if not s.deliberate] or [s for _, s in bad]
+            chosen = faults or [source for _, source in bad]
         return min(chosen, key=lambda source: source.order, default=None)
 
-    def _source(self, x: Tensor, kinds: Kinds, reader: str) -> Source:
-        """Return the source of a non-finite tensor: the operation that made it, or else the tensor itself."""
-        original = self._copied.get(id(x), x)
-        for _, part in parts_of(original):
-            weak, source = self.sources.get(part.untyped_storage()._cdata, (None, None))
+    def _source(self, values: Tensor, tensor: Tensor, kinds: Kinds, reader: str) -> Source:
+        """Return the source of a tensor whose values were not finite: the operation that made it, or else itself."""
+        for storage in self._storages(tensor):
+            weak, source = self.sources.get(storage._cdata, (None, None))
             if source is not None and weak is not None and not weak.expired():
                 return source
-        name, tensor = self._find(original) or (None, x)
-        is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or x.ndim == 0)
-        tensor = tensor if nonfinite_kinds(tensor) else x
-        bad = bad_value("input", self._where()[1], reader, tensor, [(name or "it", tensor)])
-        source = Source(self._count, replace(bad, parameter=name), deliberate=is_mask)
-        self._remember(original, source)
+        name, whole = self._find(tensor) or (None, values)
+        is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or values.ndim == 0)
+        bad = bad_value("input", self._where()[1], reader, whole if nonfinite_kinds(whole) else values, name or "it")
+        source = Source(self._count, replace(bad, parameter=name), is_mask)
+        self._remember(tensor, source)
         return source
 
-    def _describe(self, func: Any, operands: list[tuple[str, Tensor]], result: Tensor) -> BadValue:
+    def _describe(self, func: Any, operands: list[Read], result: Tensor) -> BadValue:
         phase, module = self._where()
-        named = [(self._name_of(self._copied.get(id(x), x)) or name, x) for name, x in operands]
-        bad = bad_value(phase, module, operator_name(func), result, named)
-        variable = getattr(torch_names.autograd_node(), "variable", None)
-        parameter = None if variable is None else self._name_of(variable)
-        return replace(bad, parameter=parameter, compute=self.computes.get(module))
+        bad = bad_value(phase, module, operator_name(func), result)
+        named = [(self._name_of(x.tensor) or x.name, x.values) for x in operands]
+        described = tuple(summary(name + inner, part) for name, x in named for inner, part in parts_of(x))
+        return replace(bad, operands=described, parameter=self._accumulated(), compute=self.computes.get(module))
 
-    def _note_gradient(self, args: Any) -> None:
-        """Note non-finite gradients that arrive at a parameter, whatever happens to them afterwards."""
-        if not torch_names.runs_backward():
-            return
-        variable = getattr(torch_names.autograd_node(), "variable", None)
-        name = None if variable is None else self._name_of(variable)
-        if name in self.parameters:
-            for x in tree_leaves(args):
-                if isinstance(x, Tensor) and (kinds := nonfinite_kinds(x)):
-                    self.reached.append((self._source(x, kinds, "autograd"), f"the gradient of {name}"))
+    def _storages(self, x: Tensor) -> list[Any]:
+        return [part.untyped_storage() for _, part in parts_of(x)]
 
     def _remember(self, x: Tensor, source: Source) -> None:
-        for _, part in parts_of(x):
-            storage = part.untyped_storage()
+        for storage in self._storages(x):
             self.sources[storage._cdata] = (StorageWeakRef(storage), source)
-
-    def _forget(self, x: Tensor) -> None:
-        for _, part in parts_of(x) if self.sources else ():
-            self.sources.pop(part.untyped_storage()._cdata, None)
 
     # ── names ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -274,6 +265,11 @@ class NanTracer(TorchDispatchMode):
         named = self._find(x)
         return None if named is None else named[0]
 
+    def _accumulated(self) -> str | None:
+        """Return the parameter whose gradient backward accumulates now."""
+        variable = getattr(torch_names.autograd_node(), "variable", None)
+        return None if variable is None else self._name_of(variable)
+
     # ── modules ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
@@ -291,10 +287,9 @@ class NanTracer(TorchDispatchMode):
         phase: Phase = "backward" if torch_names.runs_backward() else "forward"
         if self._path or phase == "forward":  # in backward a checkpoint runs its modules again
             return phase, self._path[-1][0] if self._path else ""
-        node = torch_names.autograd_node()
-        if (variable := getattr(node, "variable", None)) is not None:
-            return phase, (self._name_of(variable) or "").rpartition(".")[0]
-        number = torch_names.sequence_number(node)
+        if (parameter := self._accumulated()) is not None:
+            return phase, parameter.rpartition(".")[0]
+        number = torch_names.sequence_number(torch_names.autograd_node())
         # Inner modules finish before outer ones.
         return phase, next((name for first, end, name in self._spans if first <= number < end), "")
 
@@ -305,11 +300,6 @@ class NanTracer(TorchDispatchMode):
 _OVERWRITES = {
     "copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
     "geometric_", "set_", "_foreach_copy_", "_foreach_zero_",
-}  # fmt: skip
-# Operators that write given numbers. A given infinity is deliberate.
-_FILLS = {
-    "full", "full_like", "new_full", "scalar_tensor", "fill", "fill_", "masked_fill", "masked_fill_", "where",
-    "constant_pad_nd", "index_fill", "index_fill_",
 }  # fmt: skip
 
 
@@ -343,35 +333,15 @@ def is_float(x: Tensor) -> bool:
     return (x.dtype.is_floating_point or x.dtype.is_complex) and "float4" not in str(x.dtype)
 
 
-def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: list[tuple[str, Tensor]]) -> BadValue:
-    """Describe a non-finite tensor and the operands it was made from."""
+def bad_value(phase: Phase, module: str, operation: str, x: Tensor, name: str = "") -> BadValue:
+    """Describe a non-finite tensor."""
     part = next(part for _, part in parts_of(x) if nonfinite_kinds(part))
-    first, num_bad, _, _ = _measured(part)
-    described = [(name + inner, p) for name, operand in operands for inner, p in parts_of(operand)]
-    return BadValue(
-        phase=phase,
-        module=module,
-        operation=operation,
-        what="nan" if "nan" in nonfinite_kinds(part) else "inf",
-        shape=tuple(x.shape),
-        dtype=dtype_name(x.dtype),
-        num_bad=num_bad,
-        num_values=part.numel(),
-        place=tuple(int(index) for index in torch.unravel_index(torch.tensor(first), part.shape)),
-        operands=tuple(_operand(name, p) for name, p in described),
-    )
+    what: Literal["nan", "inf"] = "nan" if "nan" in nonfinite_kinds(part) else "inf"
+    return BadValue(phase, module, operation, what, summary(name, part))
 
 
-def _operand(name: str, x: Tensor) -> Operand:
-    _, num_bad, low, high = _measured(x)
-    return Operand(name, tuple(x.shape), dtype_name(x.dtype), low, high, num_bad)
-
-
-def _measured(x: Tensor) -> tuple[int, int, float | None, float | None]:
-    """Return the first non-finite place, their number, the smallest nonzero and the largest finite magnitude.
-
-    Read chunks: a full GPU cannot hold copies of the whole.
-    """
+def summary(name: str, x: Tensor) -> Operand:
+    """Return what a report says of a tensor. Read chunks: a full GPU cannot hold copies of the whole."""
     first, num_bad, start, lows, highs = 0, 0, 0, [], []
     for (chunk,) in flat_chunks(x):
         magnitudes = chunk.double().abs()
@@ -382,7 +352,9 @@ def _measured(x: Tensor) -> tuple[int, int, float | None, float | None]:
         num_bad, start = num_bad + len(bad), start + len(chunk)
         highs += [finite.max().item()] if len(finite) else []
         lows += [finite[finite > 0].min().item()] if bool((finite > 0).any()) else []
-    return first, num_bad, min(lows, default=None), max(highs, default=None)
+    place = torch.unravel_index(torch.tensor(first), x.shape) if num_bad else ()
+    low, high = min(lows, default=None), max(highs, default=None)
+    return Operand(name, tuple(x.shape), dtype_name(x.dtype), low, high, num_bad, tuple(map(int, place)))
 
 
 def operator_name(func: Any) -> str:
@@ -406,11 +378,11 @@ def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def is_deliberate(func: Any, arguments: Any) -> bool:
-    """Return whether a non-finite result is intended: a given infinity, or uninitialized memory."""
+    """Return whether a non-finite result is intended: of a given infinity, or uninitialized memory."""
     name, numbers = packet_name(func), [value for value in tree_leaves(arguments) if isinstance(value, float)]
     # torch.where makes tensors of its numbers, NaN too.
-    has_number = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
-    return name in ALLOCATES or (name in _FILLS and has_number)
+    is_given = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
+    return is_given or name in ALLOCATES
 
 
 def named_tensors(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.gauges import hooks
-from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
+from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, first_writer
@@ -47,6 +47,7 @@ from narrowgauge.gauges.recording.step_row import (
     why_skipped,
 )
 from narrowgauge.machine import require_float64
+from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -54,8 +55,10 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STORAGES
 
 
 class RunRecorder:
@@ -137,7 +140,7 @@ class RunRecorder:
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
-        policy = recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
+        policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
         content, here = self._description(policy, dict(settings or {})), all_ranks()
         writer, earlier = _opened(Path(folder), content, resume)
@@ -392,6 +395,18 @@ def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | 
     return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
 
 
+def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
+    """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
+    narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
+    storage = STORAGES.get(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
+    if storage is None:
+        return None
+    try:
+        return Recipe(narrow.compute if narrow is not None else COMPUTES["bfloat16"], storage)
+    except RecipeError:
+        return None
+
+
 def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
     """Refuse anything but one optimizer, and a recipe with another storage. The record would describe another run."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -483,7 +498,7 @@ class LoopRecord:
                 ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
             self._hear(ours)
         if gauges_every:
-            self.gauges = attach_gauges(model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False)
+            self.gauges = attach_gauges(model, optimizer, every=gauges_every, on_row=self.reporter.gauge)
             self.undo.callback(self.gauges.detach)
         return self.gauges
 
