@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from narrowgauge.gauges.attach import Gauges
-    from narrowgauge.gauges.recording.run_recorder import LoopRecord
+    from narrowgauge.gauges.recording.record import Record
 
 
 # ── recipes and seeds ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -75,7 +75,7 @@ class RunLog:
     Rows are the rows of :class:`narrowgauge.RunRecorder`. The detectors read them, and each finding is an event and a warning.
     """
 
-    def __init__(self, record: LoopRecord) -> None:
+    def __init__(self, record: Record) -> None:
         self._record = record
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -172,14 +172,12 @@ def compare(
 
 def _record(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
     """Call a training function, and record its run in a folder."""
-    from narrowgauge.distributed.ranks import all_ranks
-    from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
-    from narrowgauge.gauges.recording.run_reporter import Reporter
+    from narrowgauge.gauges.recording.record import Record
+    from narrowgauge.gauges.recording.run_recorder import warn
 
     parsed, label = parsed_recipe(recipe), recipe_name(recipe)
     config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
-    with RunWriter.create(folder, {"config": config}) as writer:
-        record = LoopRecord(Reporter(writer, Notices(), parsed, is_audited=False), all_ranks())
+    with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
         try:
             returned = train_function(recipe, seed, RunLog(record))
             metrics = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
@@ -190,10 +188,10 @@ def _record(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed
                     f"the training function gave no validation loss for {label}, val_loss is {summary.get('val_loss')!r}.",
                     'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
                 )
-            record.close(lambda: summary)
         except BaseException:
-            record.close(None)
+            record.stop()
             raise
+        record.finish(summary)
 
 
 def _numbers(row: Any, caller: str) -> Row:
@@ -297,8 +295,7 @@ def run_comparison(
             began, took = time.monotonic(), "earlier"
             num_left = len(configs) - number
             if not _has_ended(place):
-                with Console(config.steps, 0, name, stream) as console:
-                    _train(config, console)
+                _train(config, Console(config.steps, 0, name, stream))
                 seconds.append(time.monotonic() - began)
                 left = f", about {duration(sum(seconds) / len(seconds) * num_left)} left" if num_left else ""
                 took = f"{duration(seconds[-1])}{left}"
@@ -334,7 +331,7 @@ def _train(config: TrainConfig, console: Console) -> None:
     import torch
 
     from narrowgauge.distributed.job import threads_of
-    from narrowgauge.trainer import loop, recovery
+    from narrowgauge.trainer import loop
 
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -346,10 +343,10 @@ def _train(config: TrainConfig, console: Console) -> None:
     try:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
             if is_run(folder):
-                loop.resume(folder, screen=console)
+                loop.resume(folder, console=console)
             else:
-                loop.train(config, screen=console)
-    except recovery.DivergenceError:
+                loop.train(config, console=console)
+    except loop.DivergenceError:
         pass  # it is in the record
     except NarrowgaugeError as error:
         error.message = f"{folder.name}: {error.message}"

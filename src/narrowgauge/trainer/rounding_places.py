@@ -28,6 +28,7 @@ from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import threads_of
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
+from narrowgauge.gauges.recording.step_row import StepReader
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import block_values, drawn_signs
@@ -147,13 +148,15 @@ def rounding_places(
         session = build(config, Path(temporary), data)
         if (checkpoint := latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)) is not None:
             session.load(checkpoint)
-        started, mismatch = session.step, ""
+        started, mismatch, reader = session.step, "", StepReader(session.model, session.optimizer)
         say(f"Repeating the run up to step {step}.")
         while session.step < step - 1:
             row = recorded.get(session.step + 1, {})
             is_left_out = "spike" in row and bool(row.get("skipped"))
             session.optimizer.skip_above = -1.0 if is_left_out else math.inf
-            mismatch = mismatch or _mismatch(row, train_step(session))
+            reader.begin()
+            columns = train_step(session)
+            mismatch = mismatch or _mismatch(row, reader.row(session.step, columns))
         say("Computing the step in float32, and with each place of rounding alone.")
         wide = replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
         repeated = _Step(session, build(wide, Path(temporary), data).model)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,15 +26,13 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
-from narrowgauge.gauges.recording.step_row import StepReader, batch_checksum
+from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
-from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.loading import kept_tensors
@@ -61,10 +58,7 @@ class Session:
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
         linears: the model's low-precision layers, if its recipe has any.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
-        step, tokens: optimizer steps done, and tokens trained on.
-        seconds: wall time up to the last checkpoint, including earlier processes.
-        audit_total: the audit's sums over the whole run.
-        gauges: while attached; see :meth:`watched`.
+        step: optimizer steps done.
         batch_crc: checksum of the last step's tokens, of all ranks together.
     """
 
@@ -79,14 +73,9 @@ class Session:
     reduction: GradientReduction | None = None
     here: Ranks = ALONE
     step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
-    gauges: Gauges | None = None
     batch_crc: str = ""
     saver: Saver = field(init=False)
     fingerprints: Fingerprints = field(init=False)
-    reader: StepReader = field(init=False)
 
     def __post_init__(self) -> None:
         config, optimizer = self.config, self.optimizer
@@ -94,7 +83,6 @@ class Session:
         self.fingerprints = Fingerprints(
             self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
         )
-        self.reader = StepReader(self.model, optimizer)
 
     @property
     def device(self) -> torch.device:
@@ -126,20 +114,6 @@ class Session:
         self.batch_crc = f"{total % 2**64:016x}"
         return [tokens.to(self.device) for tokens in batch]
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Attach gauges as configured. Must enclose the first step, whose compiled code calls them."""
-        if not self.config.gauges_every:
-            yield
-            return
-        self.gauges = attach_gauges(self.model, self.optimizer, every=self.config.gauges_every, alarms=False)
-        self.gauges.step = self.step
-        try:
-            yield
-        finally:
-            self.gauges.detach()
-            self.gauges = None
-
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.model.named_parameters()})
@@ -162,9 +136,6 @@ class Session:
         scaler = self.optimizer.loss_scaler
         state = {
             "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "audit_total": self.audit_total.tolist(),
             "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.weights_fingerprint(),
             "settings": self.config.to_dict(),
@@ -201,8 +172,7 @@ class Session:
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
+        self.step = state["step"]
         if self.linears is not None:
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
