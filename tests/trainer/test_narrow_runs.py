@@ -53,7 +53,7 @@ def test_what_a_delayed_scale_cuts_off_is_counted(place: Path, tmp_path: Path) -
 def test_a_unit_scaled_run_exports_a_plain_model_that_says_the_same(place: Path, tmp_path: Path) -> None:
     folder = loop.train(settings(place, tmp_path / "run", recipe="unit/word", steps=4))
     run = session.load(folder)
-    plain = AutoModelForCausalLM.from_pretrained(export(folder, tmp_path / "out", "float32"))
+    plain = AutoModelForCausalLM.from_pretrained(export(folder, tmp_path / "out"))
     tokens = torch.arange(16)[None]  # as many as in training: attention's constant is that of this length
     for layer in run.linears.layers.values():  # type: ignore[union-attr]
         layer.set_compute(COMPUTES["float32"])

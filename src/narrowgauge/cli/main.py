@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -300,16 +300,12 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")
 @_run_folder
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--dtype", type=click.Choice(["visible", "float32"]), default="visible", show_default=True,
-    help="The weights that the model sees, or the stored ones in float32.",
-)  # fmt: skip
-def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
+def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
     from narrowgauge.trainer import export as exporting
 
-    click.echo(exporting.export(folder, out, dtype))
+    click.echo(exporting.export(folder, out))
 
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")

@@ -276,7 +276,7 @@ def run_comparison(
     """
     from narrowgauge.trainer.data.dataset import open_recorded  # needs an extra, which ng.compare does not
 
-    model = Path(configs[0].model).name.removesuffix(".json")
+    model = Path(configs[0].model).name
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
     for config in configs:

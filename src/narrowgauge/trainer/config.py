@@ -93,7 +93,7 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
 
 
 def known_model(name: str) -> str:
-    """Return the full name of a preset, or the path of a model folder."""
+    """Return the full name of a preset, or the path of a model folder, which may be given by its ``config.json``."""
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
         return get_model(name).name
@@ -101,10 +101,11 @@ def known_model(name: str) -> str:
         raise DataError(
             f"the model folder {name} does not exist.", "Name a preset (narrowgauge show models) or a folder."
         )
-    if path.is_dir() and not (path / "config.json").is_file():
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
         raise DataError(f"the model folder {name} holds no config.json.", "Name a Hugging Face model folder.")
-    refuse_own_code(path)
-    return str(path)
+    refuse_own_code(folder)
+    return str(folder)
 
 
 def first_free(stem: Path) -> Path:
@@ -144,7 +145,7 @@ class TrainConfig:
     model: str = setting(
         "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.", "not empty", bool)
     data: str = setting(
-        "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool)
+        "stdlib", "stdlib, a file or folder of text or jsonl, or a token map.", "not empty", bool)
     recipe: Recipe = setting(_DEFAULT, "A recipe (narrowgauge show recipes) or a .toml file with one.")  # noqa: RUF009
     rule: str = setting(
         "adamw", "Update rule (narrowgauge show rules); matrix rules leave embeddings and vectors to AdamW.", names=UPDATE_RULES)
@@ -355,15 +356,14 @@ class TrainConfig:
         named = replace(self, model=known_model(self.model)).filled()
         named.require_agreement()
         named.require_compiler()
-        if not self.data.startswith("datasets:"):
-            open_texts(self.data)
+        open_texts(self.data)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             raise DataError(f"the tokenizer {self.tokenizer} does not exist.", "Name a tokenizer.json or its folder.")
         if named.out is not None:
             require_free(named.out)
             return named
         recipe = self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
-        stem = Path(named.model).name.removesuffix(".json")
+        stem = Path(named.model).name
         return replace(named, out=str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}")))
 
     def require_compiler(self) -> None:

@@ -32,8 +32,7 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.models import MODELS
-from narrowgauge.trainer import language_model
+from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer.config import OF_RANKS, TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import Dataset, open_data
@@ -61,8 +60,6 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
     config = ranks.of_first(lambda: config.validated().located())
     folder = Path(str(config.out))
     with console or _console(config) as shown:
-        # Before the data are prepared, which may take long.
-        weights = ranks.of_first(lambda: language_model.require_initial_weights(config.model))
         shown.stage("preparing the data")
         data = _opened_by_all(lambda: prepare_tokens(config), config)
         data.require(config.sequence_length)
@@ -77,8 +74,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
             record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.title}"))
             shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
             if config.model not in MODELS:
-                drawn = f"drawn from seed {config.seed}; the model's folder holds none"
-                shown.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
+                weights = weights_file(Path(config.model))
+                shown.say(f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}")
             _watch(session, record, shown)
             _run(session, record, shown)
     return folder
