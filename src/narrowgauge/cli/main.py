@@ -202,7 +202,7 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
 def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: int | None) -> None:
     """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run.
 
-    To share it out otherwise, edit shard, replicas, offload, narrow_gather or threads in its run.toml before.
+    To share it out otherwise, edit shard or threads in its run.toml before.
     """
     from narrowgauge.distributed import job
     from narrowgauge.trainer import resume_checks

@@ -225,7 +225,8 @@ def define(
     """
     require_package("plotly")
     base = TrainConfig(**settings)
-    base = replace(base, model=base.validated().model).located()
+    checked = base.validated()
+    base = replace(base, model=checked.model, data=checked.data, tokenizer=checked.tokenizer)
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
     require_resolvable(resolve)

@@ -160,10 +160,11 @@ def ends_in_head(model: PreTrainedModel) -> bool:
         True
     """
     tokens = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    was_training = model.training
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         logits = model.eval()(input_ids=tokens, use_cache=False).logits
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    model.train()
+    model.train(was_training)
     head: Any = model.get_output_embeddings()
     return torch.equal(head(hidden).to(logits.dtype), logits)
 

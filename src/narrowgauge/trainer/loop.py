@@ -57,7 +57,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
     ranks = all_ranks()
-    config = ranks.of_first(lambda: config.validated().located())
+    config = ranks.of_first(lambda: config.validated())
     folder = Path(str(config.out))
     with console or _console(config) as shown:
         shown.stage("preparing the data")

@@ -63,8 +63,7 @@ _CAST_AT = {"input": "inputs", "weight": "weights", "gradient": "output-gradient
 _COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
 """Columns of a step's row that its arithmetic gives, in order."""
 _OF_ONE_PROCESS: dict[str, Any] = {
-    "replicas": 1, "offload": False, "narrow_gather": False, "verify_every": 0, "compile": False, "fingerprints_every": 0,
-    "gauges_every": 0, "activation_checkpointing": False,
+    "verify_every": 0, "compile": False, "fingerprints_every": 0, "gauges_every": 0, "activation_checkpointing": False,
 }  # fmt: skip
 """Settings that change no bit of an eager step on one process."""
 

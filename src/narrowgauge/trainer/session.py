@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import is_matrix, outer_names, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
@@ -24,7 +25,7 @@ from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors,
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
-from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
+from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, through_root
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
@@ -202,7 +203,10 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     is_chunked = is_large and not config.recipe.keep and language_model.ends_in_head(model)
     here = all_ranks()
     config.require_ranks(here.size)
-    mesh = make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas) if here.size > 1 else None
+    mesh = None
+    if here.size > 1:
+        axis = "replicate" if config.shard == "none" else "shard"
+        mesh = init_device_mesh(device.type, (here.size,), mesh_dim_names=(axis,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
         _, optimizer = prepare(
@@ -218,8 +222,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             audit_every=config.audit_every,
             mesh=mesh,
             shard=config.shard,
-            offload=config.offload,
-            narrow_gather=config.narrow_gather,
             average=False,
         )
     is_order_invariant = config.recipe.reduction.order_invariant
