@@ -32,7 +32,7 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.spec.update_rules import UPDATE_RULES, Choice, Range, UpdateRule, refuse_matrix_rule, rule_title
+from narrowgauge.spec.update_rules import Choice, Range
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
 _KIND_NAMES: dict[type, str] = {
@@ -49,14 +49,6 @@ def setting(default: Any, help: str, law: Law | None = None) -> Any:
 def count(default: int | None, help: str, least: int = 1) -> Any:
     """Return a field that holds a whole number from ``least`` on."""
     return setting(default, help, Range(least, is_integer=True))
-
-
-def of_rules(name: str, help: str, law: Law) -> Any:
-    """Return a field whose default comes from its update rule. The help gives AdamW's default and all others."""
-    usual = UPDATE_RULES["adamw"].settings[name]
-    values = {row.name: row.settings.get(name) for row in UPDATE_RULES.values()}
-    defaults = [f"{rule} {'has none' if value is None else value}" for rule, value in values.items() if value != usual]
-    return setting(None, f"{help}  [default: {'; '.join([str(usual), *defaults])}]", law)
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
@@ -142,26 +134,21 @@ class TrainConfig:
     model: str = setting("llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.")
     data: str = setting("stdlib", "stdlib, a file or folder of text or jsonl, or a token map.")
     recipe: Recipe = setting(_DEFAULT, "A recipe (narrowgauge show recipes) or a .toml file with one.")  # noqa: RUF009
-    rule: str = setting(
-        "adamw", "Update rule (narrowgauge show rules); matrix rules leave embeddings and vectors to AdamW.",
-        Choice(tuple(UPDATE_RULES)))
-    rule_options: str | None = setting(
-        None, "The rule's own options, such as momentum=0.9,nesterov=false.  [default: those of narrowgauge show rules]")
     steps: int = count(400, "Optimizer steps.")
     batch_size: int = count(8, "Sequences per optimizer step.")
     sequence_length: int = count(256, "Tokens per sequence.")
     gradient_accumulation_steps: int = count(1, "Micro-batches per optimizer step; must divide the batch size.")
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003; unit-scaled models: 0.5; times the factor of the rule]", Range(above=True))
+        "0.0003; unit-scaled models: 0.5]", Range(above=True))
     schedule: str = setting(
         "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", Choice(SCHEDULES))
     warmup_steps: int | None = count(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0)
     min_lr_ratio: float = setting(0.1, "Final learning rate as a fraction of the peak.", Range(0, 1))
-    beta1: float | None = of_rules("beta1", "Decay of the first moment.", Range(0, 1))
-    beta2: float | None = of_rules("beta2", "Decay of the second moment.", Range(0, 1))
-    eps: float | None = of_rules("eps", "AdamW's epsilon.", Range())
-    weight_decay: float | None = of_rules("weight_decay", "Weight decay of matrices.", Range())
+    beta1: float = setting(0.9, "AdamW's decay of the first moment.", Range(0, 1))
+    beta2: float = setting(0.95, "AdamW's decay of the second moment.", Range(0, 1))
+    eps: float = setting(1e-8, "AdamW's epsilon.", Range())
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", Range())
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
     out: str | None = setting(None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]")
@@ -192,25 +179,9 @@ class TrainConfig:
     # fmt: on
 
     @property
-    def update_rule(self) -> UpdateRule:
-        """Return the row of the run's update rule."""
-        return UPDATE_RULES[self.rule]
-
-    @property
-    def title(self) -> str:
-        """Return the recipe's title, and the rule where it is not AdamW."""
-        return rule_title(self.recipe.title, self.rule)
-
-    @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Return the arguments of the rule's optimizer, but for the learning rate."""
-        filled, rule = self.filled(), self.update_rule
-        options = {"weight_decay": filled.weight_decay, **rule.in_training(self.rule_options or "")}
-        if filled.beta1 is not None and filled.beta2 is not None:
-            options["betas"] = (filled.beta1, filled.beta2)
-        if filled.eps is not None:
-            options[rule.eps_option] = filled.eps
-        return options
+        """Return the arguments of the optimizer, but for the learning rate."""
+        return {"betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay}
 
     @property
     def micro_batch_size(self) -> int:
@@ -245,39 +216,27 @@ class TrainConfig:
     # ── rules for missing settings ────────────────────────────────────────────────────────────────────────────────────
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
-        """Return the same settings with each None filled in: by the model, by the steps, or by the update rule.
+        """Return the same settings with each None filled in: by the model or by the steps.
 
         Args:
             num_parameters: size of the model; None uses the preset's size. Without a size, ``lr`` and ``compile`` may
-                stay None. A setting that the rule does not take stays None.
+                stay None.
         Example:
             >>> TrainConfig(model="llama-125m").filled().lr
             0.0006
         """
         if num_parameters is None and self.model in MODELS:
             num_parameters = MODELS[self.model].num_parameters
-        rule = self.update_rule
-        values: dict[str, Any] = {name: value for name, value in rule.settings.items() if getattr(self, name) is None}
-        if rule.options:
-            values["rule_options"] = rule.text(rule.in_training(self.rule_options or ""))
+        values: dict[str, Any] = {}
         if self.warmup_steps is None:
             values["warmup_steps"] = min(self.steps // 10, 100)
-        if self.lr is None and not self._why_no_rate():
-            if self.recipe.compute.transform == "unit":
-                values["lr"] = UNIT_LEARNING_RATE
-            elif num_parameters is not None:
-                values["lr"] = usual_rate(num_parameters) * (rule.rate or 1.0)
+        if self.lr is None and self.recipe.compute.transform == "unit":
+            values["lr"] = UNIT_LEARNING_RATE
+        elif self.lr is None and num_parameters is not None:
+            values["lr"] = usual_rate(num_parameters)
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
             values["compile"] = self._is_worth_compiling(num_parameters) and not _compiler_missing()
         return replace(self, **values)
-
-    def _why_no_rate(self) -> str:
-        """Return why the model's size gives no learning rate, or an empty string."""
-        if self.update_rule.rate is None:
-            return f"the steps of '{self.rule}' are as large as the gradient, which no rule of a model's size knows"
-        # Unit scaling multiplies each matrix's rate for steps with AdamW's kind and size.
-        is_other = self.recipe.compute.transform == "unit" and self.rule != "adamw"
-        return "the usual rate of unit-scaled models is AdamW's" if is_other else ""
 
     def _is_worth_compiling(self, num_parameters: int | None) -> bool:
         if self.recipe.dtype == "float64":
@@ -329,9 +288,8 @@ class TrainConfig:
         if named.out is not None:
             require_free(named.out)
             return named
-        recipe = self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
-        stem = Path(named.model).name
-        return replace(named, out=str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}")))
+        stem = f"{Path(named.model).name}-{self.recipe.name.replace('/', '-')}"
+        return replace(named, out=str(first_free(Path("runs") / stem)))
 
     def require_compiler(self) -> None:
         """Refuse a compiled model where nothing can be compiled."""
@@ -351,21 +309,12 @@ class TrainConfig:
             )
 
     def require_agreement(self) -> None:
-        """Refuse settings that contradict each other, the model or the update rule."""
+        """Refuse settings that contradict each other or the model."""
 
         def refuse(message: str, advice: str, kind: type[NarrowgaugeError] = NarrowgaugeError) -> NoReturn:
             raise kind(f"Cannot train: {message}.", advice)
 
-        rule, parts, warmup = self.update_rule, self.gradient_accumulation_steps, self.warmup_steps or 0
-        rule.read(self.rule_options or "")
-        for name in UPDATE_RULES["adamw"].settings.keys() - rule.settings.keys():
-            if (value := getattr(self, name)) is not None:
-                flag = name.replace("_", "-")
-                refuse(
-                    f"rule '{rule.name}' has no {name}, and {name} = {value:g} was set", f"Omit --{flag}.", RecipeError
-                )
-        if self.lr is None and (reason := self._why_no_rate()):
-            refuse(f"rule '{rule.name}' has no learning rate, {reason}", "Set --lr; try several.", RecipeError)
+        parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
         if self.compile and self.recipe.dtype == "float64":
             message = f"no graph can hold the scope of float64 of '{self.recipe.title}'"
             refuse(message, "Omit --compile: reference runs are eager.", RecipeError)
@@ -378,8 +327,6 @@ class TrainConfig:
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
             refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
-        for storage in self.recipe.storages if rule.is_matrix else ():
-            refuse_matrix_rule(self.rule, storage)
 
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -71,8 +71,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
                     shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
             for note in [*data.notes, *session.notes]:
                 record.event(Event("note", 0, note))
-            record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.title}"))
-            shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
+            record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
+            shown.say(f"{Path(config.model).name} · {session.config.recipe.title} · {folder}")
             if config.model not in MODELS:
                 weights = weights_file(Path(config.model))
                 shown.say(f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}")
@@ -134,7 +134,7 @@ def resume(
             _note(session, f"{event.message}.")
         where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         record.event(Event("resume", step, f"from step {step}{where}"))
-        shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
+        shown.say(f"{Path(config.model).name} · {session.config.recipe.title} · {folder}")
         _run(session, record, shown)
     return folder
 
@@ -169,7 +169,7 @@ def _run(session: Session, record: Record, console: Console) -> None:
     with _signals() as signals:
         for note in session.notes:
             _note(session, note)
-        console.start(config.title, session.step)
+        console.start(config.recipe.title, session.step)
 
         def save() -> None:
             session.verify_replicas()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from narrowgauge.assembly.preparation import is_matrix, outer_names, prepare
+from narrowgauge.assembly.preparation import is_matrix, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
@@ -153,15 +153,9 @@ class Session:
         """Load a good checkpoint, and return the settings in it.
 
         Raises:
-            RecordError: it is of another model or rule, or its weights differ from the saved ones.
+            RecordError: it is of another model, or its weights differ from the saved ones.
         """
         state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
-        saved_rule = state["settings"].get("rule", "adamw")
-        if saved_rule != self.config.rule:
-            raise RecordError(
-                f"{where} holds the states of rule '{saved_rule}', and rule '{self.config.rule}' was requested.",
-                f"Restore rule = '{saved_rule}' in run.toml: states of one rule mean nothing to another.",
-            )
 
         def read() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
@@ -192,8 +186,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     config = config.filled(language_model.num_parameters(model))
     config.require_compiler()
     assert config.lr is not None
-    # A rule for matrices leaves embeddings and the output head to AdamW.
-    left_to_adamw = outer_names(model) if config.update_rule.is_matrix else set()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
     if config.activation_checkpointing:
@@ -212,11 +204,9 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         _, optimizer = prepare(
             model,
             config.recipe,
-            rule=config.rule,
             lr=config.lr,
             **config.optimizer_options,
             decays=is_matrix,
-            options_of=lambda name: {"rule": "adamw"} if name in left_to_adamw else {},
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
             audit_every=config.audit_every,
