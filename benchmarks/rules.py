@@ -176,13 +176,11 @@ def best_rate(losses: Losses) -> float:
 
 def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
     """Count the bytes of state per parameter of the matrices in layers, from an optimizer's tensors after a step."""
-    model, recipe = get_model(options.model), parse(f"bfloat16/{case.storage}")
+    model = get_model(options.model)
     wide, shapes = model.intermediate_size, [(model.hidden_size, model.hidden_size)] * 4
     shapes += [(wide, model.hidden_size)] * 2 + [(model.hidden_size, wide)]
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
-    optimizer = class_of(case.rule)(
-        parameters, storage=recipe.storage, lr=1e-3, compile=False, **case.optimizer_options
-    )
+    optimizer = class_of(case.rule)(parameters, storage=case.storage, lr=1e-3, compile=False, **case.optimizer_options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

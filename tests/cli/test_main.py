@@ -91,7 +91,7 @@ for line in sys.stdin:
 """
 REFUSED_AT_ONCE = [
     "train --recipe bfloat16/wrod", "train --model lama", "train --steps 0", "train --data nowhere", "train --recpie x",
-    "train --batch-size 7 --gradient-accumulation-steps 2", "train --tokenizer nowhere", "train --config nowhere",
+    "train --batch-size 7 --gradient-accumulation-steps 2", "train --config nowhere",
     "resume nowhere", "resume nowhere --stop-after 0", "resume done", "resume odd",
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
     "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",

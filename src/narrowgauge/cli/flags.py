@@ -84,7 +84,7 @@ batch_shape = combined(
 SECTIONS = {
     "The run": "recipe model data steps batch_size sequence_length seed out",
     "Optimizer": "lr schedule warmup_steps min_lr_ratio beta1 beta2 eps weight_decay max_grad_norm",
-    "Text and validation": "tokenizer held_out eval_every eval_batches",
+    "Text and validation": "held_out eval_every eval_batches",
     "Memory and speed": "gradient_accumulation_steps accumulation_dtype activation_checkpointing compile",
     "Checkpoints": "checkpoint_every keep_checkpoints stop_after",
     "Monitoring": "audit_every gauges_every fingerprints_every on_spike log_every",

@@ -226,7 +226,7 @@ def define(
     require_package("plotly")
     base = TrainConfig(**settings)
     checked = base.validated()
-    base = replace(base, model=checked.model, data=checked.data, tokenizer=checked.tokenizer)
+    base = replace(base, model=checked.model, data=checked.data)
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
     require_resolvable(resolve)

@@ -57,25 +57,21 @@ def kind_of(field: dataclasses.Field[Any]) -> type:
     return _KINDS[str(field.type).split(" ")[0]]
 
 
-def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
-    """Check the type and constraint of one setting. Messages give ``where`` as its source."""
+def require(field: dataclasses.Field[Any], value: Any) -> None:
+    """Check the type and the allowed values of one setting."""
     if value is None and field.default is None:
         return
     kind, law = kind_of(field), field.metadata["law"]
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested{where}; it must be {_KIND_NAMES[kind]}.",
+            f"{field.name} = {value!r} was requested; it must be {_KIND_NAMES[kind]}.",
             f"Change --{field.name.replace('_', '-')}, or omit it.",
         )
     if kind is str and not value:
-        raise NarrowgaugeError(f"{field.name} is empty{where}.", f"Omit --{field.name.replace('_', '-')}.")
-    try:
-        if law is not None:
-            law.check(field.name, value)
-    except NarrowgaugeError as error:
-        error.message += f" (Read{where}.)" if where else ""
-        raise
+        raise NarrowgaugeError(f"{field.name} is empty.", f"Omit --{field.name.replace('_', '-')}.")
+    if law is not None:
+        law.check(field.name, value)
 
 
 # ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
@@ -131,7 +127,9 @@ class TrainConfig:
     """
 
     # fmt: off
-    model: str = setting("llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.")
+    model: str = setting(
+        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json; its weights and its "
+        "tokenizer.json are used, if it holds any.")
     data: str = setting("stdlib", "stdlib, a file or folder of text or jsonl, or a token map.")
     recipe: Recipe = setting(_DEFAULT, "A recipe (narrowgauge show recipes) or a .toml file with one.")  # noqa: RUF009
     steps: int = count(400, "Optimizer steps.")
@@ -152,7 +150,6 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
     out: str | None = setting(None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]")
-    tokenizer: str | None = setting(None, "A tokenizer.json or a folder with one.  [default: a BPE trained on the data]")
     held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
     eval_batches: int = count(8, "Batches per validation.")
@@ -235,17 +232,9 @@ class TrainConfig:
         elif self.lr is None and num_parameters is not None:
             values["lr"] = usual_rate(num_parameters)
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
-            values["compile"] = self._is_worth_compiling(num_parameters) and not _compiler_missing()
+            is_worth = self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
+            values["compile"] = is_worth and self.recipe.dtype != "float64" and not _compiler_missing()
         return replace(self, **values)
-
-    def _is_worth_compiling(self, num_parameters: int | None) -> bool:
-        if self.recipe.dtype == "float64":
-            return False
-        return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
-
-    def why_uncompiled(self, num_parameters: int) -> str:
-        """Return why a model worth compiling is not compiled, or an empty string."""
-        return _compiler_missing() if not self.compile and self._is_worth_compiling(num_parameters) else ""
 
     # ── refused settings ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,7 +248,7 @@ class TrainConfig:
             ``out`` chosen, and all rules applied.
         Raises:
             RecipeError: an incomplete recipe, by name or table, or an unknown preset.
-            DataError: the data, the tokenizer or the model folder does not exist.
+            DataError: the data or the model folder does not exist.
             RecordError: ``out`` is a file, or a folder that is not empty.
             ChipError: the settings ask for a compiled model, and nothing can be compiled here.
             NarrowgaugeError: any other invalid value.
@@ -278,11 +267,8 @@ class TrainConfig:
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
         open_texts(self.data)
-        if self.tokenizer is not None and not Path(self.tokenizer).exists():
-            raise DataError(f"the tokenizer {self.tokenizer} does not exist.", "Name a tokenizer.json or its folder.")
         data = self.data if self.data == "stdlib" else str(Path(self.data).resolve())
-        tokenizer = self.tokenizer and str(Path(self.tokenizer).resolve())
-        named = replace(self, model=known_model(self.model), data=data, tokenizer=tokenizer).filled()
+        named = replace(self, model=known_model(self.model), data=data).filled()
         named.require_agreement()
         named.require_compiler()
         if named.out is not None:
@@ -359,7 +345,7 @@ class TrainConfig:
             # In TOML a float may be written as an integer.
             elif kind_of(settings[name]) is float and type(value) is int:
                 value = float(value)
-            require(settings[name], value, f" in {where}")
+            require(settings[name], value)
             values[name] = value
         return cls(**values)
 

@@ -40,6 +40,7 @@ from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run
+from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_recorded, prepare_data
@@ -70,17 +71,17 @@ class Session:
     optimizer: Optimizer
     loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None
-    linears: NarrowLayers | None = None
     reduction: GradientReduction | None = None
     here: Ranks = ALONE
     step: int = 0
     batch_crc: str = ""
     saver: Saver = field(init=False)
     fingerprints: Fingerprints = field(init=False)
+    linears: NarrowLayers | None = field(init=False)
 
     def __post_init__(self) -> None:
         config, optimizer = self.config, self.optimizer
-        self.saver = Saver(self.folder, self.here.apart())
+        self.saver, self.linears = Saver(self.folder, self.here.apart()), linears_of(self.model)
         self.fingerprints = Fingerprints(
             self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
         )
@@ -91,12 +92,10 @@ class Session:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on how the model, and the recipe's matmuls, run on this device."""
+        """Notes on how the recipe's matmuls run on this device."""
         rows = () if self.linears is None else self.config.recipe.computes
         notes = [describe_matmuls(row, self.device) for row in rows if row.name != row.dtype]
-        missing = self.config.why_uncompiled(language_model.num_parameters(self.model))
-        uncompiled = [f"the model runs uncompiled, which is slower: {missing}"] if missing else []
-        return [*uncompiled, *(note for note in notes if "emulated" in note)]
+        return [note for note in notes if "emulated" in note]
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -233,8 +232,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
 
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
     loss = _loss(model, config, is_chunked and has_plain_product(model.get_output_embeddings()))
-    linears = linears_of(model)
-    return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here)
+    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool) -> Callable[[Tensor], Tensor]:
@@ -301,11 +299,12 @@ def data_of_run(run: Run, config: TrainConfig) -> Dataset:
 
 
 def prepare_tokens(config: TrainConfig) -> Dataset:
-    """Prepare the tokens that the settings name."""
+    """Prepare the tokens that the settings name. The tokenizer is the model folder's, or a BPE trained on the data."""
+    is_own = config.model not in MODELS and (Path(config.model) / "tokenizer.json").is_file()
     return prepare_data(
         config.data,
         vocab_size=language_model.vocabulary_size(config.model),
-        tokenizer=config.tokenizer,
+        tokenizer=config.model if is_own else None,
         held_out=config.held_out,
         seed=config.seed,
     )

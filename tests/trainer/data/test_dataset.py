@@ -134,8 +134,6 @@ def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Datase
         data = prepare_data(source, held_out=0.2, seed=1)
         assert data.folder == folder and data.fingerprint == dataset.fingerprint
     assert set(cache.iterdir()) == entries
-    with pytest.raises(DataError, match="is tokens already"):
-        prepare_data(folder, tokenizer=dataset.folder)
     (folder / "documents.bin").write_bytes(b"\0" * 16)
     with pytest.raises(DataError, match=r"documents\.bin does not fit"):
         prepare_data(folder)

@@ -21,7 +21,8 @@ import numpy as np
 
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.trainer.data.shuffle import shuffled
-from narrowgauge.trainer.data.tokens import TokenMap, open_tokens, read_tokens
+from narrowgauge.trainer.data.text import open_texts
+from narrowgauge.trainer.data.tokens import TokenMap, read_tokens, tokenized
 
 
 class Stream:
@@ -153,7 +154,7 @@ def prepare_data(
         source: ``stdlib``, a text or ``.jsonl`` file, a folder of ``.txt .md .py .jsonl``, or a token map (see
             :mod:`narrowgauge.trainer.data.tokens`).
         vocab_size: size of the tokenizer to train, or the maximum for a given one; ``None`` only with a given one.
-        tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE.
+        tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE. A token map needs none.
         held_out: fraction of the documents held out for validation, above 0 and below 1.
         seed: of the split.
 
@@ -161,7 +162,16 @@ def prepare_data(
         DataError: the source or the tokenizer cannot be used.
         RecordError: the cache is full or not writable.
     """
-    tokens = open_tokens(str(source), vocab_size, tokenizer)
+    path = Path(source)
+    if path.name == "tokens.bin" or (path / "tokens.bin").is_file():
+        tokens = read_tokens(path)
+    else:
+        tokens = tokenized(open_texts(str(source)), vocab_size, tokenizer)
+    if vocab_size is not None and tokens.vocab_size > vocab_size:
+        raise DataError(
+            f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
+            f"Use a vocab_size of at least {tokens.vocab_size}.",
+        )
     if not len(tokens.ids):
         raise DataError(f"The data {source} is empty.")
     return _split(tokens, held_out, seed)

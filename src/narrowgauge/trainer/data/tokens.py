@@ -24,7 +24,7 @@ import numpy as np
 from narrowgauge.errors import DataError, RecordError, require_package
 from narrowgauge.machine import cache_folder
 from narrowgauge.runs.atomic_io import digest, disk_errors, load_json, whole_folder
-from narrowgauge.trainer.data.text import Document, Texts, open_texts
+from narrowgauge.trainer.data.text import Document, Texts
 
 require_package("tokenizers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
@@ -58,27 +58,11 @@ class TokenMap:
     fingerprint: str
 
 
-def open_tokens(source: str, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
-    """Open a token map, or tokenize text into the cache. Arguments and errors as for ``prepare_data``.
+def tokenized(texts: Texts, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
+    """Return the tokens of a text from the cache, where the first use writes them. Arguments as for ``prepare_data``.
 
     Cost: text is read once for its checksum; the first time about 0.5 s per MB on two cores.
     """
-    path = Path(source)
-    if path.name == "tokens.bin" or (path / "tokens.bin").is_file():
-        if tokenizer is not None:
-            raise DataError(f"A tokenizer was given, but {source} is tokens already.", "Leave the tokenizer out.")
-        tokens = read_tokens(path)
-    else:
-        tokens = _tokenized(open_texts(source), vocab_size, tokenizer)
-    if vocab_size is not None and tokens.vocab_size > vocab_size:
-        raise DataError(
-            f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
-            f"Use a vocab_size of at least {tokens.vocab_size}.",
-        )
-    return tokens
-
-
-def _tokenized(texts: Texts, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
     if tokenizer is None and vocab_size is None:
         raise DataError(
             f"Training a tokenizer on {texts.source} needs a vocab_size.",
