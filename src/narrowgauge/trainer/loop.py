@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -70,7 +69,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
                 with disk_errors(folder, AGAIN):
                     shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
             for note in [*data.notes, *session.notes]:
-                record.event(Event("note", 0, note))
+                record.event(Event("note", 0, note), shown=True)
             record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
             shown.say(f"{Path(config.model).name} · {session.config.recipe.title} · {folder}")
             if config.model not in MODELS:
@@ -130,8 +129,7 @@ def resume(
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
         for event in events:
-            record.event(event)
-            _note(session, f"{event.message}.")
+            record.event(event, shown=True)
         where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         record.event(Event("resume", step, f"from step {step}{where}"))
         shown.say(f"{Path(config.model).name} · {session.config.recipe.title} · {folder}")
@@ -167,8 +165,6 @@ def _run(session: Session, record: Record, console: Console) -> None:
     """Take the steps that are left."""
     config, here = session.config, session.here
     with _signals() as signals:
-        for note in session.notes:
-            _note(session, note)
         console.start(config.recipe.title, session.step)
 
         def save() -> None:
@@ -275,11 +271,6 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _note(session: Session, text: str) -> None:
-    if session.here.is_first:
-        print(f"note: {text}", file=sys.stderr)
 
 
 def _is_due(step: int, every: int) -> bool:
