@@ -118,7 +118,7 @@ class RunWriter:
         if lost and not accept_lost:
             raise RecordError(
                 f"{self.path} has lost rows from before its checkpoint of step {step}: {lost}.",
-                f"Restore the file from a copy, or go on without them: narrowgauge resume {self.path} --accept-changes",
+                "Restore the file from a copy.",
             )
         for name in STEPWISE:
             self._cut(name, step)

@@ -29,9 +29,9 @@ from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import OF_RANKS, TrainConfig, first_free
+from narrowgauge.trainer.config import TrainConfig, first_free
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.resume_checks import FIXED, changed_settings
+from narrowgauge.trainer.resume_checks import changed_settings
 
 if TYPE_CHECKING:
     import torch
@@ -245,9 +245,9 @@ def define(
 
 def _require_same(folder: Path, config: TrainConfig) -> None:
     """Refuse an existing run with other settings. Ignore settings that rules filled in."""
-    compared = {*FIXED, *OF_RANKS} - {"threads"}
-    settings = {name: value for name, value in config.filled().to_dict().items() if name in compared}
-    if changed := changed_settings(read_run(folder).config, settings, settings):
+    settings, recorded = config.filled().to_dict(), read_run(folder).config
+    recorded = {name: value for name, value in recorded.items() if name in settings}
+    if changed := [change for change in changed_settings(recorded, settings) if change[0] != "threads"]:
         name, before, now = changed[0]
         raise RecordError(
             f"Cannot compare in {folder.parent}: {folder.name} has {name} = {before}, and {now} was requested.",

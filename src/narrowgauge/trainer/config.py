@@ -105,8 +105,6 @@ SPIKE_ACTIONS = ("report", "skip", "stop")
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
-OF_RANKS = ("shard", "threads")
-"""Settings that say how a run is distributed over ranks. A resume may change them."""
 
 _DEFAULT = parse(DEFAULT_RECIPE)
 

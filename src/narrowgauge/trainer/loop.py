@@ -32,10 +32,10 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
-from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.resume_checks import FIXED, changed_settings, unfinished_run
+from narrowgauge.trainer.resume_checks import changed_settings, unfinished_run
 from narrowgauge.trainer.session import Session, build, data_of_run, describe, prepare_tokens
 from narrowgauge.trainer.step import evaluate, train_step
 
@@ -80,18 +80,17 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
     return folder
 
 
-def resume(
-    folder: str | Path, stop_after: int | None = None, accept_changes: bool = False, console: Console | None = None
-) -> Path:
+def resume(folder: str | Path, stop_after: int | None = None, console: Console | None = None) -> Path:
     """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``, and return its folder.
+
+    Settings that were edited since the checkpoint hold from there on. Events record the changes.
 
     Args:
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
-        accept_changes: resume even if ``run.toml`` was changed or records are missing. Events record the changes.
         console: displays the progress; ``None`` for standard output.
     Raises:
-        RecordError: the run is missing or finished, another process is writing it, or its data, settings or
-            records do not match its checkpoint.
+        RecordError: the run is missing or finished, another process is writing it, or its data or records do not match
+            its checkpoint.
     """
     folder, ranks = Path(folder), all_ranks()
     run = unfinished_run(folder)
@@ -109,23 +108,16 @@ def resume(
 
         present = describe(session)
         saved = session.restore(report_damage) or present["config"]
-        step, changed = session.step, changed_settings(saved, present["config"], FIXED)
+        step = session.step
         if stop_after is not None and stop_after <= step:
             raise RecordError(
                 f"{folder} has done {step} steps, and a stop after step {stop_after} was requested.",
                 "Name a later step with --stop-after, or leave it out.",
             )
-        if changed and not accept_changes:
-            changes = "; ".join(f"{name} is {now}, and the run started with {before}" for name, before, now in changed)
-            raise RecordError(
-                f"{folder / 'run.toml'} was changed: {changes}.",
-                f"Restore it, or accept the change: narrowgauge resume {folder} --accept-changes",
-            )
         _watch(session, record, shown)
-        lost = record.go_back(step, eval_every=config.eval_every, accept_lost=accept_changes)
-        changed += changed_settings(saved, present["config"], OF_RANKS)
+        record.go_back(step, eval_every=config.eval_every)
+        changed = changed_settings(saved, present["config"])
         notes = [f"{name} was {old} up to step {step} and is {new} from there on" for name, old, new in changed]
-        notes += [lost] if lost else []
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
         for event in events:

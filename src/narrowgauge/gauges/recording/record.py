@@ -195,13 +195,13 @@ class Record(AbstractContextManager["Record"]):
 
     # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def go_back(self, step: int, *, eval_every: int = 0, accept_lost: bool = False) -> str:
-        """Continue after ``step``. Delete later rows, since the loop repeats these steps. Return which rows are missing.
+    def go_back(self, step: int, *, eval_every: int = 0, accept_lost: bool = False) -> None:
+        """Continue after ``step``. Delete later rows, since the loop repeats these steps.
 
         Raises:
             RecordError: rows up to ``step`` are missing, unless ``accept_lost``.
         """
-        lost = self.here.of_first(
+        self.here.of_first(
             lambda: self.writer and self.writer.rewind(step, eval_every=eval_every, accept_lost=accept_lost)
         )
         run = self._rebuild()
@@ -212,7 +212,6 @@ class Record(AbstractContextManager["Record"]):
             self.gauges.restart(step)
         self._seconds_before, self._began = self.seconds, time.perf_counter()
         self.reader.begin()
-        return lost or ""
 
     def summary(self, **columns: Any) -> Row:
         """Return ``summary.json`` with these ``columns``, from the folder's rows. So resuming does not change it."""
