@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +48,20 @@ def export(folder: Path, out: Path) -> Path:
     names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     weights = {name: tensors[name].contiguous() for name in names if name in tensors}
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    # Loading casts all weights to the declared dtype: one that changes no value.
-    declared = torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=lambda d: d.itemsize)
-    config = copy.deepcopy(model.config)
-    config.dtype = declared
-    settings = [config, copy.deepcopy(model.generation_config)] if model.can_generate() else [config]
-    with whole_folder(out) as temporary:
-        with without_progress_bars():
-            model.save_pretrained(temporary, state_dict=weights)
-        has_tokenizer = (session.folder / "tokenizer.json").is_file()
-        end = _write_tokenizer(session.folder, temporary, config) if has_tokenizer else config.eos_token_id
-        for table in settings:
-            if has_tokenizer or table is not config:
-                table.bos_token_id = table.eos_token_id = end
+    tables = [model.config, model.generation_config] if model.can_generate() else [model.config]
+    with whole_folder(out) as temporary, without_progress_bars():
+        for table in tables:
             table.use_cache = True
-            table.save_pretrained(temporary)
+            if (session.folder / "tokenizer.json").is_file():
+                table.bos_token_id = table.eos_token_id = _write_tokenizer(session.folder, temporary, model.config)
+        model.save_pretrained(temporary, state_dict=weights)
+        # Loading casts all weights to the declared dtype: one that changes no value.
+        model.config.dtype = (
+            torch.bfloat16
+            if dtypes <= {torch.bfloat16}
+            else max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
+        )
+        model.config.save_pretrained(temporary)
     return out
 
 
