@@ -177,7 +177,7 @@ def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Calla
     session = build(config, folder, data)
     console = Console(config.steps, config.log_every)
     record = Record(lambda: RunWriter.create(folder, describe(session)), config.recipe, console.say, console.row)
-    record.watch(session.model, session.optimizer, session.config.gauges_every)
+    record.watch(session.model, session.optimizer, every=session.config.gauges_every)
     ours = Ours(session, record)
     bare = TrainConfig.from_dict({**config.to_dict(), "audit_every": 0})
     loops: dict[str, Callable[[], None]] = {OURS: ours.step}

@@ -47,7 +47,8 @@ class Range:
                 raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}, {self}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
                 shown = part if isinstance(part, (int, float)) else number
-                raise RecipeError(f"{label} = {shown} was requested; it must be {self} and finite.")
+                finite = "" if self.is_integer else " and finite"
+                raise RecipeError(f"{label} = {shown} was requested; it must be {self}{finite}.")
 
     def __str__(self) -> str:
         low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]

@@ -26,7 +26,6 @@ from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordE
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run, is_run, read_run
-from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig, first_free
@@ -34,10 +33,6 @@ from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.resume_checks import changed_settings
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from narrowgauge.gauges.attach import Gauges
     from narrowgauge.gauges.recording.record import Record
 
 
@@ -69,43 +64,8 @@ def require_distinct(recipes: Sequence[Any]) -> None:
 # ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class RunLog:
-    """The log of a run, to which a training function writes. It adds missing step numbers and seconds.
-
-    Rows are the rows of :class:`narrowgauge.RunRecorder`. The detectors read them, and each finding is an event and a warning.
-    """
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Log an optimizer step: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
-
-        After :meth:`watch`, columns of the optimizer are added. So call it before the schedule's step.
-        """
-        self._record.step(_numbers(row, "log.step"))
-
-    def eval(self, row: Mapping[str, Any]) -> None:
-        """Log a validation: ``val_loss``, and any other metric. Its time does not count as that of a step."""
-        self._record.evaluate(_numbers(row, "log.eval"))
-
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges | None:
-        """Record the gauges of a model, and columns of its optimizer in each step, until the run ends.
-
-        Args:
-            model: before it is compiled, as for :func:`ng.attach_gauges`.
-            optimizer: ours (with an audit) or torch's (without).
-            every: steps between samples of the gauges; 0 for none.
-        Returns:
-            The gauges, if there are any.
-        Raises:
-            NarrowgaugeError: the log watches another optimizer already.
-        """
-        return self._record.watch(model, optimizer, every)
-
-
 def compare(
-    train_function: Callable[[str, int, RunLog], Any],
+    train_function: Callable[[str, int, Record], Any],
     recipes: Sequence[str],
     *,
     seeds: int | Sequence[int] = 1,
@@ -170,18 +130,18 @@ def compare(
     return comparison
 
 
-def _record(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
+def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path) -> None:
     """Call a training function, and record its run in a folder."""
-    from narrowgauge.gauges.recording.record import Record
+    from narrowgauge.gauges.recording.record import Record, numbers
     from narrowgauge.gauges.recording.run_recorder import warn
 
     parsed, label = parsed_recipe(recipe), recipe_name(recipe)
     config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
     with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
         try:
-            returned = train_function(recipe, seed, RunLog(record))
+            returned = train_function(recipe, seed, record)
             metrics = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
-            metrics = _numbers(metrics or {}, f"the training function of {label}")
+            metrics = numbers(metrics or {}, f"the training function of {label}")
             summary = {**record.summary(recipe=label), **metrics}
             if not isinstance(summary.get("val_loss"), int | float):
                 raise NarrowgaugeError(
@@ -192,18 +152,6 @@ def _record(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed
             record.stop()
             raise
         record.finish(summary)
-
-
-def _numbers(row: Any, caller: str) -> Row:
-    """Return a row of plain numbers; it may hold tensors of one number."""
-    if not isinstance(row, Mapping):
-        raise NarrowgaugeError(f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.')
-    try:
-        return {str(key): value.item() if hasattr(value, "item") else value for key, value in row.items()}
-    except (ValueError, RuntimeError) as error:
-        raise NarrowgaugeError(
-            f"{caller} was given a value that is not one number: {error}.", "Give numbers."
-        ) from error
 
 
 # ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────

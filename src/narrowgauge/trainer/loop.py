@@ -142,7 +142,7 @@ def _watch(session: Session, record: Record, console: Console) -> None:
     session.optimizer.on_alarm = lambda alarms: console.say(
         f"warning: {min(alarms, key=lambda alarm: alarm.reading.edq).message}"
     )
-    record.watch(session.model, session.optimizer, session.config.gauges_every)
+    record.watch(session.model, session.optimizer, every=session.config.gauges_every)
 
 
 def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Dataset:
@@ -177,7 +177,7 @@ def _run(session: Session, record: Record, console: Console) -> None:
                 record.fingerprint(session.fingerprints)
                 is_last = session.step == config.steps
                 if _is_due(session.step, config.eval_every) and not is_last:
-                    record.evaluate({"val_loss": evaluate(session)})
+                    record.eval({"val_loss": evaluate(session)})
                 if config.on_spike == "stop" and record.is_bad:
                     save()  # the step as skipped, so that a resume continues behind it
                     session.saver.wait()
@@ -227,7 +227,7 @@ def _summary(session: Session, record: Record) -> Row:
     """Return the content of ``summary.json``. Evaluate first if the last step has no evaluation yet."""
     run = session.here.of_first(lambda: read_run(session.folder))
     if all(row["step"] != session.step for row in run.evals):
-        record.evaluate({"val_loss": evaluate(session)})
+        record.eval({"val_loss": evaluate(session)})
     return record.summary(
         recipe=session.config.recipe.to_value(),
         model=session.config.model,

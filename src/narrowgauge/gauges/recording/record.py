@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,18 @@ class Record(AbstractContextManager["Record"]):
         self.is_bad, self.serious = False, list[str]()
         self._num_failed, self._seconds_before, self._began = 0, 0.0, time.perf_counter()
 
-    def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> Gauges | None:
-        """Read an optimizer after each step from now on. Record its alarms. Attach gauges unless ``gauges_every`` is 0."""
+    def watch(self, model: nn.Module, optimizer: Any, *, every: int = 20) -> Gauges | None:
+        """Record columns of an optimizer in each step, its alarms, and the gauges of its model.
+
+        Args:
+            model: before it is compiled, as for :func:`ng.attach_gauges`.
+            optimizer: ours (with an audit) or torch's (without).
+            every: steps between samples of the gauges; 0 for none.
+        Returns:
+            The gauges, if there are any.
+        Raises:
+            NarrowgaugeError: another optimizer is watched already.
+        """
         if self.reader.optimizer is not None:
             raise NarrowgaugeError(
                 "Cannot record a second optimizer, because a row has one learning rate.",
@@ -101,8 +111,8 @@ class Record(AbstractContextManager["Record"]):
                 ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
             self._hear(ours)
             self._rebuild()  # the audit raises lost_updates, so no detector does
-        if gauges_every:
-            self.gauges = attach_gauges(model, optimizer, every=gauges_every, on_row=self.gauge, alarms=False)
+        if every:
+            self.gauges = attach_gauges(model, optimizer, every=every, on_row=self.gauge, alarms=False)
             self.undo.callback(self.gauges.detach)
         return self.gauges
 
@@ -129,13 +139,15 @@ class Record(AbstractContextManager["Record"]):
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, columns: Row, judgement: StepJudgement | None = None) -> Row:
-        """Record an optimizer step, and return its row. The ``columns`` replace columns read here.
+    def step(self, columns: Mapping[str, Any], judgement: StepJudgement | None = None) -> Row:
+        """Record an optimizer step, and return its row. Call it before the schedule's step.
 
-        ``judgement`` is set if the step was judged before its update.
+        Args:
+            columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
+            judgement: set if the step was judged before its update.
         """
         reader, scaler = self.reader, None if self.reader.ours is None else self.reader.ours.loss_scaler
-        row = reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
+        row = reader.row(self.num_steps + 1, numbers(columns, "step"), tokens_before=self.tokens)
         self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         if self.writer is not None:
@@ -160,10 +172,10 @@ class Record(AbstractContextManager["Record"]):
         reader.begin()
         return row
 
-    def evaluate(self, columns: Row) -> None:
-        """Record an evaluation; its time does not count as a step's."""
+    def eval(self, columns: Mapping[str, Any]) -> None:
+        """Record a validation: ``val_loss``, and any other metric. Its time does not count as a step's."""
         tokens = {"tokens": self.tokens} if self.tokens else {}
-        row = {"step": self.num_steps, "seconds": self.seconds, **tokens, **columns}
+        row = {"step": self.num_steps, "seconds": self.seconds, **tokens, **numbers(columns, "eval")}
         if self.writer is not None:
             self.writer.eval(row)
             self._on_row("evals", row)
@@ -255,3 +267,15 @@ class Record(AbstractContextManager["Record"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def numbers(row: Any, caller: str) -> Row:
+    """Return a row of plain values; it may hold tensors of one number."""
+    if not isinstance(row, Mapping):
+        raise NarrowgaugeError(f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.')
+    try:
+        return {str(key): value.item() if hasattr(value, "item") else value for key, value in row.items()}
+    except (ValueError, RuntimeError) as error:
+        raise NarrowgaugeError(
+            f"{caller} was given a value that is not one number: {error}.", "Give numbers."
+        ) from error

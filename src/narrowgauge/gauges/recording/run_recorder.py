@@ -143,7 +143,7 @@ class RunRecorder:
             self._record.undo.callback(self._prints.remove)
             self._unfollow = hooks.follow_passes(passes, lambda args, kwargs: None, self._computed)
             self._record.undo.callback(lambda: self._unfollow())
-            self.gauges = self._record.watch(model, optimizer, gauges_every)
+            self.gauges = self._record.watch(model, optimizer, every=gauges_every)
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
             self._recomputed: Row = {}
@@ -198,7 +198,7 @@ class RunRecorder:
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
         entries: Row = {
-            "loss": float(_number(loss)),
+            "loss": loss,
             "peak_memory_bytes": peak_memory_bytes(),
             "tokens": None if tokens is None else self._record.tokens + tokens,
             "batch_crc": None if batch is None else batch_checksum(batch.detach().cpu().numpy()),
@@ -206,7 +206,7 @@ class RunRecorder:
             **columns,
         }
         self._recomputed = {}
-        row = self._record.step({name: _number(value) for name, value in entries.items() if value is not None})
+        row = self._record.step({name: value for name, value in entries.items() if value is not None})
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
         if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
@@ -222,7 +222,7 @@ class RunRecorder:
             loss: validation loss in nats per token.
             columns: further columns of the row.
         """
-        self._record.evaluate({"val_loss": float(_number(loss)), **columns})
+        self._record.eval({"val_loss": loss, **columns})
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Record an event of the loop at the current step.
@@ -405,10 +405,6 @@ def _make_room(folder: Path, step: int) -> None:
             "Go back to a checkpoint from before, or record into a new folder.",
         )
     (folder / "summary.json").unlink(missing_ok=True)
-
-
-def _number(value: Any) -> Any:
-    return float(value.detach()) if isinstance(value, Tensor) else value
 
 
 class RunNotice(UserWarning):
