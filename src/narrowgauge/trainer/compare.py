@@ -9,7 +9,6 @@ checkpoint. Recipes and seeds may be added.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs, require_resolvable
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run, is_run, read_run
@@ -223,8 +222,6 @@ def run_comparison(
         NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    from narrowgauge.trainer.data.dataset import open_recorded  # needs an extra, which ng.compare does not
-
     model = Path(configs[0].model).name
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
@@ -254,8 +251,11 @@ def run_comparison(
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
         ) from None
-    with contextlib.suppress(DataError):  # the tokens of earlier runs may be gone
-        say(f"Token frequencies alone have a loss of {open_recorded(runs[0].run['data']).unigram_loss():.4f}.")
+    from narrowgauge.trainer.session import (
+        prepare_tokens,  # needs PyTorch and an extra, which a wrong definition does not
+    )
+
+    say(f"Token frequencies alone have a loss of {prepare_tokens(configs[0]).unigram_loss():.4f}.")
     comparison = compare_runs(runs, resolve=resolve)
     return comparison, publish(comparison, folder)
 

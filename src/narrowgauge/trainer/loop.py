@@ -23,7 +23,7 @@ from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import ChipError, CorruptionError, NarrowgaugeError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
-from narrowgauge.gauges.recording.record import Record
+from narrowgauge.gauges.recording.record import GO_BACK, Record
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, symptom
 from narrowgauge.inductor import why_compiling_failed
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
@@ -38,8 +38,6 @@ from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.resume_checks import changed_settings, unfinished_run
 from narrowgauge.trainer.session import Session, build, data_of_run, describe, prepare_tokens
 from narrowgauge.trainer.step import evaluate, train_step
-
-_ADVICE = "Lower --lr or look at the data of that step; narrowgauge resume continues from the last checkpoint."
 
 
 class DivergenceError(NarrowgaugeError):
@@ -134,7 +132,7 @@ def _console(config: TrainConfig) -> Console:
 
 
 def _record(config: TrainConfig, console: Console, open_folder: Callable[[], RunWriter]) -> Record:
-    return Record(open_folder, config.recipe, console.say, console.row, _ADVICE)
+    return Record(open_folder, config.recipe, console.say, console.row)
 
 
 def _watch(session: Session, record: Record, console: Console) -> None:
@@ -181,8 +179,8 @@ def _run(session: Session, record: Record, console: Console) -> None:
                 if config.on_spike == "stop" and record.is_bad:
                     save()  # the step as skipped, so that a resume continues behind it
                     session.saver.wait()
-                    record.event(Event("divergence", session.step, symptom(row), advice=_ADVICE))
-                    raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", _ADVICE)
+                    record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK))
+                    raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
                 # A signal may reach the ranks in different steps. All stop after the same step.
                 number = here.largest(signals[0] if signals else 0)
                 is_stopping = bool(number) or (session.step == config.stop_after and not is_last)

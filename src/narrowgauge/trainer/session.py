@@ -43,7 +43,7 @@ from narrowgauge.runs.record import Run
 from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, open_recorded, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
 from narrowgauge.trainer.resume_checks import run_of_trainer
 
@@ -291,10 +291,13 @@ def data_of_run(run: Run, config: TrainConfig) -> Dataset:
     """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
-        data = open_recorded(recorded)
+        data = open_data(str(recorded.get("folder")), config.held_out, config.seed)
     except DataError:
         data = prepare_tokens(config)
-    data.require_same(fingerprint)
+    if data.fingerprint != fingerprint:
+        raise RecordError(
+            "The tokens are not those the run started with.", "Restore the text and the tokenizer of its run.toml."
+        )
     return data
 
 

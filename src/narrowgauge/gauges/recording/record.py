@@ -40,7 +40,7 @@ OnRow = Callable[[str, Row], object]
 
 FAILURES = 25
 """Failed steps in a row after which a run has diverged."""
-_GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
+GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
 
 
 class Record(AbstractContextManager["Record"]):
@@ -54,7 +54,6 @@ class Record(AbstractContextManager["Record"]):
         say: shows one line, on rank 0.
         on_row: called with the kind and the row after each row of steps, evaluations, gauges and events was written, on
             rank 0. After a rollback the steps since the checkpoint are repeated.
-        advice: what to do if the run diverges.
 
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
@@ -69,9 +68,8 @@ class Record(AbstractContextManager["Record"]):
         recipe: Recipe | None,
         say: Callable[[str], object],
         on_row: OnRow | None = None,
-        advice: str = _GO_BACK,
     ) -> None:
-        self.here, self.recipe, self.say, self.advice = all_ranks(), recipe, say, advice
+        self.here, self.recipe, self.say = all_ranks(), recipe, say
         self.writer: RunWriter | None = None
 
         def open_first() -> Path:
@@ -168,7 +166,7 @@ class Record(AbstractContextManager["Record"]):
         self._num_failed = 0 if is_finite(row) or is_overflow else self._num_failed + 1
         if self._num_failed == FAILURES:
             message = f"the last {FAILURES} steps failed: {symptom(row)}"
-            self.event(Event("divergence", self.num_steps, message, advice=self.advice), shown=True)
+            self.event(Event("divergence", self.num_steps, message, advice=GO_BACK), shown=True)
         reader.begin()
         return row
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.errors import DataError
 from narrowgauge.trainer.data.shuffle import shuffled
 from narrowgauge.trainer.data.text import open_texts
 from narrowgauge.trainer.data.tokens import TokenMap, read_tokens, tokenized
@@ -78,14 +77,6 @@ class Dataset:
         counts = 1.0 + np.bincount(self.train[first], minlength=self.vocab_size)
         held_out = np.bincount(self.valid[np.arange(len(self.valid))], minlength=self.vocab_size)
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
-
-    def require_same(self, fingerprint: str) -> None:
-        """Refuse data with another fingerprint."""
-        if fingerprint != self.fingerprint:
-            raise RecordError(
-                "The tokens are not those the run started with.",
-                "Restore the text and the tokenizer of its run.toml.",
-            )
 
     def require(self, sequence_length: int) -> None:
         """Refuse a sequence length that leaves no sequence for training or validation."""
@@ -175,11 +166,6 @@ def prepare_data(
     if not len(tokens.ids):
         raise DataError(f"The data {source} is empty.")
     return _split(tokens, held_out, seed)
-
-
-def open_recorded(recorded: Mapping[str, Any]) -> Dataset:
-    """Open the tokens that the table ``data`` of a run names, as :func:`open_data` does."""
-    return open_data(str(recorded.get("folder")), recorded["held_out"], recorded["seed"])
 
 
 def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
