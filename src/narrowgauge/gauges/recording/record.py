@@ -205,15 +205,18 @@ class Record(AbstractContextManager["Record"]):
 
     # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def go_back(self, step: int, *, eval_every: int = 0, accept_lost: bool = False) -> None:
+    def go_back(self, step: int, *, eval_every: int = 0, first: int = 1) -> None:
         """Continue after ``step``. Delete later rows, since the loop repeats these steps.
 
         Raises:
-            RecordError: rows up to ``step`` are missing, unless ``accept_lost``.
+            RecordError: rows from step ``first`` to ``step``, or evaluations, are missing.
         """
-        self.here.of_first(
-            lambda: self.writer and self.writer.rewind(step, eval_every=eval_every, accept_lost=accept_lost)
-        )
+
+        def rewind() -> None:
+            if self.writer is not None:
+                self.writer.rewind(step, eval_every=eval_every, first=first)
+
+        self.here.of_first(rewind)
         run = self._rebuild()
         self.num_steps, self._num_failed = step, 0
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)

@@ -246,8 +246,9 @@ class RunRecorder:
             RecordError: rows up to that step are missing.
         """
         began, goes_on = self.num_steps, self._must_go_back or step > 0
-        self._record.here.of_first(lambda: _make_room(self.folder, step))
-        self._record.go_back(step, accept_lost=True)
+        # The first row may be of a later step, if the loop continued another run's checkpoint.
+        rows = self._record.here.of_first(lambda: read_run(self.folder)).steps
+        self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
         self._samples = {name: spread(p) for name, p in self._trained().items()}
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
@@ -393,18 +394,6 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
             f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
         )
-
-
-def _make_room(folder: Path, step: int) -> None:
-    """Require the rows up to a step, from the first existing row on. The run is no longer finished."""
-    steps = {row["step"] for row in read_run(folder).steps}
-    absent = [number for number in range(min(steps, default=step + 1), step + 1) if number not in steps]
-    if absent:
-        raise RecordError(
-            f"{folder} lacks step {absent[0]}, and the loop continues after step {step}.",
-            "Go back to a checkpoint from before, or record into a new folder.",
-        )
-    (folder / "summary.json").unlink(missing_ok=True)
 
 
 class RunNotice(UserWarning):
