@@ -28,7 +28,6 @@ from narrowgauge.trainer.language_model import (
     enable_activation_checkpointing,
     ends_in_head,
     loss_sum,
-    num_parameters,
 )
 from tensors import gradients, largest_relative_error, random_tokens
 
@@ -275,7 +274,7 @@ def test_a_model_that_is_more_than_body_and_head_trains_all_its_parameters(
 def test_a_tied_embedding_stays_tied_when_narrowed() -> None:
     model = narrowed(build("llama-1m", vocab_size=300, seed=0))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert num_parameters(model) == sum(p.numel() for name, p in model.named_parameters() if "lm_head" not in name)
+    assert model.num_parameters() == sum(p.numel() for name, p in model.named_parameters() if "lm_head" not in name)
     loss_sum(model, TOKENS, chunked=True).backward()
     assert model.lm_head.weight.grad is model.model.embed_tokens.weight.grad
 

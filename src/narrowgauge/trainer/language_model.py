@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.distributed.sharding import fsdp_modules
@@ -60,7 +60,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         DataError: the folder's model or weights cannot be read or do not fit.
 
     Example:
-        >>> num_parameters(build("llama-1m", seed=0))
+        >>> build("llama-1m", seed=0).num_parameters()
         1016960
     """
     row = MODELS.get(model.strip().lower())
@@ -102,16 +102,6 @@ def _unreadable_models_refused(folder: Path) -> Iterator[None]:
             f"Cannot build a causal language model from the folder {folder}: {reason}",
             "It needs a Hugging Face config.json, and either no weights or those that fit it.",
         ) from error
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters; a tensor under two names (a tied embedding) counts once.
-
-    Example:
-        >>> num_parameters(nn.Linear(3, 2))
-        8
-    """
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

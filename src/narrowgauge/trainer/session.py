@@ -182,7 +182,7 @@ class Session:
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    config = config.filled(language_model.num_parameters(model))
+    config = config.filled(model.num_parameters())
     config.require_compiler()
     assert config.lr is not None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

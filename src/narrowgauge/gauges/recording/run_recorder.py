@@ -6,7 +6,6 @@ Nothing of the recorder belongs in a checkpoint.
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import sys
 import warnings
@@ -410,12 +409,12 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
 
     All ranks call it, and get rank 0's result. Rank 0 may create the folder before another rank looks.
     """
-    return all_ranks().of_first(lambda: _folder_for(folder, goes_on))
 
+    def first_free() -> Path:
+        used, free, number = folder, folder, 1
+        while is_run(free):
+            number += 1
+            used, free = free, folder.with_name(f"{folder.name}-{number}")
+        return used if goes_on else free
 
-def _folder_for(folder: Path, goes_on: bool) -> Path:
-    numbered = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    taken = list(itertools.takewhile(is_run, numbered))
-    if goes_on and taken:
-        return taken[-1]
-    return folder if not taken else folder.with_name(f"{folder.name}-{len(taken) + 1}")
+    return all_ranks().of_first(first_free)
