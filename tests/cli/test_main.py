@@ -76,7 +76,7 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Cal
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
-    assert calls["resume"] == [(Path("runs/a"), None, False), (Path("runs/a"), 30, False)]
+    assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30)]
 
 
 WITHOUT_TORCH = """
