@@ -46,7 +46,7 @@ from narrowgauge.analysis.comparison.intervals import MINUS, interval
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.numerics.metrics import update_metrics
+from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
 from narrowgauge.runs.atomic_io import lock
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.significance import student_t
@@ -242,8 +242,11 @@ def trained(job: Job, out: Path) -> Record:
         size = bytes_held(optimizer)
     else:
         session.restore(lambda *_: None)
+        audits = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)  # since the last checkpoint that was loaded
         while session.step < config.steps:
             train_step(session)
+            if session.optimizer.last_audit is not None:
+                audits += session.optimizer.last_audit.to("cpu", torch.float64)
             if formula is not None:
                 cut(formula, session.optimizer)
             if session.step % CHECKPOINT_EVERY == 0 and session.step < config.steps:
@@ -251,7 +254,7 @@ def trained(job: Job, out: Path) -> Record:
         session.saver.close()
         weights, size = session.weights_fingerprint(), session.optimizer.bytes_per_param()
         if formula is None:
-            edq = float(update_metrics(session.audit_total)["edq"])
+            edq = float(update_metrics(audits)["edq"])
         else:  # the audit is of the step before the states were replaced
             size = formula_bytes(formula, session.optimizer)
     loss, (unigram, bigram) = evaluate(session), levels(data, job.setting)

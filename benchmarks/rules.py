@@ -28,9 +28,10 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from _parts import Part, add_out, complete, out_folder
@@ -38,12 +39,15 @@ from timing import Report, Row, exit_by, parser
 from torch import nn
 
 from narrowgauge.analysis.comparison.intervals import interval, shown_difference
-from narrowgauge.assembly.preparation import class_of
+from narrowgauge.assembly.preparation import class_of, is_matrix, outer_names, prepare
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
+from narrowgauge.spec.update_rules import get_rule
+from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.session import build, prepare_tokens
+from narrowgauge.trainer.session import Session, prepare_tokens
 from narrowgauge.trainer.step import evaluate, train_step
 
 RUN_SECONDS = 75.0
@@ -59,23 +63,35 @@ class Case:
     rule: str
     storage: str
     rates: tuple[float, ...]
-    options: str = ""
+    options: dict[str, float] = field(default_factory=dict)
     form: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.rule}{self.form}/{self.storage}"
 
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """Return the arguments of the optimizer, but for the learning rate: the usual ones of a language model, and its own."""
+        rule = get_rule(self.rule)
+        options = {option.name: option.in_training for option in rule.options}
+        options |= {"weight_decay": rule.settings["weight_decay"], **self.options}
+        if "beta1" in rule.settings:
+            options["betas"] = (rule.settings["beta1"], rule.settings["beta2"])
+        if "eps" in rule.settings:
+            options[rule.eps_option] = rule.settings["eps"]
+        return options
+
 
 _ADAMS, _SMALLER = (1e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3)
-_GALORE = "rank=32,update_proj_gap=50,scale=1"
+_GALORE = {"rank": 32, "update_proj_gap": 50, "scale": 1.0}
 CASES = {
     case.name: case
     for case in (
         Case("adamw", "word", _ADAMS),
         Case("adamw", "states8", _ADAMS),
-        Case("galore", "word", _ADAMS, "rank=128,update_proj_gap=50,scale=0.25", "-all-quarter"),
-        Case("gradnorm_lorp", "states8", _ADAMS, "rank=32,update_proj_gap=50"),
+        Case("galore", "word", _ADAMS, {"rank": 128, "update_proj_gap": 50, "scale": 0.25}, "-all-quarter"),
+        Case("gradnorm_lorp", "states8", _ADAMS, {"rank": 32, "update_proj_gap": 50}),
         Case("muon", "word", _ADAMS),
         Case("adafactor", "word", _ADAMS),
         Case("lion", "word", _SMALLER),
@@ -86,11 +102,31 @@ Losses = dict[float, dict[int, float]]
 """Validation losses by rate and seed."""
 
 
-def trained(config: TrainConfig) -> dict[str, float]:
+def trained(case: Case, config: TrainConfig) -> dict[str, float]:
     """Train without a run folder; return the validation loss and the bytes per parameter."""
     torch.set_num_threads(1)
+    data = prepare_tokens(config)
+    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
+    left_to_adamw = outer_names(model) if get_rule(case.rule).is_matrix else set()
+    _, optimizer = prepare(
+        model,
+        config.recipe,
+        rule=case.rule,
+        lr=config.lr,
+        **case.optimizer_options,
+        decays=is_matrix,
+        options_of=lambda name: {"rule": "adamw"} if name in left_to_adamw else {},
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+        average=False,
+    )
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        with compute_scope(config.recipe, tokens.device):
+            return language_model.loss_sum(model, tokens, chunked=False)
+
     with tempfile.TemporaryDirectory() as folder:
-        session = build(config, Path(folder), prepare_tokens(config))
+        session = Session(config, Path(folder), data, model, optimizer, loss)
         while session.step < config.steps:
             train_step(session)
         return {"loss": evaluate(session), "bytes": float(session.optimizer.bytes_per_param())}
@@ -111,14 +147,12 @@ def parts(options: argparse.Namespace) -> list[Part]:
             config = TrainConfig(
                 **sizes,
                 recipe=parse(f"bfloat16/{case.storage}"),
-                rule=case.rule,
-                rule_options=case.options or None,
                 seed=seed,
                 gauges_every=0,
                 compile=False,
             )
             for lr in case.rates[: 2 if options.quick else None]:
-                make = partial(trained, dataclasses.replace(config, lr=lr).filled())
+                make = partial(trained, case, dataclasses.replace(config, lr=lr).filled())
                 runs.append(Part(name_of(case, lr, seed), {**sizes, "options": case.options}, make, seconds))
     return runs
 
@@ -141,14 +175,11 @@ def best_rate(losses: Losses) -> float:
 
 def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
     """Count the bytes of state per parameter of the matrices in layers, from an optimizer's tensors after a step."""
-    model, recipe = get_model(options.model), parse(f"bfloat16/{case.storage}")
+    model = get_model(options.model)
     wide, shapes = model.intermediate_size, [(model.hidden_size, model.hidden_size)] * 4
     shapes += [(wide, model.hidden_size)] * 2 + [(model.hidden_size, wide)]
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
-    config = TrainConfig(rule=case.rule, rule_options=case.options or None)
-    optimizer = class_of(case.rule)(
-        parameters, storage=recipe.storage, lr=1e-3, compile=False, **config.optimizer_options
-    )
+    optimizer = class_of(case.rule)(parameters, storage=case.storage, lr=1e-3, compile=False, **case.optimizer_options)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from narrowgauge.cli.main import keep_pages
+from narrowgauge.gauges.recording.record import Record
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
@@ -53,11 +54,10 @@ LAYERS = "autocast, each layer compiled"
 
 @dataclass
 class Ours:
-    """Our trainer: a step, its row on disk, its line on (a buffer that stands for) standard output."""
+    """Our trainer: a step, and its record on disk and on (a buffer that stands for) standard output."""
 
     session: Session
-    writer: RunWriter
-    console: Console
+    record: Record
     printed: io.StringIO = field(default_factory=io.StringIO)
     audited: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
@@ -77,10 +77,8 @@ class Ours:
 
     def step(self) -> None:
         """One step of the loop of ``narrowgauge train``."""
-        row = train_step(self.session)
-        self.writer.step(row)
         with contextlib.redirect_stdout(self.printed):
-            self.console.step(row)
+            self.record.step(train_step(self.session))
 
 
 def stripped(session: Session) -> Callable[[], None]:
@@ -177,8 +175,10 @@ def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Calla
     """Our trainer, and the step of every loop by name."""
     data = prepare_data(config.data, vocab_size=get_model(config.model).vocab_size, seed=config.seed)
     session = build(config, folder, data)
-    writer = RunWriter.create(folder, describe(session))
-    ours = Ours(session, writer, Console(config.steps, config.log_every))
+    console = Console(config.steps, config.log_every)
+    record = Record(lambda: RunWriter.create(folder, describe(session)), config.recipe, console.say, console.row)
+    record.watch(session.model, session.optimizer, every=session.config.gauges_every)
+    ours = Ours(session, record)
     bare = TrainConfig.from_dict({**config.to_dict(), "audit_every": 0})
     loops: dict[str, Callable[[], None]] = {OURS: ours.step}
     loops |= {kind: make_peer(kind, session.config, data).step for kind in (PLAIN, WHOLE, LAYERS)}
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         ours, loops = make_loops(config, Path(folder))
-        with ours.writer:
+        with ours.record:
             contenders = [
                 # Only our trainer asks glibc to keep its pages: a loop that people write runs under glibc's own limits.
                 Contender(
@@ -238,8 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
                 for name, step in loops.items()
             ]
-            with ours.session.watched():
-                first, *others = measure(contenders, baseline=OURS, rounds=rounds, warmup=1)
+            first, *others = measure(contenders, baseline=OURS, rounds=rounds, warmup=1)
     rows = [row_of(timing, config.tokens_per_step) for timing in (first, *others)]
     tokens = f"{config.batch_size} × {config.sequence_length} tokens a step"
     report.add(f"{config.model}, {tokens}, {rounds} rounds of {per_round} steps", rows)

@@ -58,7 +58,7 @@ SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "record", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "checks", "record"}
 SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"recording", "assembly", "checkpoints"}
 SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.

@@ -76,7 +76,7 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Cal
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
-    assert calls["resume"] == [(Path("runs/a"), None, False), (Path("runs/a"), 30, False)]
+    assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30)]
 
 
 WITHOUT_TORCH = """
@@ -91,7 +91,7 @@ for line in sys.stdin:
 """
 REFUSED_AT_ONCE = [
     "train --recipe bfloat16/wrod", "train --model lama", "train --steps 0", "train --data nowhere", "train --recpie x",
-    "train --batch-size 7 --gradient-accumulation-steps 2", "train --tokenizer nowhere", "train --config nowhere",
+    "train --batch-size 7 --gradient-accumulation-steps 2", "train --config nowhere",
     "resume nowhere", "resume nowhere --stop-after 0", "resume done", "resume odd",
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
     "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",

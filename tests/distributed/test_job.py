@@ -64,7 +64,6 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
     [
         (["--nproc", "2", "--recipe", "bfloat16/wrod"], "RecipeError: "),
         (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: 3 ranks were requested, and a step has 2"),
-        (["--nproc", "4", "--gradient-accumulation-steps", "4", "--replicas", "3"], "RankError: 3 replicas were requested"),
     ],
 )  # fmt: skip
 def test_wrong_settings_cost_one_line_before_ranks_start(words: list[str], line: str, started: list[list[str]]) -> None:

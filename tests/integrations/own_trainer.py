@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from narrowgauge.assembly.preparation import is_matrix
+from narrowgauge.gauges.recording.step_row import StepReader
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
@@ -88,10 +89,12 @@ def reference() -> OwnRun:
         tokens = (np.cumsum(np.random.default_rng(0).integers(0, 4, 8192)) % VOCABULARY).astype(np.uint16)
         session = build(config, Path(folder), Dataset(tokens[:7168], tokens[7168:], VOCABULARY))
         initial = _copied(language_model.build(config.model, vocab_size=VOCABULARY, seed=config.seed))
-        batches, rows = [], []
-        for _ in range(STEPS):
+        batches, rows, reader = [], [], StepReader(session.model, session.optimizer)
+        for step in range(STEPS):
             batches.append(torch.cat(session.batch()))
-            rows.append(train_step(session))
+            reader.begin()
+            columns = {**train_step(session), "tokens": (step + 1) * config.tokens_per_step}
+            rows.append(reader.row(step + 1, columns))
     rates, losses = ([row[name] for row in rows] for name in ("lr", "loss"))
     return OwnRun(session.config, initial, batches, rates, losses, rows, _copied(session.model))
 

@@ -60,21 +60,14 @@ def refused(folder: Path, *words: str) -> str:
 # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_changed_setting_is_an_error_that_names_it(stopped: Path) -> None:
-    edit(stopped, beta1=0.8, schedule="linear")
-    told = refused(stopped)
-    assert f"{stopped / 'run.toml'} was changed: " in told and f"narrowgauge resume {stopped} --accept-changes" in told
-    assert "schedule is 'linear', and the run started with 'cosine'; beta1 is 0.8" in told
-
-
 def test_a_setting_that_is_not_named_any_more_is_at_its_default(stopped: Path) -> None:
     edit(stopped, weight_decay=None, lr=None)
     loop.resume(stopped, stop_after=5)
 
 
-def test_a_change_that_is_meant_goes_on_and_is_told(stopped: Path) -> None:
+def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> None:
     edit(stopped, lr=0.007, steps=6)
-    assert call("resume", str(stopped), "--accept-changes").exit_code == 0
+    assert call("resume", str(stopped)).exit_code == 0
     run = read_run(stopped)
     notes = [event["message"] for event in run.events if event["kind"] == "note" and event["step"] == 4]
     assert notes == [
@@ -103,16 +96,12 @@ def test_a_lost_evaluation_is_refused(stopped: Path) -> None:
     assert f"evals.jsonl lacks step {step}" in refused(stopped)
 
 
-def test_lost_rows_are_refused_and_going_on_without_them_is_told(stopped: Path) -> None:
+def test_lost_rows_are_refused(stopped: Path) -> None:
     lines = (stopped / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (stopped / "steps.jsonl").write_bytes(lines[0] + lines[3])
     told = refused(stopped)
     assert "lost rows from before its checkpoint of step 4" in told
     assert "steps.jsonl lacks step 2" in told
-    loop.resume(stopped, accept_changes=True)
-    run = read_run(stopped)
-    assert [row["step"] for row in run.steps] == [1, 4, 5, 6, 7, 8]
-    assert "steps.jsonl lacks step 2" in [event["message"] for event in run.events]
 
 
 # ── data and models ─────────────────────────────────────────────────────────────────────────────────────────────────

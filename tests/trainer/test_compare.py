@@ -17,17 +17,18 @@ import narrowgauge as ng
 from analysis.comparison.made_runs import SIZES
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
+from narrowgauge.gauges.recording.record import Record
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.compare import RunLog, compare, define, run_comparison
+from narrowgauge.trainer.compare import compare, define, run_comparison
 from narrowgauge.trainer.config import TrainConfig
 from trainer.tiny_runs import lasting, settings
 
 
-def trained(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
+def trained(recipe: str, seed: int, log: Record) -> dict[str, float]:
     for step in range(1, 11):
         log.step({"loss": 5.0 - step / 10, "tokens": 100 * step})
         if step % 5 == 0:
@@ -38,7 +39,7 @@ def trained(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
 def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) -> None:
     calls: list[tuple[str, int]] = []
 
-    def train(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
+    def train(recipe: str, seed: int, log: Record) -> dict[str, float]:
         calls.append((recipe, seed))
         return trained(recipe, seed, log)
 
@@ -62,7 +63,7 @@ def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) ->
     ("returned", "loss"), [(3.5, 3.5), (None, 2.5), ({"bytes_per_param": 8.0}, 2.5), ({"val_loss": math.nan}, None)]
 )
 def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
-    def train(recipe: str, seed: int, log: RunLog) -> Any:
+    def train(recipe: str, seed: int, log: Record) -> Any:
         log.eval({"val_loss": 2.5})
         return returned
 
@@ -83,7 +84,7 @@ def test_contradictory_requests_are_refused() -> None:
     ("act", "says"),
     [
         (lambda log: "abc", "val_loss is 'abc'"),
-        (lambda log: log.step(2.5), "log.step was given 2.5"),
+        (lambda log: log.step(2.5), "step was given 2.5"),
         (lambda log: log.step({"loss": torch.ones(2, dtype=torch.float32)}), "not one number"),
     ],
 )
@@ -100,7 +101,7 @@ def test_losses_alone_give_a_verdict_without_bytes_and_flags() -> None:
 # ── watched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def watched(recipe: str, seed: int, log: RunLog) -> float:
+def watched(recipe: str, seed: int, log: Record) -> float:
     torch.manual_seed(seed)
     model, optimizer = ng.prepare(torch.nn.Linear(16, 16), recipe, lr=1e-4, audit_every=2)
     log.watch(model, optimizer, every=3)

@@ -1,4 +1,4 @@
-"""Exports of a run load in Hugging Face with the same bits, in both dtypes, and overwrite nothing."""
+"""Exports of a run load in Hugging Face with the same bits, and overwrite nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return loop.train(settings(place, tmp_path_factory.mktemp("run") / "run", recipe="bfloat16/word", steps=2))
 
 
-def test_an_export_is_the_model_or_what_the_optimizer_holds_bit_for_bit(run: Path, tmp_path: Path) -> None:
+def test_an_export_is_the_model_bit_for_bit(run: Path, tmp_path: Path) -> None:
     trained = session.load(run)
     visible = export(run, tmp_path / "deep" / "out")
     loaded = AutoModelForCausalLM.from_pretrained(visible)
@@ -34,11 +34,6 @@ def test_an_export_is_the_model_or_what_the_optimizer_holds_bit_for_bit(run: Pat
     assert [path.name for path in visible.parent.iterdir()] == ["out"]
     config = json.loads((visible / "config.json").read_text())
     assert config["use_cache"] is True and config["dtype"] == "bfloat16"
-    exact = dict(AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "wide", "float32")).named_parameters())
-    for name, parameter in trained.model.named_parameters():
-        assert exact[name].dtype == torch.float32
-        assert torch.equal(exact[name], trained.optimizer.stored(parameter)), name
-    assert any(not torch.equal(value, value.bfloat16().float()) for value in exact.values())
 
 
 def test_the_tokenizer_goes_along(run: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.errors import NarrowgaugeError, RankError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.session import Session
@@ -49,8 +49,8 @@ def alone(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_path: Path) -> None:
-    size, changes = 4, {"replicas": 2}
-    said = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": {**BASE, **changes}})
+    size = 4
+    said = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": BASE})
     run = read_run(tmp_path / "run")
     assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"]["ranks"] == size
     for column in ("loss", "grad_norm"):
@@ -65,7 +65,7 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
 def test_a_run_with_a_stochastic_reduction_is_stopped_and_resumed_with_the_same_bits(
     place: Path, tmp_path: Path
 ) -> None:
-    changes = {**BASE, "recipe": "int8-row/word/compressed8", "narrow_gather": True, "checkpoint_every": 0}
+    changes = {**BASE, "recipe": "int8-row/word/compressed8", "checkpoint_every": 0}
     runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
     run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
     run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "stopped": {}})
@@ -116,8 +116,3 @@ def test_ranks_stop_together_at_a_bad_step(place: Path, tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     assert [row["skipped"] for row in run.steps] == [False, False, True]
     assert "stopped after step 3" in said[0] and len(set(said)) == 2
-
-
-def test_one_process_has_no_shards(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="one process"):
-        loop.train(settings(place, tmp_path / "run", replicas=2))

@@ -72,6 +72,6 @@ def test_one_process_exports_and_loads_what_three_wrote(
 ) -> None:
     one, three = (found[way][case].path for way in ("whole", "two, then three"))
     assert any((three / "checkpoints").glob("*/shard-00003-*.safetensors"))
-    out = [export.export(folder, tmp_path / str(k), "float32") for k, folder in enumerate((one, three))]
+    out = [export.export(folder, tmp_path / str(k)) for k, folder in enumerate((one, three))]
     assert_same_bits(*(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()) for folder in out))
     assert session.load(three).weights_fingerprint() == session.load(one).weights_fingerprint()

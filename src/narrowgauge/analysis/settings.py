@@ -76,7 +76,7 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
         yield SettingDifference(name, texts, f"arithmetic.{parted.origin}")
 
 
-_PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
+_PLACES = {"data": ("data",), "model": ("model",)}
 """Settings that may be folders, by table of ``run.toml``. The table describes their content."""
 
 

@@ -83,12 +83,12 @@ batch_shape = combined(
 
 SECTIONS = {
     "The run": "recipe model data steps batch_size sequence_length seed out",
-    "Optimizer": "rule rule_options lr schedule warmup_steps min_lr_ratio beta1 beta2 eps weight_decay max_grad_norm",
-    "Text and validation": "tokenizer held_out eval_every eval_batches",
+    "Optimizer": "lr schedule warmup_steps min_lr_ratio beta1 beta2 eps weight_decay max_grad_norm",
+    "Text and validation": "held_out eval_every eval_batches",
     "Memory and speed": "gradient_accumulation_steps accumulation_dtype activation_checkpointing compile",
     "Checkpoints": "checkpoint_every keep_checkpoints stop_after",
     "Monitoring": "audit_every gauges_every fingerprints_every on_spike log_every",
-    "Several ranks": "nproc shard replicas offload narrow_gather threads verify_every",
+    "Several ranks": "nproc shard threads verify_every",
 }
 """The settings by the sections of a help page, in the order in which users look for them."""
 
@@ -116,6 +116,7 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     Those of ``compared`` runs lack the settings of a single run.
     """
     # Imported late, because the command line's top-level imports never need torch.
+    from narrowgauge.spec.update_rules import Choice
     from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, kind_of
 
     flags: list[click.Parameter] = []
@@ -124,6 +125,7 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
             continue
         name, kind, help = field.name.replace("_", "-"), kind_of(field), field.metadata["help"]
         default = field.default.to_value() if isinstance(field.default, Recipe) else field.default
+        law = field.metadata["law"]
         flags.append(
             click.Option(
                 [f"--{name}/--no-{name}" if kind is bool else f"--{name}", field.name],
@@ -131,7 +133,9 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
                 default=None,
                 help=help + ("" if default is None else f"  [default: {str(default).lower()}]"),
                 metavar={bool: None, str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],
-                shell_complete=many_recipes if kind is Recipe else of(field.metadata["names"] or (), "file"),
+                shell_complete=many_recipes
+                if kind is Recipe
+                else of(law.values if isinstance(law, Choice) else (), "file"),
             )
         )
     return flags

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -194,15 +194,11 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
 @main.command("resume", short_help="Resume a run, on any number of ranks.")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
-@click.option(
-    "--accept-changes", is_flag=True,
-    help="Resume although run.toml was changed or rows are missing; the changes are recorded as a note.",
-)  # fmt: skip
 @_nproc
-def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: int | None) -> None:
+def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
     """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run.
 
-    To share it out otherwise, edit shard, replicas, offload, narrow_gather or threads in its run.toml before.
+    Settings that you edit in its run.toml before hold from there on.
     """
     from narrowgauge.distributed import job
     from narrowgauge.trainer import resume_checks
@@ -215,7 +211,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
         job.launch(num_ranks, click.get_current_context().obj)
     from narrowgauge.trainer import loop
 
-    _run(config, lambda: loop.resume(folder, stop_after, accept_changes))
+    _run(config, lambda: loop.resume(folder, stop_after))
 
 
 @main.command(
@@ -300,16 +296,12 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")
 @_run_folder
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option(
-    "--dtype", type=click.Choice(["visible", "float32"]), default="visible", show_default=True,
-    help="The weights that the model sees, or the stored ones in float32.",
-)  # fmt: skip
-def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> None:
+def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
     from narrowgauge.trainer import export as exporting
 
-    click.echo(exporting.export(folder, out, dtype))
+    click.echo(exporting.export(folder, out))
 
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")

@@ -24,31 +24,6 @@ from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 
 
-def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", replicas: int = 1) -> Any:
-    """Return the mesh of a job, with axes named ``replicate`` and ``shard``: one of them, or with several replicas both.
-
-    Args:
-        num_ranks: processes in the default process group, which must exist.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        sharding: one of ``SHARDINGS``.
-        replicas: how many copies of the model all ranks hold together. Only for ``"full"``.
-    Raises:
-        RecipeError: the replicas do not divide the ranks.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if replicas > 1 and sharding == "none":
-        raise RecipeError(f"{replicas} replicas were requested with shard 'none'.", "Omit one of the two.")
-    if num_ranks % replicas:
-        raise RecipeError(
-            f"{replicas} replicas of a sharded model were requested on {num_ranks} ranks, which it does not divide.",
-            "Choose a divisor of the number of ranks.",
-        )
-    if replicas > 1:
-        return init_device_mesh(device_type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("replicate" if sharding == "none" else "shard",))
-
-
 def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
     """Shard a model's parameters over a mesh with FSDP2: a group for each decoder layer, and one for the rest.
 

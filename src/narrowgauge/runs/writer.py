@@ -17,7 +17,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, json_value, line_of, read_rows, rows_with_lengths, toml_value
-from narrowgauge.runs.record import read_settings, read_summary
+from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 
 _FILES = [f"{name}.jsonl" for name in ROW_FILES]
@@ -98,34 +98,28 @@ class RunWriter:
             raise
         return writer
 
-    def rewind(self, step: int, *, eval_every: int = 0, accept_lost: bool = False) -> str:
+    def rewind(self, step: int, *, eval_every: int = 0, first: int = 1) -> None:
         """Delete everything after a step, because a resume from its checkpoint writes it again.
 
-        Delete the rows of steps, evals, gauges and fingerprints after ``step``, and a summary of more steps. Keep the
-        events: they record what happened, including undone steps.
+        Delete the rows of steps, evals, gauges and fingerprints after ``step``, and the summary. Keep the events: they
+        record what happened, including undone steps.
 
         Args:
             step: the last optimizer step to keep.
             eval_every: steps between evaluations, whose rows must be there too; 0 if unknown.
-            accept_lost: continue although rows up to ``step`` are missing.
+            first: the step of the first row.
 
-        Returns:
-            A text with the missing rows; empty if none is missing.
         Raises:
             RecordError: rows up to ``step`` are missing. The files stay unchanged.
         """
-        lost = _lost_rows(self.path, step, eval_every)
-        if lost and not accept_lost:
+        if lost := _lost_rows(self.path, step, eval_every, first):
             raise RecordError(
                 f"{self.path} has lost rows from before its checkpoint of step {step}: {lost}.",
-                f"Restore the file from a copy, or go on without them: narrowgauge resume {self.path} --accept-changes",
+                "Restore the file from a copy, go back to an earlier checkpoint, or record into a new folder.",
             )
         for name in STEPWISE:
             self._cut(name, step)
-        summary = read_summary(self.path / "summary.json")
-        if summary is not None and summary.get("steps", 0) > step:
-            (self.path / "summary.json").unlink()
-        return lost
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
         """Replace ``run.toml``, for a resume that changes its settings.
@@ -222,10 +216,10 @@ class RunWriter:
         return written
 
 
-def _lost_rows(path: Path, step: int, eval_every: int) -> str:
+def _lost_rows(path: Path, step: int, eval_every: int, first: int) -> str:
     """Name the first row up to ``step`` that a run has lost, without a full stop. Empty if all are present, in order."""
-    for file, every in (("steps.jsonl", 1), ("evals.jsonl", eval_every)):
-        expected = range(every, step + 1, every) if every else ()
+    for file, start, every in (("steps.jsonl", first, 1), ("evals.jsonl", eval_every, eval_every)):
+        expected = range(start, step + 1, every) if every else ()
         rows = [row["step"] for row in read_rows(path / file)] if expected else []
         for place, number in enumerate(expected):
             if place >= len(rows) or rows[place] != number:

@@ -1,4 +1,4 @@
-"""The update rules by name: each rule's optimizer, the trainer's settings that it takes, and its own options.
+"""The update rules by name: each rule's optimizer, AdamW's settings that it takes, and its own options.
 
 ``--rule`` of ``narrowgauge train`` and ``compare``, ``prepare(…, rule=…)``, ``TrainingArguments(optim=…)``, the checks of
 options and ``narrowgauge show rules`` read this table. A new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +44,8 @@ class Range:
                 raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}, {self}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
                 shown = part if isinstance(part, (int, float)) else number
-                raise RecipeError(f"{label} = {shown} was requested; it must be {self} and finite.")
+                finite = "" if self.is_integer else " and finite"
+                raise RecipeError(f"{label} = {shown} was requested; it must be {self}{finite}.")
 
     def __str__(self) -> str:
         low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
@@ -76,7 +76,7 @@ Laws = dict[str, Range | Choice]
 
 @dataclass(frozen=True)
 class Option:
-    """An option of one rule: its class's default, its allowed values, and the trainer's default if it differs."""
+    """An option of one rule: its class's default, its allowed values, and the usual value for language models if it differs."""
 
     name: str
     default: Any
@@ -85,41 +85,12 @@ class Option:
 
     @property
     def in_training(self) -> Any:
-        """Return the trainer's default."""
+        """Return the usual value for language models."""
         return self.default if self.trained is None else self.trained
-
-    def read(self, text: str) -> Any:
-        """Return the value of a text: ``0.9``, ``8``, ``true``, a name, ``none``; a pair as ``1e-30/0.001``.
-
-        Raises:
-            RecipeError: a value that the option may not have.
-        """
-        if isinstance(self.default, tuple):
-            pair = tuple(map(_value, text.split("/")))
-            if len(pair) != len(self.default):
-                raise RecipeError(f"{self.name} = {text!r} was requested; it must be two numbers with a slash between.")
-            self.law.check(self.name, pair)
-            return pair
-        value = _value(text)
-        self.law.check(self.name, value)
-        if isinstance(self.law, Choice):
-            return self.law.values[self.law.values.index(value)]  # 1 is true
-        return float(value) if isinstance(self.default, float) else value
-
-
-def _value(text: str) -> Any:
-    word = text.strip()
-    words = {"true": True, "false": False, "none": None}
-    if word.lower() in words:
-        return words[word.lower()]
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(word)
-    return word
 
 
 def option_text(value: Any) -> str:
-    """Write an option's value as :meth:`Option.read` takes it.
+    """Write an option's value as a table shows it.
 
     Example:
         >>> [option_text(value) for value in (True, None, 0.9, (1e-30, 1e-3))]
@@ -137,9 +108,9 @@ class UpdateRule:
     Args:
         optimizer: its class in ``narrowgauge.optim.optimizers``.
         purpose: one line.
-        settings: those of the trainer's ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, with their defaults.
+        settings: those of ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` that it takes, as language models are trained.
         options: its own.
-        rate: factor on the trainer's usual peak learning rates, which are AdamW's; ``None`` if they do not apply.
+        rate: factor on AdamW's usual peak learning rates; ``None`` if they do not apply.
         is_matrix: it steps whole matrices. AdamW steps vectors, embeddings and output heads.
         moments: its states for each element of a matrix, with the storage's code for each, if a plan needs no more; ``None``
             if this depends on options. (Adafactor's values by row and column are extra.)
@@ -170,33 +141,6 @@ class UpdateRule:
     def eps_option(self) -> str:
         """Return the optimizer's option for AdamW's epsilon. It has another name if the rule has its own ``eps``."""
         return "adam_eps" if any(option.name == "eps" for option in self.options) else "eps"
-
-    def read(self, text: str) -> dict[str, Any]:
-        """Return the options that a text gives, ``"momentum=0.9, nesterov=false"``, by name.
-
-        Raises:
-            RecipeError: an option that the rule lacks, one given twice or without a value, or a value that it may not be.
-        """
-        options = {option.name: option for option in self.options}
-        values: dict[str, Any] = {}
-        for word in filter(str.strip, text.split(",")):
-            name, _, value = (part.strip() for part in word.partition("="))
-            if name not in options or name in values or not value:
-                raise RecipeError(
-                    f"rule_options gives {word.strip()!r} to rule '{self.name}', which takes each of its options once: "
-                    f"{', '.join(f'{o.name}={option_text(o.in_training)}' for o in self.options) or 'none'}.",
-                    suggestion(name, options.keys() - {name}) or "--lr, --beta1 … are flags.",
-                )
-            values[name] = options[name].read(value)
-        return values
-
-    def in_training(self, text: str) -> dict[str, Any]:
-        """Return all own options of a run. Options missing from ``text`` get the trainer's defaults."""
-        return {option.name: option.in_training for option in self.options} | self.read(text)
-
-    def text(self, options: Mapping[str, Any]) -> str:
-        """Options as :meth:`read` takes them, in the table's order."""
-        return ", ".join(f"{o.name}={option_text(options[o.name])}" for o in self.options if o.name in options)
 
 
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -9,7 +9,6 @@ checkpoint. Recipes and seeds may be added.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import tempfile
@@ -22,23 +21,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs, require_resolvable
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run, is_run, read_run
-from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import OF_RANKS, TrainConfig, first_free
+from narrowgauge.trainer.config import TrainConfig, first_free
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.resume_checks import FIXED, changed_settings
+from narrowgauge.trainer.resume_checks import changed_settings
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from narrowgauge.gauges.attach import Gauges
-    from narrowgauge.gauges.recording.run_recorder import LoopRecord
+    from narrowgauge.gauges.recording.record import Record
 
 
 # ── recipes and seeds ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -69,43 +63,8 @@ def require_distinct(recipes: Sequence[Any]) -> None:
 # ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class RunLog:
-    """The log of a run, to which a training function writes. It adds missing step numbers and seconds.
-
-    Rows are the rows of :class:`narrowgauge.RunRecorder`. The detectors read them, and each finding is an event and a warning.
-    """
-
-    def __init__(self, record: LoopRecord) -> None:
-        self._record = record
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Log an optimizer step: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
-
-        After :meth:`watch`, columns of the optimizer are added. So call it before the schedule's step.
-        """
-        self._record.step(_numbers(row, "log.step"))
-
-    def eval(self, row: Mapping[str, Any]) -> None:
-        """Log a validation: ``val_loss``, and any other metric. Its time does not count as that of a step."""
-        self._record.evaluate(_numbers(row, "log.eval"))
-
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges | None:
-        """Record the gauges of a model, and columns of its optimizer in each step, until the run ends.
-
-        Args:
-            model: before it is compiled, as for :func:`ng.attach_gauges`.
-            optimizer: ours (with an audit) or torch's (without).
-            every: steps between samples of the gauges; 0 for none.
-        Returns:
-            The gauges, if there are any.
-        Raises:
-            NarrowgaugeError: the log watches another optimizer already.
-        """
-        return self._record.watch(model, optimizer, every)
-
-
 def compare(
-    train_function: Callable[[str, int, RunLog], Any],
+    train_function: Callable[[str, int, Record], Any],
     recipes: Sequence[str],
     *,
     seeds: int | Sequence[int] = 1,
@@ -170,42 +129,28 @@ def compare(
     return comparison
 
 
-def _record(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
+def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path) -> None:
     """Call a training function, and record its run in a folder."""
-    from narrowgauge.distributed.ranks import all_ranks
-    from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
-    from narrowgauge.gauges.recording.run_reporter import Reporter
+    from narrowgauge.gauges.recording.record import Record, numbers
+    from narrowgauge.gauges.recording.run_recorder import warn
 
     parsed, label = parsed_recipe(recipe), recipe_name(recipe)
     config = {"recipe": recipe if parsed is None else parsed.to_value(), "seed": seed}
-    with RunWriter.create(folder, {"config": config}) as writer:
-        record = LoopRecord(Reporter(writer, Notices(), parsed, is_audited=False), all_ranks())
+    with Record(lambda: RunWriter.create(folder, {"config": config}), parsed, warn) as record:
         try:
-            returned = train_function(recipe, seed, RunLog(record))
+            returned = train_function(recipe, seed, record)
             metrics = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
-            metrics = _numbers(metrics or {}, f"the training function of {label}")
+            metrics = numbers(metrics or {}, f"the training function of {label}")
             summary = {**record.summary(recipe=label), **metrics}
             if not isinstance(summary.get("val_loss"), int | float):
                 raise NarrowgaugeError(
                     f"the training function gave no validation loss for {label}, val_loss is {summary.get('val_loss')!r}.",
                     'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
                 )
-            record.close(lambda: summary)
         except BaseException:
-            record.close(None)
+            record.stop()
             raise
-
-
-def _numbers(row: Any, caller: str) -> Row:
-    """Return a row of plain numbers; it may hold tensors of one number."""
-    if not isinstance(row, Mapping):
-        raise NarrowgaugeError(f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.')
-    try:
-        return {str(key): value.item() if hasattr(value, "item") else value for key, value in row.items()}
-    except (ValueError, RuntimeError) as error:
-        raise NarrowgaugeError(
-            f"{caller} was given a value that is not one number: {error}.", "Give numbers."
-        ) from error
+        record.finish(summary)
 
 
 # ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────
@@ -225,7 +170,8 @@ def define(
     """
     require_package("plotly")
     base = TrainConfig(**settings)
-    base = replace(base, model=base.validated().model).located()
+    checked = base.validated()
+    base = replace(base, model=checked.model, data=checked.data)
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
     require_resolvable(resolve)
@@ -242,9 +188,9 @@ def define(
 
 def _require_same(folder: Path, config: TrainConfig) -> None:
     """Refuse an existing run with other settings. Ignore settings that rules filled in."""
-    compared = {*FIXED, *OF_RANKS} - {"threads"}
-    settings = {name: value for name, value in config.filled().to_dict().items() if name in compared}
-    if changed := changed_settings(read_run(folder).config, settings, settings):
+    settings, recorded = config.filled().to_dict(), read_run(folder).config
+    recorded = {name: value for name, value in recorded.items() if name in settings}
+    if changed := [change for change in changed_settings(recorded, settings) if change[0] != "threads"]:
         name, before, now = changed[0]
         raise RecordError(
             f"Cannot compare in {folder.parent}: {folder.name} has {name} = {before}, and {now} was requested.",
@@ -272,9 +218,7 @@ def run_comparison(
         NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    from narrowgauge.trainer.data.dataset import open_recorded  # needs an extra, which ng.compare does not
-
-    model = Path(configs[0].model).name.removesuffix(".json")
+    model = Path(configs[0].model).name
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
     for config in configs:
@@ -293,8 +237,7 @@ def run_comparison(
             began, took = time.monotonic(), "earlier"
             num_left = len(configs) - number
             if not _has_ended(place):
-                with Console(config.steps, 0, name, stream) as console:
-                    _train(config, console)
+                _train(config, Console(config.steps, 0, name, stream))
                 seconds.append(time.monotonic() - began)
                 left = f", about {duration(sum(seconds) / len(seconds) * num_left)} left" if num_left else ""
                 took = f"{duration(seconds[-1])}{left}"
@@ -304,8 +247,11 @@ def run_comparison(
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
         ) from None
-    with contextlib.suppress(DataError):  # the tokens of earlier runs may be gone
-        say(f"Token frequencies alone have a loss of {open_recorded(runs[0].run['data']).unigram_loss():.4f}.")
+    from narrowgauge.trainer.session import (
+        prepare_tokens,  # needs PyTorch and an extra, which a wrong definition does not
+    )
+
+    say(f"Token frequencies alone have a loss of {prepare_tokens(configs[0]).unigram_loss():.4f}.")
     comparison = compare_runs(runs, resolve=resolve)
     return comparison, publish(comparison, folder)
 
@@ -330,7 +276,7 @@ def _train(config: TrainConfig, console: Console) -> None:
     import torch
 
     from narrowgauge.distributed.job import threads_of
-    from narrowgauge.trainer import loop, recovery
+    from narrowgauge.trainer import loop
 
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -342,10 +288,10 @@ def _train(config: TrainConfig, console: Console) -> None:
     try:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
             if is_run(folder):
-                loop.resume(folder, screen=console)
+                loop.resume(folder, console=console)
             else:
-                loop.train(config, screen=console)
-    except recovery.DivergenceError:
+                loop.train(config, console=console)
+    except loop.DivergenceError:
         pass  # it is in the record
     except NarrowgaugeError as error:
         error.message = f"{folder.name}: {error.message}"

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,39 +32,23 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_pair, rule_title
+from narrowgauge.spec.update_rules import Choice, Range
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
 _KIND_NAMES: dict[type, str] = {
     str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
 }  # fmt: skip
+Law = Range | Choice
 
 
-def setting(
-    default: Any,
-    help: str,
-    constraint: str = "",
-    holds: Callable[[Any], bool] = lambda _: True,
-    names: Collection[str] = (),
-) -> Any:
-    """Return a field with its default, its help, and its constraint as text and as a predicate, or its ``names``."""
-    if names:
-        constraint, holds = f"one of {', '.join(names)}", names.__contains__
-    metadata = {"help": help, "constraint": constraint, "holds": holds, "names": tuple(names)}
-    return dataclasses.field(default=default, metadata=metadata)
+def setting(default: Any, help: str, law: Law | None = None) -> Any:
+    """Return a field with its default, its help and its allowed values."""
+    return dataclasses.field(default=default, metadata={"help": help, "law": law})
 
 
 def count(default: int | None, help: str, least: int = 1) -> Any:
     """Return a field that holds a whole number from ``least`` on."""
-    return setting(default, help, f"at least {least}", lambda value: least <= value < 2**63)
-
-
-def of_rules(name: str, help: str, *constraint: Any) -> Any:
-    """Return a field whose default comes from its update rule. The help gives AdamW's default and all others."""
-    usual = UPDATE_RULES["adamw"].settings[name]
-    values = {row.name: row.settings.get(name) for row in UPDATE_RULES.values()}
-    defaults = [f"{rule} {'has none' if value is None else value}" for rule, value in values.items() if value != usual]
-    return setting(None, f"{help}  [default: {'; '.join([str(usual), *defaults])}]", *constraint)
+    return setting(default, help, Range(least, is_integer=True))
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
@@ -73,27 +57,28 @@ def kind_of(field: dataclasses.Field[Any]) -> type:
     return _KINDS[str(field.type).split(" ")[0]]
 
 
-def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
-    """Check the type and constraint of one setting. Messages give ``where`` as its source."""
+def require(field: dataclasses.Field[Any], value: Any) -> None:
+    """Check the type and the allowed values of one setting."""
     if value is None and field.default is None:
         return
-    kind, must_be = kind_of(field), field.metadata["constraint"]
+    kind, law = kind_of(field), field.metadata["law"]
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
-        must_be = _KIND_NAMES[kind]
-    elif field.metadata["holds"](value):
-        return
-    raise NarrowgaugeError(
-        f"{field.name} = {value!r} was requested{where}; it must be {must_be}.",
-        suggestion(str(value), field.metadata["names"]) or f"Change --{field.name.replace('_', '-')}, or omit it.",
-    )
+        raise NarrowgaugeError(
+            f"{field.name} = {value!r} was requested; it must be {_KIND_NAMES[kind]}.",
+            f"Change --{field.name.replace('_', '-')}, or omit it.",
+        )
+    if kind is str and not value:
+        raise NarrowgaugeError(f"{field.name} is empty.", f"Omit --{field.name.replace('_', '-')}.")
+    if law is not None:
+        law.check(field.name, value)
 
 
 # ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
 
 
 def known_model(name: str) -> str:
-    """Return the full name of a preset, or the path of a model folder."""
+    """Return the full name of a preset, or the path of a model folder, which may be given by its ``config.json``."""
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
         return get_model(name).name
@@ -101,10 +86,11 @@ def known_model(name: str) -> str:
         raise DataError(
             f"the model folder {name} does not exist.", "Name a preset (narrowgauge show models) or a folder."
         )
-    if path.is_dir() and not (path / "config.json").is_file():
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
         raise DataError(f"the model folder {name} holds no config.json.", "Name a Hugging Face model folder.")
-    refuse_own_code(path)
-    return str(path)
+    refuse_own_code(folder)
+    return str(folder.resolve())
 
 
 def first_free(stem: Path) -> Path:
@@ -119,8 +105,6 @@ SPIKE_ACTIONS = ("report", "skip", "stop")
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
-OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
-"""Settings that say how a run is distributed over ranks. A resume may change them."""
 
 _DEFAULT = parse("bfloat16/word")
 
@@ -142,92 +126,57 @@ class TrainConfig:
 
     # fmt: off
     model: str = setting(
-        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.", "not empty", bool)
-    data: str = setting(
-        "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool)
+        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json; its weights and its "
+        "tokenizer.json are used, if it holds any.")
+    data: str = setting("stdlib", "stdlib, a file or folder of text or jsonl, or a token map.")
     recipe: Recipe = setting(_DEFAULT, "A recipe (narrowgauge show recipes) or a .toml file with one.")  # noqa: RUF009
-    rule: str = setting(
-        "adamw", "Update rule (narrowgauge show rules); matrix rules leave embeddings and vectors to AdamW.", names=UPDATE_RULES)
-    rule_options: str | None = setting(
-        None, "The rule's own options, such as momentum=0.9,nesterov=false.  [default: those of narrowgauge show rules]")
     steps: int = count(400, "Optimizer steps.")
     batch_size: int = count(8, "Sequences per optimizer step.")
     sequence_length: int = count(256, "Tokens per sequence.")
     gradient_accumulation_steps: int = count(1, "Micro-batches per optimizer step; must divide the batch size.")
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003; times the factor of the rule]", "above 0 and finite", lambda x: 0 < x < math.inf)
+        "0.0003]", Range(above=True))
     schedule: str = setting(
-        "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", names=SCHEDULES)
-    warmup_steps: int | None = count(
-        None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0)
-    min_lr_ratio: float = setting(
-        0.1, "Final learning rate as a fraction of the peak.", "from 0 to 1", lambda x: 0 <= x <= 1)
-    beta1: float | None = of_rules("beta1", "Decay of the first moment.", "from 0 to below 1", lambda x: 0 <= x < 1)
-    beta2: float | None = of_rules("beta2", "Decay of the second moment.", "from 0 to below 1", lambda x: 0 <= x < 1)
-    eps: float | None = of_rules("eps", "AdamW's epsilon.", "at least 0 and finite", lambda x: 0 <= x < math.inf)
-    weight_decay: float | None = of_rules(
-        "weight_decay", "Weight decay of matrices.", "at least 0 and finite", lambda x: 0 <= x < math.inf)
-    max_grad_norm: float = setting(
-        1.0, "Maximum gradient norm for clipping; inf disables it.", "above 0", lambda x: x > 0)
+        "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", Choice(SCHEDULES))
+    warmup_steps: int | None = count(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0)
+    min_lr_ratio: float = setting(0.1, "Final learning rate as a fraction of the peak.", Range(0, 1))
+    beta1: float = setting(0.9, "AdamW's decay of the first moment.", Range(0, 1))
+    beta2: float = setting(0.95, "AdamW's decay of the second moment.", Range(0, 1))
+    eps: float = setting(1e-8, "AdamW's epsilon.", Range())
+    weight_decay: float = setting(0.1, "Weight decay of matrices.", Range())
+    max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
-    out: str | None = setting(
-        None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]", "a path", bool)
-    tokenizer: str | None = setting(
-        None, "A tokenizer.json or a folder with one.  [default: a BPE trained on the data]", "a path", bool)
-    held_out: float = setting(
-        0.05, "Fraction of the documents held out for validation.", "above 0 and below 1", lambda x: 0 < x < 1)
+    out: str | None = setting(None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]")
+    held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
     eval_batches: int = count(8, "Batches per validation.")
     checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
     keep_checkpoints: int = count(2, "Number of latest checkpoints to keep.")
     accumulation_dtype: str = setting(
-        "float32", f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.", names=ACCUMULATIONS)
+        "float32", f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.",
+        Choice(tuple(ACCUMULATIONS)))
     audit_every: int = count(10, "Steps between audits of the update; 0: never.", 0)
     gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
     fingerprints_every: int = count(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
-    verify_every: int = count(
-        1000, "On several ranks, steps between comparisons of what they hold; 0: never.", 0)
+    verify_every: int = count(1000, "On several ranks, steps between comparisons of what they hold; 0: never.", 0)
     on_spike: str = setting(
         "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, or skip it and stop.",
-        names=SPIKE_ACTIONS)
+        Choice(SPIKE_ACTIONS))
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
-    stop_after: int | None = count(
-        None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
+    stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
-    compile: bool | None = setting(
-        None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]")
+    compile: bool | None = setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]")
     shard: str = setting(
-        "full", "On several ranks, share weights, gradients and states out over them: full or none.", names=SHARDINGS)
-    replicas: int = count(1, "Copies of the sharded model; must divide the number of ranks.")
-    offload: bool = setting(False, "On several ranks, keep shards in the host's memory.")
-    narrow_gather: bool = setting(
-        False, "On several ranks, gather sharded weights as the codes that the recipe's matmuls take.")
-    threads: int | None = count(
-        None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]")
+        "full", "On several ranks, share weights, gradients and states out over them: full or none.", Choice(tuple(SHARDINGS)))
+    threads: int | None = count(None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]")
     # fmt: on
 
     @property
-    def update_rule(self) -> UpdateRule:
-        """Return the row of the run's update rule."""
-        return UPDATE_RULES[self.rule]
-
-    @property
-    def title(self) -> str:
-        """Return the recipe's title, and the rule where it is not AdamW."""
-        return rule_title(self.recipe.title, self.rule)
-
-    @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Return the arguments of the rule's optimizer, but for the learning rate."""
-        filled, rule = self.filled(), self.update_rule
-        options = {"weight_decay": filled.weight_decay, **rule.in_training(self.rule_options or "")}
-        if filled.beta1 is not None and filled.beta2 is not None:
-            options["betas"] = (filled.beta1, filled.beta2)
-        if filled.eps is not None:
-            options[rule.eps_option] = filled.eps
-        return options
+        """Return the arguments of the optimizer, but for the learning rate."""
+        return {"betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay}
 
     @property
     def micro_batch_size(self) -> int:
@@ -262,59 +211,26 @@ class TrainConfig:
     # ── rules for missing settings ────────────────────────────────────────────────────────────────────────────────────
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
-        """Return the same settings with each None filled in: by the model, by the steps, or by the update rule.
+        """Return the same settings with each None filled in: by the model or by the steps.
 
         Args:
             num_parameters: size of the model; None uses the preset's size. Without a size, ``lr`` and ``compile`` may
-                stay None. A setting that the rule does not take stays None.
+                stay None.
         Example:
             >>> TrainConfig(model="llama-125m").filled().lr
             0.0006
         """
         if num_parameters is None and self.model in MODELS:
             num_parameters = MODELS[self.model].num_parameters
-        rule = self.update_rule
-        values: dict[str, Any] = {name: value for name, value in rule.settings.items() if getattr(self, name) is None}
-        if rule.options:
-            values["rule_options"] = rule.text(rule.in_training(self.rule_options or ""))
+        values: dict[str, Any] = {}
         if self.warmup_steps is None:
             values["warmup_steps"] = min(self.steps // 10, 100)
-        if self.lr is None and num_parameters is not None and not self._why_no_rate():
-            values["lr"] = usual_rate(num_parameters) * (rule.rate or 1.0)
+        if self.lr is None and num_parameters is not None:
+            values["lr"] = usual_rate(num_parameters)
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
-            values["compile"] = self._is_worth_compiling(num_parameters) and not _compiler_missing()
+            is_worth = self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
+            values["compile"] = is_worth and not _compiler_missing()
         return replace(self, **values)
-
-    def _why_no_rate(self) -> str:
-        """Return why the model's size gives no learning rate, or an empty string."""
-        if self.update_rule.rate is None:
-            return f"the steps of '{self.rule}' are as large as the gradient, which no rule of a model's size knows"
-        return ""
-
-    def _is_worth_compiling(self, num_parameters: int | None) -> bool:
-        return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
-
-    def why_uncompiled(self, num_parameters: int) -> str:
-        """Return why a model worth compiling is not compiled, or an empty string."""
-        return _compiler_missing() if not self.compile and self._is_worth_compiling(num_parameters) else ""
-
-    def located(self) -> TrainConfig:
-        """Return the same settings with full paths, so that a run or a comparison can be resumed from any folder.
-
-        Invariant: idempotent. A value that is not a path here (a preset, ``stdlib``, a name on the hub) does not change.
-
-        Example:
-            >>> TrainConfig(data=".").located().data == str(Path.cwd())
-            True
-        """
-
-        def full(name: str) -> str:
-            path = Path(name).expanduser()
-            return str(path.resolve()) if path.exists() else name
-
-        model = self.model if self.model in MODELS else full(self.model)
-        data = self.data if self.data == "stdlib" else full(self.data)
-        return replace(self, model=model, data=data, tokenizer=self.tokenizer and full(self.tokenizer))
 
     # ── refused settings ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -324,10 +240,11 @@ class TrainConfig:
         Invariant: idempotent, and nothing is written. Checks that need the model or the text happen in the loop.
 
         Returns:
-            The settings with the model's full name, ``out`` chosen, and all rules applied.
+            The settings with the model's full name and full paths, so that the run can be resumed from any folder; with
+            ``out`` chosen, and all rules applied.
         Raises:
             RecipeError: an incomplete recipe, by name or table, or an unknown preset.
-            DataError: the data, the tokenizer or the model folder does not exist.
+            DataError: the data or the model folder does not exist.
             RecordError: ``out`` is a file, or a folder that is not empty.
             ChipError: the settings ask for a compiled model, and nothing can be compiled here.
             NarrowgaugeError: any other invalid value.
@@ -345,19 +262,16 @@ class TrainConfig:
                 f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
-        named = replace(self, model=known_model(self.model)).filled()
+        open_texts(self.data)
+        data = self.data if self.data == "stdlib" else str(Path(self.data).resolve())
+        named = replace(self, model=known_model(self.model), data=data).filled()
         named.require_agreement()
         named.require_compiler()
-        if not self.data.startswith("datasets:"):
-            open_texts(self.data)
-        if self.tokenizer is not None and not Path(self.tokenizer).exists():
-            raise DataError(f"the tokenizer {self.tokenizer} does not exist.", "Name a tokenizer.json or its folder.")
         if named.out is not None:
             require_free(named.out)
             return named
-        recipe = self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
-        stem = Path(named.model).name.removesuffix(".json")
-        return replace(named, out=str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}")))
+        stem = f"{Path(named.model).name}-{self.recipe.name.replace('/', '-')}"
+        return replace(named, out=str(first_free(Path("runs") / stem)))
 
     def require_compiler(self) -> None:
         """Refuse a compiled model where nothing can be compiled."""
@@ -369,46 +283,20 @@ class TrainConfig:
 
     def require_ranks(self, num_ranks: int) -> None:
         """Refuse a number of ranks that the settings do not fit."""
-        used = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
-        of_shards = [name for name, is_used in used.items() if is_used]
-        if of_shards and (num_ranks == 1 or self.shard == "none"):
-            where = "in one process" if num_ranks == 1 else "with shard = 'none'"
-            raise RankError(
-                f"Cannot use {of_shards[0]} {where}, which has no shards.",
-                f"Start several ranks, --nproc 2, with --shard full, or leave out --{of_shards[0].replace('_', '-')}.",
-            )
         if num_ranks > self.gradient_accumulation_steps:
             raise RankError(
                 f"{num_ranks} ranks were requested, and a step has {self.gradient_accumulation_steps} micro-batches; each rank "
                 "needs one.",
                 f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
             )
-        if num_ranks % self.replicas:
-            raise RankError(
-                f"{self.replicas} replicas were requested on {num_ranks} ranks, which they do not divide.",
-                "Choose a divisor of the number of ranks.",
-            )
 
     def require_agreement(self) -> None:
-        """Refuse settings that contradict each other, the model or the update rule."""
+        """Refuse settings that contradict each other or the model."""
 
         def refuse(message: str, advice: str, kind: type[NarrowgaugeError] = NarrowgaugeError) -> NoReturn:
             raise kind(f"Cannot train: {message}.", advice)
 
-        rule, parts, warmup = self.update_rule, self.gradient_accumulation_steps, self.warmup_steps or 0
-        rule.read(self.rule_options or "")
-        for name in UPDATE_RULES["adamw"].settings.keys() - rule.settings.keys():
-            if (value := getattr(self, name)) is not None:
-                flag = name.replace("_", "-")
-                refuse(
-                    f"rule '{rule.name}' has no {name}, and {name} = {value:g} was set", f"Omit --{flag}.", RecipeError
-                )
-        if self.lr is None and (reason := self._why_no_rate()):
-            refuse(f"rule '{rule.name}' has no learning rate, {reason}", "Set --lr; try several.", RecipeError)
-        sums = ACCUMULATIONS[self.accumulation_dtype].gradients
-        if parts > 1 and self.recipe.storage.visible == "float16" and "float16" not in sums:
-            message = f"accumulation_dtype '{self.accumulation_dtype}' sums no float16 gradients"
-            refuse(message, "Use --accumulation-dtype float32.", RecipeError)
+        parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
         if self.batch_size % parts:
             message = f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches"
             refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
@@ -418,7 +306,6 @@ class TrainConfig:
         if self.sequence_length > positions:
             message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
             refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
-        refuse_pair(self.rule, self.recipe.storage, is_matrix=rule.is_matrix, is_adamw=self.rule == "adamw")
 
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -451,7 +338,7 @@ class TrainConfig:
             # In TOML a float may be written as an integer.
             elif kind_of(settings[name]) is float and type(value) is int:
                 value = float(value)
-            require(settings[name], value, f" in {where}")
+            require(settings[name], value)
             values[name] = value
         return cls(**values)
 

@@ -24,14 +24,17 @@ class PipedConsole(RichConsole):
 class Console:
     """Print the progress of one run to standard output, or a stream. Without a bar, print a line every ``log_every`` steps.
 
-    With ``log_every`` 0 print no lines, as for a run of a comparison. Messages appear above the bar.
+    With ``log_every`` 0 print no lines, as for a run of a comparison. Messages appear above the bar. ``is_quiet`` shows
+    nothing.
     """
 
-    def __init__(self, num_steps: int, log_every: int, name: str = "", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, num_steps: int, log_every: int, name: str = "", stream: TextIO | None = None, is_quiet: bool = False
+    ) -> None:
         self.num_steps, self.log_every, self.name = num_steps, log_every, name
-        self.rich = PipedConsole(file=stream, highlight=False)
+        self.rich = PipedConsole(file=stream, highlight=False, quiet=is_quiet)
         # A bar needs a terminal that can move its cursor.
-        on_terminal = self.rich.file.isatty() and not self.rich.is_dumb_terminal
+        on_terminal = self.rich.file.isatty() and not self.rich.is_dumb_terminal and not is_quiet
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -67,16 +70,16 @@ class Console:
         else:
             self.stage(line)
 
-    def step(self, row: Row) -> None:
-        """Update the bar, or print a line every ``log_every`` steps."""
-        if not self.progress.disable:
+    def row(self, kind: str, row: Row) -> None:
+        """Show a written row. Of steps, update the bar, or print a line every ``log_every`` steps."""
+        if kind == "evals":
+            self.say(f"step {row['step']:>6}/{self.num_steps}  {EVAL['val_loss'].text(row)}")
+        elif kind != "steps":
+            return
+        elif not self.progress.disable:
             self.progress.update(self.task, completed=row["step"], metrics=_metrics(row, _BAR))
         elif self.log_every and (row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps)):
             self.say(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
-
-    def evaluation(self, row: Row) -> None:
-        """Show the validation loss."""
-        self.say(f"step {row['step']:>6}/{self.num_steps}  {EVAL['val_loss'].text(row)}")
 
     def summary(self, rows: list[Row]) -> None:
         """Print the table of finished runs."""

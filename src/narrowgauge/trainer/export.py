@@ -1,34 +1,25 @@
-"""Export a run as a Hugging Face folder, through ``save_pretrained``.
-
-A run stores each weight as the bits that the model sees. For many storages the optimizer adds a tail. The *visible*
-export is the model as trained and evaluated. The *float32* export includes the tails, so that training can continue
-elsewhere without losing small updates.
-"""
+"""Export a run as a Hugging Face folder, through ``save_pretrained``: the model as trained and evaluated."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, whole_folder
 from narrowgauge.trainer.data.tokens import load_tokenizer
 from narrowgauge.trainer.language_model import without_progress_bars
-from narrowgauge.trainer.session import Session, load
-
-Dtype = Literal["visible", "float32"]
+from narrowgauge.trainer.session import load
 
 
-def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
+def export(folder: Path, out: Path) -> Path:
     """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or absent.
 
     ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have the bits that the model sees.
-    With ``"float32"`` they are the optimizer's stored weights, rounded to nearest if it stores float64. A run on a token map
-    without a tokenizer exports only the model.
+    A unit-scaled model is exported as the equivalent plain one. A run on a token map without a tokenizer exports only the
+    model.
 
     Args:
         out: the folder to make; missing parents are made.
@@ -47,35 +38,27 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
             f"Cannot export to {out}: it exists and {reason}.", "Name another folder, or remove this one."
         )
     session = load(folder)
-    weights = _weights(session, dtype)
+    model: Any = session.model
+    tensors = model.state_dict()
+    # A tied parameter appears once, under its first name.
+    names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+    weights = {name: tensors[name].contiguous() for name in names if name in tensors}
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    # Loading casts all weights to the declared dtype: one that changes no value.
-    declared = torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=lambda d: d.itemsize)
-    config: Any = copy.deepcopy(session.model.config)
-    config.dtype = declared
-    settings = [config, copy.deepcopy(session.model.generation_config)] if session.model.can_generate() else [config]
-    with whole_folder(out) as temporary:
-        with without_progress_bars():
-            session.model.save_pretrained(temporary, state_dict=weights)
-        has_tokenizer = (session.folder / "tokenizer.json").is_file()
-        end = _write_tokenizer(session.folder, temporary, config) if has_tokenizer else config.eos_token_id
-        for table in settings:
-            if has_tokenizer or table is not config:
-                table.bos_token_id = table.eos_token_id = end
+    tables = [model.config, model.generation_config] if model.can_generate() else [model.config]
+    with whole_folder(out) as temporary, without_progress_bars():
+        for table in tables:
             table.use_cache = True
-            table.save_pretrained(temporary)
+            if (session.folder / "tokenizer.json").is_file():
+                table.bos_token_id = table.eos_token_id = _write_tokenizer(session.folder, temporary, model.config)
+        model.save_pretrained(temporary, state_dict=weights)
+        # Loading casts all weights to the declared dtype: one that changes no value.
+        model.config.dtype = (
+            torch.bfloat16
+            if dtypes <= {torch.bfloat16}
+            else max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
+        )
+        model.config.save_pretrained(temporary)
     return out
-
-
-def _weights(session: Session, dtype: Dtype) -> dict[str, Tensor]:
-    """Return the entries of the model's state_dict. A tied parameter appears once, under its first name."""
-    model, optimizer = session.model, session.optimizer
-    weights: dict[str, Tensor] = {
-        name: optimizer.stored(parameter).float() if dtype == "float32" else parameter.detach()
-        for name, parameter in model.named_parameters()
-    }
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    return {name: tensor.contiguous() for name, tensor in {**weights, **buffers}.items()}
 
 
 def _write_tokenizer(folder: Path, out: Path, config: Any) -> int:

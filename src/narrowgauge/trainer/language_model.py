@@ -14,7 +14,6 @@ for a few hundred tokens at a time and keeps none.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.distributed.sharding import fsdp_modules
@@ -33,7 +32,7 @@ from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.numerics.widening import linear
 from narrowgauge.planner.memory import CHUNK_LOGITS
-from narrowgauge.spec.models import MODELS, Model, refuse_own_code, weights_file
+from narrowgauge.spec.models import MODELS, Model, weights_file
 from narrowgauge.trainer.config import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
@@ -61,45 +60,35 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         DataError: the folder's model or weights cannot be read or do not fit.
 
     Example:
-        >>> num_parameters(build("llama-1m", seed=0))
+        >>> build("llama-1m", seed=0).num_parameters()
         1016960
     """
     row = MODELS.get(model.strip().lower())
     if row is not None:
         return drawn(_preset_config(row, vocab_size), seed)
-    folder = _folder(model)
+    folder = Path(known_model(model))
     weights = weights_file(folder)
     with _unreadable_models_refused(folder):
         config = _read_config(folder)
         if weights is not None:
-            return _loaded(folder, weights, config, vocab_size, seed)
+            return _loaded(folder, weights, config, vocab_size)
         if vocab_size is not None:
             config.vocab_size = vocab_size
         return drawn(config, seed)
-
-
-def require_initial_weights(model: str) -> Path | None:
-    """Return the file of a run's initial weights; ``None`` if they are random."""
-    return None if model.strip().lower() in MODELS else weights_file(_folder(model))
 
 
 def vocabulary_size(model: str) -> int | None:
     """Return the vocabulary size for training the model's tokenizer; ``None`` without one."""
     if model in MODELS:
         return MODELS[model].vocab_size
-    with _unreadable_models_refused(_folder(model)):
-        return getattr(_read_config(_folder(model)), "vocab_size", None)
-
-
-def _folder(model: str) -> Path:
-    path = Path(known_model(model))
-    return path.parent if path.name == "config.json" else path
+    folder = Path(known_model(model))
+    with _unreadable_models_refused(folder):
+        return getattr(_read_config(folder), "vocab_size", None)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    refuse_own_code(folder)
     return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
 
 
@@ -113,16 +102,6 @@ def _unreadable_models_refused(folder: Path) -> Iterator[None]:
             f"Cannot build a causal language model from the folder {folder}: {reason}",
             "It needs a Hugging Face config.json, and either no weights or those that fit it.",
         ) from error
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Number of parameters; a tensor under two names (a tied embedding) counts once.
-
-    Example:
-        >>> num_parameters(nn.Linear(3, 2))
-        8
-    """
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -163,34 +142,21 @@ def loss_sum(
 def ends_in_head(model: PreTrainedModel) -> bool:
     """Return whether the model's logits are its head applied to its body's hidden states, to the bit.
 
-    Some models have layers between the two (BERT), or scale or cap the logits. One forward pass of 8 tokens shows it. Call it
-    before ``prepare``: afterwards layers may be narrow or shards.
+    Some models have layers between the two (BERT), or scale or cap the logits. Call it before ``prepare``: afterwards layers
+    may be narrow or shards.
 
     Example:
         >>> ends_in_head(build("llama-1m", seed=0))
         True
     """
-    hidden: list[Any] = []
-    logits: list[tuple[Tensor, Tensor]] = []
-    body, head, was_training = model.base_model, model.get_output_embeddings(), model.training
-    hooks = [
-        body.register_forward_hook(lambda _module, _inputs, output: hidden.append(output.last_hidden_state)),
-        head.register_forward_hook(lambda _module, inputs, output: logits.append((inputs[0], output))),
-    ]
-    device = next(model.parameters()).device
-    tokens = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            output = model.eval()(input_ids=tokens, use_cache=False).logits
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
-    return (
-        len(hidden) == len(logits) == 1
-        and torch.equal(hidden[0], logits[0][0])
-        and torch.equal(output, logits[0][1].to(output.dtype))
-    )
+    tokens = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    was_training = model.training
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        logits = model.eval()(input_ids=tokens, use_cache=False).logits
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    model.train(was_training)
+    head: Any = model.get_output_embeddings()
+    return torch.equal(head(hidden).to(logits.dtype), logits)
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -218,13 +184,7 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias:
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
-    """Save only the input of each decoder layer for backward and recompute the rest there.
-
-    Invariant: the gradients have the same bits in eager mode. Composes with ``torch.compile``. Has an effect in training
-    mode only.
-
-    Cost: one more forward pass of every layer; activations shrink to ``tokens * width`` numbers per layer.
-    """
+    """Save only the input of each decoder layer for backward and recompute the rest there, with the same bits."""
     if not model.supports_gradient_checkpointing:
         raise DataError(f"Activation checkpointing was requested; {type(model).__name__} does not support it.")
     # transformers 5.23 renamed the method and its argument; both take them by position.
@@ -241,9 +201,6 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
     Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``, and the cross entropy is
     compiled too. Everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for
     80. The steps are as fast as with one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md).
-
-    Cost: the first call compiles. The first call with another shape compiles again (from then on shapes are dynamic), and
-    the first call without gradients does too.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -319,14 +276,10 @@ def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     return cast("PreTrainedModel", model.train())
 
 
-def _loaded(
-    folder: Path, weights: Path, config: PretrainedConfig, vocab_size: int | None, seed: int
-) -> PreTrainedModel:
+def _loaded(folder: Path, weights: Path, config: PretrainedConfig, vocab_size: int | None) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    # The seed is for weights that the folder lacks, such as a new head.
     with torch.random.fork_rng(devices=[]), without_progress_bars():
-        torch.default_generator.manual_seed(seed)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=_without_dropout(config),
@@ -338,17 +291,11 @@ def _loaded(
             output_loading_info=True,
         )
     model, info = loaded
-    missing, names = sorted(info["missing_keys"]), [name for name, _ in model.named_parameters()]
-    if set(names) <= set(missing):
+    if missing := sorted(info["missing_keys"]):
         raise DataError(
-            f"The weights in {weights} are none of those of the {type(model).__name__} in config.json, such as '{missing[0]}'.",
+            f"The weights in {weights} lack {len(missing)} of those of the {type(model).__name__} in config.json, such as "
+            f"'{missing[0]}'.",
             "Give the config.json that belongs to them, or a folder with only config.json to start from random weights.",
-        )
-    if missing:
-        warnings.warn(
-            f"{weights} lacks {len(missing)} of the {len(names)} parameters of {type(model).__name__}, which start from random "
-            f"weights: {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}.",
-            stacklevel=4,
         )
     rows = len(cast(Tensor, model.get_input_embeddings().weight))
     if vocab_size is not None and vocab_size > rows:

@@ -1,13 +1,11 @@
 """Check a run folder before a resume: required files, and settings that changed since the run began.
 
-Every checkpoint holds the settings of its run. If ``run.toml`` has others, a resume would continue another run than the recorded
-one. So it is refused unless the change is accepted. How a run is distributed over ranks may change. Nothing here needs PyTorch.
+Every checkpoint holds the settings of its run. Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +13,26 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.lines import json_value
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import short
-from narrowgauge.trainer.config import OF_RANKS, TrainConfig
+from narrowgauge.trainer.config import TrainConfig
 
-FIXED = tuple(
-    field.name for field in fields(TrainConfig) if field.name not in ("out", "stop_after", "verify_every", *OF_RANKS)
-)
-"""Settings that decide the numbers of a run."""
+_FREE = ("out", "stop_after", "verify_every")
+"""Settings that change no number of a run."""
 
 
-def changed_settings(
-    before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]
-) -> list[tuple[str, str, str]]:
-    """Return settings that differ: name and both values as text.
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return settings that differ: name and both values as text. A missing one is at its default.
 
     Example:
-        >>> changed_settings({"lr": 0.003, "out": "a"}, {"lr": 0.007, "seed": 0, "out": "b"}, FIXED)
+        >>> changed_settings({"lr": 0.003, "out": "a"}, {"lr": 0.007, "seed": 0, "out": "b"})
         [('lr', '0.003', '0.007')]
     """
-    defaults = TrainConfig().to_dict()
-    changes = []
-    for name in names:
-        old, new = (json_value(table.get(name, defaults.get(name))) for table in (before, now))
-        if old != new:
-            before_text, now_text = ("not set" if value is None else short(value) for value in (old, new))
-            changes.append((name, before_text, now_text))
-    return changes
+    first, second = (json_value({**TrainConfig().to_dict(), **table}) for table in (before, now))
+
+    def text(table: Mapping[str, Any], name: str) -> str:
+        return short(table[name]) if name in table else "not set"
+
+    names = [name for name in {**first, **second} if name not in _FREE and first.get(name) != second.get(name)]
+    return [(name, text(first, name), text(second, name)) for name in names]
 
 
 def run_of_trainer(folder: Path) -> Run:

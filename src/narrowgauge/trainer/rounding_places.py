@@ -3,8 +3,6 @@
 A float32 copy of the model takes the step with the stored weights: the exact step. Then each place of the recipe's rounding is
 put in alone, and at last all together. The three matmuls of a low-precision linear layer multiply the values of the layer's own
 casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales.
-
-``ng.audit`` measures the storage's losses of an update.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,7 @@ from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.job import threads_of
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
+from narrowgauge.gauges.recording.step_row import StepReader
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import block_values
@@ -62,14 +61,14 @@ _CAST_AT = {"input": "inputs", "weight": "weights", "gradient": "output-gradient
 _COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
 """Columns of a step's row that its arithmetic gives, in order."""
 _OF_ONE_PROCESS: dict[str, Any] = {
-    "replicas": 1, "offload": False, "narrow_gather": False, "verify_every": 0, "compile": False, "fingerprints_every": 0,
-    "gauges_every": 0, "activation_checkpointing": False,
+    "verify_every": 0, "compile": False, "fingerprints_every": 0, "gauges_every": 0, "activation_checkpointing": False,
 }  # fmt: skip
 """Settings that change no bit of an eager step on one process."""
 
 Tensors = dict[str, Tensor]
 Result = tuple[float, Tensors]
 """The mean loss of a step, and its gradients, unclipped and at loss scale 1."""
+Operands = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,13 @@ class RoundingPlaces:
 
     def table(self) -> Table:
         """Return the variants as a table."""
+
+        def three_digits(name: str, row: Row) -> float | None:
+            return None if row[name] is None else float(f"{row[name]:.3g}")
+
         columns = (
             *name_columns(variant="name"),
-            *number_columns(**{name: partial(_three_digits, name) for name in ("loss", "gradient", "share")}),
+            *number_columns(**{name: partial(three_digits, name) for name in ("loss", "gradient", "share")}),
             *text_columns(what_is_rounded=lambda row: VARIANTS[row["name"]]),
         )
         title = "Relative differences to float32, and the share of the squared difference of all places"
@@ -132,11 +135,7 @@ def rounding_places(
     """
     run = _run_with_step(Path(folder), step)
     config = replace(TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS)
-    if config.recipe.compute.transform or any(row.output.left.outliers for row in config.recipe.computes):
-        raise NarrowgaugeError(
-            f"Cannot compute a step of '{config.recipe.title}' in float32: its transform or its outlier columns change it.",
-            "Choose a run of another recipe.",
-        )
+    _require_casts(config.recipe)
     data, recorded = data_of_run(run, config), {row["step"]: row for row in run.steps}
     # Sums inside a matmul depend on the number of threads.
     threads = threads_of(run.run.get("machine", {}).get("num_threads"), False)
@@ -144,13 +143,15 @@ def rounding_places(
         session = build(config, Path(temporary), data)
         if (checkpoint := latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)) is not None:
             session.load(checkpoint)
-        started, mismatch = session.step, ""
+        started, mismatch, reader = session.step, "", StepReader(session.model, session.optimizer)
         say(f"Repeating the run up to step {step}.")
         while session.step < step - 1:
             row = recorded.get(session.step + 1, {})
             is_left_out = "spike" in row and bool(row.get("skipped"))
             session.optimizer.skip_above = -1.0 if is_left_out else math.inf
-            mismatch = mismatch or _mismatch(row, train_step(session))
+            reader.begin()
+            columns = train_step(session)
+            mismatch = mismatch or _mismatch(row, reader.row(session.step, columns))
         say("Computing the step in float32, and with each place of rounding alone.")
         wide = replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
         repeated = _Step(session, build(wide, Path(temporary), data).model)
@@ -183,6 +184,20 @@ def _run_with_step(folder: Path, step: int) -> Run:
     return run
 
 
+def _require_casts(recipe: Recipe) -> None:
+    """Refuse a recipe whose step is more than its casts and its dtype."""
+    reasons = {
+        "its transform changes the model": recipe.compute.transform,
+        "its outlier columns are not cast": any(row.output.left.outliers for row in recipe.computes),
+        "autocast leaves part of it in float32": recipe.storage.visible == "float32" and recipe.dtype != "float32",
+    }
+    if reason := next((text for text, holds in reasons.items() if holds), ""):
+        raise NarrowgaugeError(
+            f"Cannot compute a step of '{recipe.title}' with each rounding alone because {reason}.",
+            "Choose a run of another recipe, such as bfloat16/word.",
+        )
+
+
 def _mismatch(recorded: Row, row: Row) -> str:
     for name in _COLUMNS:
         if name in recorded and name in row and repr(recorded[name]) != repr(row[name]):  # NaN equals NaN
@@ -198,10 +213,6 @@ def _row(name: str, result: Result, exact: Result) -> Row:
     return {"name": name, **differences, "share": None}
 
 
-def _three_digits(name: str, row: Row) -> float | None:
-    return None if row[name] is None else float(f"{row[name]:.3g}")
-
-
 def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """Return the norm of the difference of two sets over the norm of the second, in float64; 0 for two zeros."""
     off = sum(float((tensors[name].double() - x.double()).square().sum()) for name, x in expected.items())
@@ -213,24 +224,18 @@ def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 class _Step:
-    """Computes the gradients of the next step of a session, in the float32 model ``plain``.
-
-    Attributes:
-        rounded: the places that round now.
-        is_autocast: the residual stream and norms stay in float32, as under autocast.
-    """
+    """Computes the gradients of the next step of a session, in the float32 model ``plain``, with some places ``rounded``."""
 
     def __init__(self, session: Session, plain: nn.Module) -> None:
         self.session, self.plain = session, plain
-        recipe, optimizer, scaler = session.config.recipe, session.optimizer, session.optimizer.loss_scaler
+        optimizer, scaler = session.optimizer, session.optimizer.loss_scaler
         self.scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
         self.parameters: dict[str, nn.Parameter] = dict(session.model.named_parameters())
         trained = optimizer.parameter_names()
         self.visible = {name: p.detach().float().clone() for name, p in self.parameters.items()}
         self.stored = self.visible | {name: optimizer.stored(p) for name, p in self.parameters.items() if p in trained}
         self.rounded: Collection[str] = ()
-        self.dtype: torch.dtype = getattr(torch, recipe.dtype)
-        self.is_autocast = recipe.storage.visible == "float32" and recipe.dtype != "float32"
+        self.dtype: torch.dtype = getattr(torch, session.config.recipe.dtype)
 
     def gradients_of_run(self) -> Result:
         """Compute the gradients as the run does."""
@@ -271,86 +276,63 @@ class _Step:
 
     @contextmanager
     def _attached(self) -> Iterator[None]:
-        """Cast what enters and leaves each module, and compute linear layers as the recipe does."""
+        """Compute linear layers as the recipe does. Cast what enters and leaves each other module."""
         undo: list[Callable[[], Any]] = []
-        is_rounded = "activations" in self.rounded
-        outside, device = self.dtype if is_rounded else torch.float32, next(self.plain.parameters()).device.type
         for name, module in self.plain.named_modules():
             if is_linear(module):
                 module.forward = partial(self._linear, name, module)
                 undo.append(partial(delattr, module, "forward"))
-            elif not self.is_autocast:
-                undo += [
-                    module.register_forward_pre_hook(partial(_cast_inputs, outside), with_kwargs=True).remove,
-                    module.register_forward_hook(partial(_cast_output, outside)).remove,
-                ]
+            elif "activations" in self.rounded:
+                undo.append(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
+                undo.append(module.register_forward_hook(self._cast_output).remove)
         try:
-            with torch.autocast(device, self.dtype) if self.is_autocast and is_rounded else nullcontext():
-                yield
+            yield
         finally:
             for remove in undo:
                 remove()
+
+    def _cast(self, values: Any) -> Any:
+        """Cast all floating tensors in nested values to the recipe's dtype."""
+        return tree_map(lambda x: x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._cast((args, kwargs))
+
+    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._cast(output)
+
+    # ── a linear layer with some of its casts ───────────────────────────────────────────────────────────────────────
 
     def _linear(self, name: str, module: Any, x: Tensor) -> Tensor:
         """Compute a linear layer as the recipe does, with sums in float32."""
         layers = {} if self.session.linears is None else self.session.linears.layers
         layer, weight = layers.get(name), module.weight.t() if is_transposed(module) else module.weight
-        with torch.autocast(x.device.type, enabled=False):
-            if self.is_autocast:
-                x, weight = self._through(x, "inputs"), self._through(weight, "weights")
-            if isinstance(layer, Linear) and not layer.compute.is_wide:
-                casts = _Casts(layer, self.rounded, x.shape[-2] if x.ndim > 2 else 1)
-                product: Any = _Product
-                y: Tensor = product.apply(x.reshape(-1, x.shape[-1]).float(), weight, module.bias, casts)
-                y = y.view(*x.shape[:-1], -1)
-            else:
-                y = F.linear(x.float(), weight, module.bias)
-            return y.to(self.dtype) if "activations" in self.rounded else y
+        if isinstance(layer, Linear) and not layer.compute.is_wide:
+            operands = partial(self._operands, layer, x.shape[-2] if x.ndim > 2 else 1)
+            product: Any = _Product
+            y: Tensor = product.apply(x.reshape(-1, x.shape[-1]).float(), weight, module.bias, operands)
+            y = y.view(*x.shape[:-1], -1)
+        else:
+            y = F.linear(x.float(), weight, module.bias)
+        return y.to(self.dtype) if "activations" in self.rounded else y
 
-    def _through(self, x: Tensor, place: str) -> Tensor:
-        """Round to the recipe's dtype, as autocast does before a linear layer."""
-        return x.to(self.dtype).float() if place in self.rounded else x
+    def _operands(self, layer: Linear, length: int, matmul: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two tensors of a matmul after their casts, in float32. ``length`` is the tokens of a sequence."""
+        right_values, outer = self._values(layer, length, f"{matmul}.right", right)
+        fold = scales_to_fold(outer, layer.compute, matmul)
+        return self._values(layer, length, f"{matmul}.left", left, fold)[0], right_values
 
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Cast all floating tensors in nested values."""
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast((args, kwargs), dtype)
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
-
-
-# ── a narrow layer with some of its casts ───────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, eq=False)
-class _Casts:
-    """The casts of one layer at the ``rounded`` places. ``length`` is the tokens of a sequence."""
-
-    layer: Linear
-    rounded: Collection[str]
-    length: int
-
-    def operands(self, matmul: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two tensors of a matmul after their casts, in float32."""
-        right_values, outer = self._values(f"{matmul}.right", right)
-        fold = scales_to_fold(outer, self.layer.compute, matmul)
-        return self._values(f"{matmul}.left", left, fold)[0], right_values
-
-    def _values(self, slot: str, x: Tensor, fold: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def _values(
+        self, layer: Linear, length: int, slot: str, x: Tensor, fold: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the values of ``x`` after the cast of a slot, and the cast's outer scale. Without a rounding, return ``x``."""
-        layer, compute, keys = self.layer, self.layer.compute, self.layer.keys()
+        compute, keys = layer.compute, layer.keys()
         tensor, slot = SLOTS[slot].tensor, compute.cast_slots[slot]
         cast, dim = compute.casts[slot], SLOTS[slot].dim
         if _CAST_AT[tensor] not in self.rounded or cast.is_wide:
             return x, None
         operand = cast_to_slot(
-            x, compute, slot, keys=keys, history=layer.amax_history, sequence_length=self.length, fold=fold
+            x, compute, slot, keys=keys, history=layer.amax_history, sequence_length=length, fold=fold
         )
         values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
         values = values if operand.outer is None else values * operand.outer
@@ -363,20 +345,20 @@ class _Casts:
 
 
 class _Product(torch.autograd.Function):
-    """``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and its gradients, in a layer's casts."""
+    """``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and its gradients. ``operands`` casts the tensors of a matmul."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, casts: _Casts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.casts, ctx.has_bias = casts, bias is not None
-        left, right = casts.operands("output", x, weight)
+        ctx.operands, ctx.has_bias = operands, bias is not None
+        left, right = operands("output", x, weight)
         return left @ right.t() if bias is None else left @ right.t() + bias
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
-        left, right = ctx.casts.operands("grad_input", grad, weight)
+        left, right = ctx.operands("grad_input", grad, weight)
         by_input = left @ right
-        left, right = ctx.casts.operands("grad_weight", grad, x)
+        left, right = ctx.operands("grad_weight", grad, x)
         return by_input, left.t() @ right, grad.sum(0) if ctx.has_bias else None, None

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,34 +17,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from narrowgauge.assembly.preparation import is_matrix, outer_names, prepare
+from narrowgauge.assembly.preparation import is_matrix, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
-from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
+from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, through_root
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
-from narrowgauge.gauges.recording.step_row import StepReader, batch_checksum
+from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
-from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run
+from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.sums import ACCUMULATIONS
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, open_recorded, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
 from narrowgauge.trainer.resume_checks import run_of_trainer
 
@@ -62,10 +61,7 @@ class Session:
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
         linears: the model's low-precision layers, if its recipe has any.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
-        step, tokens: optimizer steps done, and tokens trained on.
-        seconds: wall time up to the last checkpoint, including earlier processes.
-        audit_total: the audit's sums over the whole run.
-        gauges: while attached; see :meth:`watched`.
+        step: optimizer steps done.
         batch_crc: checksum of the last step's tokens, of all ranks together.
     """
 
@@ -76,26 +72,20 @@ class Session:
     optimizer: Optimizer
     loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None
-    linears: NarrowLayers | None = None
     reduction: GradientReduction | None = None
     here: Ranks = ALONE
     step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
-    gauges: Gauges | None = None
     batch_crc: str = ""
     saver: Saver = field(init=False)
     fingerprints: Fingerprints = field(init=False)
-    reader: StepReader = field(init=False)
+    linears: NarrowLayers | None = field(init=False)
 
     def __post_init__(self) -> None:
         config, optimizer = self.config, self.optimizer
-        self.saver = Saver(self.folder, self.here.apart())
+        self.saver, self.linears = Saver(self.folder, self.here.apart()), linears_of(self.model)
         self.fingerprints = Fingerprints(
             self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
         )
-        self.reader = StepReader(self.model, optimizer)
 
     @property
     def device(self) -> torch.device:
@@ -103,12 +93,10 @@ class Session:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on how the model, and the recipe's matmuls, run on this device."""
+        """Notes on how the recipe's matmuls run on this device."""
         rows = () if self.linears is None else self.config.recipe.computes
         notes = [describe_matmuls(row, self.device) for row in rows if row.name != row.dtype]
-        missing = self.config.why_uncompiled(language_model.num_parameters(self.model))
-        uncompiled = [f"the model runs uncompiled, which is slower: {missing}"] if missing else []
-        return [*uncompiled, *(note for note in notes if "emulated" in note)]
+        return [note for note in notes if "emulated" in note]
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -126,20 +114,6 @@ class Session:
         total = sum(int(checksum, 16) for sums_of_rank in self.here.gather(sums) for checksum in sums_of_rank)
         self.batch_crc = f"{total % 2**64:016x}"
         return [tokens.to(self.device) for tokens in batch]
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Attach gauges as configured. Must enclose the first step, whose compiled code calls them."""
-        if not self.config.gauges_every:
-            yield
-            return
-        self.gauges = attach_gauges(self.model, self.optimizer, every=self.config.gauges_every)
-        self.gauges.step = self.step
-        try:
-            yield
-        finally:
-            self.gauges.detach()
-            self.gauges = None
 
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
@@ -163,9 +137,6 @@ class Session:
         scaler = self.optimizer.loss_scaler
         state = {
             "step": self.step,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "audit_total": self.audit_total.tolist(),
             "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.weights_fingerprint(),
             "settings": self.config.to_dict(),
@@ -182,15 +153,9 @@ class Session:
         """Load a good checkpoint, and return the settings in it.
 
         Raises:
-            RecordError: it is of another model or rule, or its weights differ from the saved ones.
+            RecordError: it is of another model, or its weights differ from the saved ones.
         """
         state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
-        saved_rule = state["settings"].get("rule", "adamw")
-        if saved_rule != self.config.rule:
-            raise RecordError(
-                f"{where} holds the states of rule '{saved_rule}', and rule '{self.config.rule}' was requested.",
-                f"Restore rule = '{saved_rule}' in run.toml: states of one rule mean nothing to another.",
-            )
 
         def read() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
@@ -202,8 +167,7 @@ class Session:
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
-        self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
+        self.step = state["step"]
         if self.linears is not None:
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
@@ -219,11 +183,9 @@ class Session:
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    config = config.filled(language_model.num_parameters(model))
+    config = config.filled(model.num_parameters())
     config.require_compiler()
     assert config.lr is not None
-    # A rule for matrices leaves embeddings and the output head to AdamW.
-    left_to_adamw = outer_names(model) if config.update_rule.is_matrix else set()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
     if config.activation_checkpointing:
@@ -232,24 +194,23 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     is_chunked = is_large and language_model.ends_in_head(model)
     here = all_ranks()
     config.require_ranks(here.size)
-    mesh = make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas) if here.size > 1 else None
+    mesh = None
+    if here.size > 1:
+        axis = "replicate" if config.shard == "none" else "shard"
+        mesh = init_device_mesh(device.type, (here.size,), mesh_dim_names=(axis,))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
         _, optimizer = prepare(
             model,
             config.recipe,
-            rule=config.rule,
             lr=config.lr,
             **config.optimizer_options,
             decays=is_matrix,
-            options_of=lambda name: {"rule": "adamw"} if name in left_to_adamw else {},
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
             audit_every=config.audit_every,
             mesh=mesh,
             shard=config.shard,
-            offload=config.offload,
-            narrow_gather=config.narrow_gather,
             average=False,
         )
     is_order_invariant = config.recipe.reduction.order_invariant
@@ -264,8 +225,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             reduction.accumulate_in(accumulator)
         optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
     loss = _loss(model, config, is_chunked and has_plain_product(model.get_output_embeddings()))
-    linears = linears_of(model)
-    return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here)
+    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool) -> Callable[[Tensor], Tensor]:
@@ -324,19 +284,23 @@ def data_of_run(run: Run, config: TrainConfig) -> Dataset:
     """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
-        data = open_recorded(recorded)
+        data = open_data(str(recorded.get("folder")), config.held_out, config.seed)
     except DataError:
         data = prepare_tokens(config)
-    data.require_same(fingerprint)
+    if data.fingerprint != fingerprint:
+        raise RecordError(
+            "The tokens are not those the run started with.", "Restore the text and the tokenizer of its run.toml."
+        )
     return data
 
 
 def prepare_tokens(config: TrainConfig) -> Dataset:
-    """Prepare the tokens that the settings name."""
+    """Prepare the tokens that the settings name. The tokenizer is the model folder's, or a BPE trained on the data."""
+    is_own = config.model not in MODELS and (Path(config.model) / "tokenizer.json").is_file()
     return prepare_data(
         config.data,
         vocab_size=language_model.vocabulary_size(config.model),
-        tokenizer=config.tokenizer,
+        tokenizer=config.model if is_own else None,
         held_out=config.held_out,
         seed=config.seed,
     )

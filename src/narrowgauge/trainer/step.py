@@ -28,12 +28,11 @@ from narrowgauge.trainer.session import Session
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
-    """Take one optimizer step, and return its row of ``steps.jsonl``.
+    """Take one optimizer step, and return the columns of its row that the record does not read itself.
 
     ``judgement`` judges the step before the update. A spike gets no update.
     """
     config, optimizer = session.config, session.optimizer
-    session.reader.begin()
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -54,21 +53,16 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     session.fingerprints.states(session.step)
 
     norm = optimizer.grad_norm
-    tokens_before, session.tokens = session.tokens, session.tokens + config.tokens_per_step
     columns: Row = {
         "loss": float(total),
         "lr": rate,
         "grad_norm": None if norm is None else float(norm),
-        "tokens": session.tokens,
         "peak_memory_bytes": peak_memory_bytes(),
         "batch_crc": session.batch_crc,
     }
     if judgement is not None and (spike := judgement.judge_norm(columns["grad_norm"])) is not None:
         columns["spike"] = asdict(spike)
-    row = session.reader.row(session.step, columns, tokens_before)
-    if session.reader.audit_sums is not None:
-        session.audit_total += session.reader.audit_sums
-    return row
+    return columns
 
 
 def differentiate(session: Session) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
-from narrowgauge.gauges.recording import run_recorder
+from narrowgauge.gauges.recording import record
 from narrowgauge.numerics.widening import float32_attention
 
 # Of the clock, or of the trainer or the recorder alone.
@@ -92,7 +92,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     loop.take(range(3), recorder)
     checkpoint = loop.state()
     loop.take(range(3, 5), recorder)
-    recorder.reporter.writer.close()  # the lock ends with the process
+    recorder._record.writer.close()  # type: ignore[union-attr]  # the lock ends with the process
     again = Loop(run)
     again.load(checkpoint)
     options: dict[str, Any] = {"recipe": run.recipe, "settings": {"model": "tiny"}, "resume": True}
@@ -155,7 +155,7 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
         ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
     assert not (tmp_path / "other").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_recorder, "attach_gauges", lambda *_, **__: 1 / 0)
+        patch.setattr(record, "attach_gauges", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
     ng.RunRecorder(tmp_path / "other", model, optimizer).close(finished=False)  # nothing was left, no lock either

@@ -102,24 +102,12 @@ class Fingerprints:
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
         """Return a context that records this rank's addend to the sum of the gradients."""
-        return reduction.shown_to(self._sent) if self.is_on and reduction is not None else nullcontext()
+        return reduction.shown_to(self.sent) if self.is_on and reduction is not None else nullcontext()
 
-    def computed(self, gradient: Tensor, place: int) -> None:
-        """Record a parameter gradient from this rank's backward pass, before ranks sum it.
-
-        Args:
-            place: of the parameter, from 1.
-        """
-        if self.is_on and is_plain(gradient.detach()):
-            self._add_sent(gradient.detach(), place)
-
-    def _sent(self, gradient: Tensor) -> None:
-        """Take the flat gradients that this rank adds to the sum, in order."""
+    def sent(self, gradient: Tensor) -> None:
+        """Record a gradient that this rank adds to the sum. Equal runs have them in the same order."""
         self._num_sent += 1
-        self._add_sent(gradient, self._num_sent)
-
-    def _add_sent(self, gradient: Tensor, place: int) -> None:
-        number = fingerprint(gradient, offset=place * _LEAF % (1 << 62))
+        number = fingerprint(gradient, offset=self._num_sent * _LEAF % (1 << 62))
         self._own["sent"] = combine([self._own.get("sent", 0), number])
 
     @contextmanager
@@ -136,16 +124,12 @@ class Fingerprints:
             return
         if tokens is not None:
             self._add("tokens:batch", tokens, first_sequence)
-        undo = (
-            hooks.follow_outputs(self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
-            if self.sees_outputs
-            else None
-        )
-        try:
+        with ExitStack() as undo:
+            if self.sees_outputs:
+                undo.callback(
+                    hooks.follow_outputs(self.model, lambda name, x: self._add(f"output:{name}", x, first_sequence))
+                )
             yield
-        finally:
-            if undo is not None:
-                undo()
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])
@@ -323,8 +307,6 @@ class LoopFingerprints(Fingerprints):
         self._on_failure = on_failure
         self._has_begun, self._is_past_backward = True, False
         self._num_sequences = self._step = 0
-        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        self._places = {plain_name(name): place for place, name in enumerate(trained, 1)}
         self._pass, self._backward, self._hooks = ExitStack(), ExitStack(), ExitStack()
         self._hooks.callback(hooks.follow_passes(called, self._before_pass, self._after_pass))
         self._hooks.callback(Follower(optimizer, self._before_step, self._after_step).remove)
@@ -352,22 +334,22 @@ class LoopFingerprints(Fingerprints):
                 self._backward.callback(hooks.follow_gradients(self.model, self._see_gradient))
 
     def _see_gradient(self, name: str, gradient: Tensor) -> None:
-        self._guarded(lambda: self.computed(gradient, self._places[name]))
+        if is_plain(gradient.detach()):
+            self._guarded(lambda: self.sent(gradient.detach()))
 
     def _before_pass(self, args: Any, kwargs: Any) -> None:
         if self._is_past_backward:  # later computations are not passes of the step
             return
         self._begin_once()
-        if self.is_on:
-            self._pass.close()  # one that raised
-            self._guarded(lambda: self._begin_pass([*args, *kwargs.values()]))
-
-    def _begin_pass(self, inputs: list[Any]) -> None:
+        if not self.is_on:
+            return
+        self._pass.close()  # one that raised
         # The tokens are the first integer input with two dims: batch, sequence.
+        inputs = (*args, *kwargs.values())
         tensors = (x for x in inputs if isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point())
         tokens = next(tensors, None)
         self.sees_outputs = not torch_names.is_compiled_model(self.model)
-        self._pass.enter_context(self.micro_batch(tokens, self._num_sequences))
+        self._guarded(lambda: self._pass.enter_context(self.micro_batch(tokens, self._num_sequences)))
         self._num_sequences += 0 if tokens is None else len(tokens)
 
     def _after_pass(self, output: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import narrowgauge
+from narrowgauge.analysis.settings import settings_diff
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
 from narrowgauge.machine import installed_version
@@ -88,19 +89,10 @@ def formats_of(output: Any) -> Row:
     return {"formats": ", ".join(sorted(name for name in names if name in FORMATS))} if names else {}
 
 
-# ── changes since a run began ───────────────────────────────────────────────────────────────────────────────────────
-
-_BITS_DEPEND_ON = (
-    ("versions", "narrowgauge", "narrowgauge"),
-    ("versions", "torch", "torch"),
-    ("versions", "transformers", "transformers"),
-    ("machine", "device", "device"),
-    ("machine", "capability", "processor capability"),
-    ("machine", "num_threads", "thread count"),
-)
+_BITS_DEPEND_ON = ("narrowgauge", "torch", "transformers", "device", "capability", "num_threads")
 
 
-def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = "resumes") -> list[str]:
+def differences(recorded: dict[str, Any], present: dict[str, Any]) -> list[str]:
     """Describe changes since a run began that may change its bits: a sentence each, without a full stop.
 
     ``recorded`` is the run's ``run.toml``. Its missing entries are not compared. ``present`` is :func:`describe_process` here.
@@ -109,16 +101,15 @@ def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = 
         >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
         ['the run started with torch 2.12.1 and resumes with 2.13.0: bits may differ from an uninterrupted run']
     """
-    sentences = []
-    for table, key, words in _BITS_DEPEND_ON:
-        there = recorded.get(table)
-        before = there.get(key) if isinstance(there, dict) else None
-        now = present.get(table, {}).get(key)
-        if before is not None and before != now:
-            change = f"the run started with {words} {before} and {doing} with {now}"
-            sentences.append(f"{change}: bits may differ from an uninterrupted run")
+    sentences, results = [], []
     with suppress(RecordError):  # a table that cannot be read
-        before, now = arithmetic.arithmetic_of(recorded), arithmetic.arithmetic_of(present)
-        if names := arithmetic.differences(before, now).results:
-            sentences.append(f"this machine's arithmetic is not that of the run's start, in: {told(names, 5)}")
+        for difference in settings_diff(recorded, present):
+            name, (before, now) = difference.name, difference.values
+            if difference.table.startswith("arithmetic"):
+                results.append(name)
+            elif difference.table in ("versions", "machine") and name in _BITS_DEPEND_ON:
+                change = f"the run started with {name} {before} and resumes with {now}"
+                sentences.append(f"{change}: bits may differ from an uninterrupted run")
+    if results:
+        sentences.append(f"this machine's arithmetic is not that of the run's start, in: {told(results, 5)}")
     return sentences

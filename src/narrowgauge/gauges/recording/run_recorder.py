@@ -1,20 +1,15 @@
 """A run folder for any training loop, as ``narrowgauge train`` writes for its own runs.
 
-:class:`RunRecorder` opens the folder, describes the run, and goes back in it. :class:`LoopRecord` numbers the steps of a loop.
-It builds their rows with :class:`~narrowgauge.gauges.recording.step_row.StepReader`, as the trainer does, and passes them to
-a :class:`~narrowgauge.gauges.recording.run_reporter.Reporter`. The log of :func:`narrowgauge.compare` uses it as well.
-A resumed loop needs only the rows. Nothing of the recorder belongs in a checkpoint.
+:class:`RunRecorder` opens the folder, describes the run, checks it, and goes back in it. A resumed loop needs only the rows.
+Nothing of the recorder belongs in a checkpoint.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import shutil
 import sys
-import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,31 +23,20 @@ from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
 from narrowgauge.checks.step_samples import spread, weight_of
-from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
-from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
+from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges import hooks
-from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
-from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, first_writer
-from narrowgauge.gauges.recording.step_row import (
-    FailedSteps,
-    FirstNonfinite,
-    StepReader,
-    batch_checksum,
-    is_finite,
-    peak_memory_bytes,
-    summary_of,
-    why_skipped,
-)
+from narrowgauge.gauges.recording.record import OnRow, Record
+from narrowgauge.gauges.recording.step_row import FirstNonfinite, batch_checksum, is_finite, peak_memory_bytes
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.numerics.metrics import UPDATE_SUMS
-from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
+from narrowgauge.optim.audit import unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.record import is_run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.computes import COMPUTES
@@ -143,17 +127,16 @@ class RunRecorder:
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_fit(policy, self.optimizer)
         content, here = self._description(policy, dict(settings or {})), all_ranks()
-        writer, earlier = _opened(Path(folder), content, resume)
-        self.folder = writer.path
-        screen = Notices() if here.is_first else NullScreen()
-        is_audited = isinstance(self.optimizer, Optimizer)
+        goes_on = here.of_first(lambda: resume and is_run(Path(folder)))
+        self._record = Record(
+            lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content), policy, warn, on_row
+        )
+        self.folder = self._record.folder
+        earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
         with ExitStack() as undo:
             if earlier is None and here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            undo.callback(writer.close)
-            self.reporter = Reporter(writer, screen, policy, on_row, is_audited)
-            self._record = LoopRecord(self.reporter, here)
-            undo.callback(self._record.close, None, knows_step=False)
+            undo.callback(self._record.close)
             passes = model if called is None else called
             self._prints = LoopFingerprints(
                 model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
@@ -161,7 +144,7 @@ class RunRecorder:
             self._record.undo.callback(self._prints.remove)
             self._unfollow = hooks.follow_passes(passes, lambda args, kwargs: None, self._computed)
             self._record.undo.callback(lambda: self._unfollow())
-            self.gauges = self._record.watch(model, optimizer, gauges_every)
+            self.gauges = self._record.watch(model, optimizer, every=gauges_every)
             self._audited: StepCheck | None = None
             self._reported: set[tuple[str, str]] = set()
             self._recomputed: Row = {}
@@ -216,7 +199,7 @@ class RunRecorder:
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
         entries: Row = {
-            "loss": float(_number(loss)),
+            "loss": loss,
             "peak_memory_bytes": peak_memory_bytes(),
             "tokens": None if tokens is None else self._record.tokens + tokens,
             "batch_crc": None if batch is None else batch_checksum(batch.detach().cpu().numpy()),
@@ -224,13 +207,13 @@ class RunRecorder:
             **columns,
         }
         self._recomputed = {}
-        row = self._record.step({name: _number(value) for name, value in entries.items() if value is not None})
+        row = self._record.step({name: value for name, value in entries.items() if value is not None})
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
         if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
             message = f"the gradient of '{name}' is the first in backward that is not finite"
             self.event("nonfinite", message, tensor=name, detector="first-nonfinite", stage="gradient")
-        self.reporter.fingerprint(self._prints)
+        self._record.fingerprint(self._prints)
         self._prints.expect(self.num_steps + 1)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
@@ -240,7 +223,7 @@ class RunRecorder:
             loss: validation loss in nats per token.
             columns: further columns of the row.
         """
-        self._record.evaluate({"val_loss": float(_number(loss)), **columns})
+        self._record.eval({"val_loss": loss, **columns})
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Record an event of the loop at the current step.
@@ -250,7 +233,7 @@ class RunRecorder:
             message: one sentence.
             fields: ``tensor``, ``value``, ``threshold``, ``advice``, ``detector``.
         """
-        self.reporter.event(Event(kind, self.num_steps, message, **fields))
+        self._record.event(Event(kind, self.num_steps, message, **fields))
 
     def go_back(self, step: int) -> None:
         """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
@@ -264,8 +247,9 @@ class RunRecorder:
             RecordError: rows up to that step are missing.
         """
         began, goes_on = self.num_steps, self._must_go_back or step > 0
-        self._record.here.of_first(lambda: _make_room(self.folder, step))
-        self._record.go_back(step)
+        # The first row may be of a later step, if the loop continued another run's checkpoint.
+        rows = self._record.here.of_first(lambda: read_run(self.folder)).steps
+        self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
         self._samples = {name: spread(p) for name, p in self._trained().items()}
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
@@ -280,9 +264,16 @@ class RunRecorder:
         Args:
             finished: the loop has done its last step, so write ``summary.json``. Otherwise the run can be resumed.
         """
-        if self._is_open:
-            self._is_open = False
-            self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            if finished and not self._must_go_back:
+                self._record.finish(self._summary())
+            elif not self._must_go_back:
+                self._record.stop()
+        finally:
+            self._record.close()
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -311,14 +302,14 @@ class RunRecorder:
             place = reading.what, "" if static else reading.tensor
             if place not in self._reported:
                 self._reported.add(place)
-                self.reporter.event(event_of(reading, step), shown=not static and reading.severity != "note")
+                self._record.event(event_of(reading, step), shown=not static and reading.severity != "note")
 
     # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_at(self, step: int) -> None:
         """Record the loop's state after ``step`` steps, and begin the next step."""
         self._prints.start(step)
-        self.reporter.fingerprint(self._prints)
+        self._record.fingerprint(self._prints)
         self._prints.expect(step + 1)
 
     def _computed(self, output: Any) -> None:
@@ -327,9 +318,9 @@ class RunRecorder:
             return
         self._unfollow()
         before, now = self._run["model"].get("formats"), formats["formats"]
-        if before is None:
-            self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
-        elif before != now:
+        if before is None and self._record.writer is not None:
+            self._record.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
+        elif before not in (None, now):
             message = f"the model computed in {before} when the run began, and now computes in {now}"
             self.event("note", message, detector="changed-settings")
 
@@ -388,13 +379,6 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, (bool, int, float, str))
 
 
-def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:
-    """Return rank 0's writer (or a null writer on other ranks) and the continued run."""
-    goes_on = all_ranks().of_first(lambda: resume and is_run(folder))
-    writer = first_writer(folder, lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
-    return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
-
-
 def _recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
     """Return the compute and storage of a model in a user's loop, for the alarms. ``None`` if unknown."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
@@ -425,165 +409,13 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
         )
 
 
-def _make_room(folder: Path, step: int) -> None:
-    """Require the rows up to a step, from the first existing row on. The run is no longer finished."""
-    steps = {row["step"] for row in read_run(folder).steps}
-    absent = [number for number in range(min(steps, default=step + 1), step + 1) if number not in steps]
-    if absent:
-        raise RecordError(
-            f"{folder} lacks step {absent[0]}, and the loop continues after step {step}.",
-            "Go back to a checkpoint from before, or record into a new folder.",
-        )
-    (folder / "summary.json").unlink(missing_ok=True)
-
-
-def _number(value: Any) -> Any:
-    return float(value.detach()) if isinstance(value, Tensor) else value
-
-
-# ── the record of a loop ────────────────────────────────────────────────────────────────────────────────────────────
-
-_GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
-
-
 class RunNotice(UserWarning):
     """A warning about a recorded loop. It is in ``events.jsonl`` too."""
 
 
-class Notices(NullScreen):
-    """Shows events as warnings, and nothing else: the loop has its own display."""
-
-    def say(self, line: str) -> None:
-        warnings.warn(line, RunNotice, stacklevel=6)
-
-
-class LoopRecord:
-    """The record of a user's loop.
-
-    On several ranks all of them make all calls, and rank 0 writes. The audit covers all ranks, also with sharded
-    parameters. The loss is rank 0's.
-
-    Attributes:
-        tokens: trained on so far.
-        trained_seconds: of all steps so far.
-        gauges: of the watched model, if there are any.
-        undo: what leaves the model and the optimizer as they were.
-    """
-
-    def __init__(self, reporter: Reporter, here: Ranks) -> None:
-        self.reporter, self.here = reporter, here
-        self.num_steps, self.tokens, self.trained_seconds = 0, 0, 0.0
-        self.reader = StepReader()
-        self.gauges: Gauges | None = None
-        self._failed = FailedSteps()
-        self.undo = ExitStack()
-        self._restart_clock()
-
-    def _restart_clock(self) -> None:
-        self._wall, self._began = self.trained_seconds, time.perf_counter()
-        self.reader.begin()
-
-    def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> Gauges | None:
-        """Read an optimizer after each step from now on. Record its alarms. Attach gauges unless ``gauges_every`` is 0."""
-        if self.reader.optimizer is not None:
-            raise NarrowgaugeError(
-                "Cannot record a second optimizer, because a row has one learning rate.",
-                "Call ng.attach_gauges(model, optimizer) for its tensors.",
-            )
-        self.reader = StepReader(model, optimizer)
-        self.undo.callback(self.reader.remove)
-        if (ours := self.reader.ours) is not None:
-            ours.name_parameters(model)
-            if self.here.size > 1:
-                ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
-            self._hear(ours)
-        if gauges_every:
-            self.gauges = attach_gauges(model, optimizer, every=gauges_every, on_row=self.reporter.gauge)
-            self.undo.callback(self.gauges.detach)
-        return self.gauges
-
-    def _hear(self, optimizer: Optimizer) -> None:
-        """Record the alarms of an optimizer's audit, in addition to its user's callback."""
-        before = optimizer.on_alarm
-
-        def alarmed(alarms: list[Alarm]) -> None:
-            before(alarms)
-            self.reporter.lost_updates(alarms, self.num_steps + 1, shown=False)
-
-        optimizer.on_alarm = alarmed
-        self.undo.callback(setattr, optimizer, "on_alarm", before)
-        if not self.reporter.is_audited:
-            self.reporter.is_audited = True
-            self.reporter.rebuild()
-
-    def step(self, columns: Row) -> Row:
-        """Record an optimizer step, and return its row. The ``columns`` replace columns read here."""
-        row = self.reader.row(self.num_steps + 1, columns, tokens_before=self.tokens)
-        if (sums := self.reader.audit_sums) is not None:
-            row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
-        if row.get("tokens") is not None:
-            self.tokens = row["tokens"]
-        self.num_steps = int(row["step"])
-        self.trained_seconds += row["seconds"] or 0.0
-        self.reporter.step(row)
-        ours = self.reader.ours
-        if ours is not None and self.reader.was_skipped:
-            self.reporter.event(Event("skip", self.num_steps, why_skipped(ours, self.here)))
-        self._failed.take(row, None if ours is None else ours.loss_scaler, self.reader.scale)
-        if event := self._failed.divergence(row, _GO_BACK):
-            self.reporter.event(event, shown=True)
-        self.reader.begin()
-        return row
-
-    def evaluate(self, columns: Row) -> None:
-        """Record an evaluation; its time does not count as a step's."""
-        tokens = {"tokens": self.tokens} if self.tokens else {}
-        self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **columns})
-        self.reader.restart_clock()
-
-    def go_back(self, step: int) -> None:
-        """Continue after ``step``. Delete later rows, since the loop repeats these steps."""
-        run = self.reporter.go_back(step, accept_lost=True)
-        self.num_steps, self._failed = step, FailedSteps()
-        self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
-        self.trained_seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
-        if self.gauges is not None:
-            self.gauges.restart(step)
-        self._restart_clock()
-
-    def summary(self, **columns: Any) -> Row:
-        """Return ``summary.json`` with these ``columns``, from the folder's rows. So resuming does not change it."""
-        run = self.here.of_first(lambda: read_run(self.reporter.folder))
-        total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
-        for row in run.steps:
-            if sums := row.get("audit_sums"):
-                total += torch.tensor([sums.get(name, math.nan) for name in UPDATE_SUMS], dtype=torch.float64)
-        losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
-        return summary_of(
-            run.steps,
-            total,
-            val_loss=losses[-1] if losses else None,
-            steps=self.num_steps,
-            tokens=self.tokens or None,
-            bytes_per_param=self.reader.bytes_per_param(),
-            num_skipped=sum(bool(row.get("skipped")) for row in run.steps),
-            wall_seconds=self._wall + time.perf_counter() - self._began,
-            **columns,
-        )
-
-    def close(self, summary: Callable[[], Row] | None, *, knows_step: bool = True) -> None:
-        """End the record, and leave the models and optimizers as they were.
-
-        Without a ``summary`` the loop ended before its last step. Nothing is written unless it ``knows_step``.
-        """
-        try:
-            if knows_step and summary is not None:
-                self.reporter.finish(summary())
-            elif knows_step:
-                self.reporter.event(Event("stop", self.num_steps, "the loop ended before its last step"))
-        finally:
-            self.reporter.writer.close()
-            self.undo.close()
+def warn(line: str) -> None:
+    """Show a line about a recorded loop. The loop has its own display."""
+    warnings.warn(line, RunNotice, stacklevel=5)
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
@@ -591,12 +423,12 @@ def folder_for(folder: Path, *, goes_on: bool) -> Path:
 
     All ranks call it, and get rank 0's result. Rank 0 may create the folder before another rank looks.
     """
-    return all_ranks().of_first(lambda: _folder_for(folder, goes_on))
 
+    def first_free() -> Path:
+        used, free, number = folder, folder, 1
+        while is_run(free):
+            number += 1
+            used, free = free, folder.with_name(f"{folder.name}-{number}")
+        return used if goes_on else free
 
-def _folder_for(folder: Path, goes_on: bool) -> Path:
-    numbered = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    taken = list(itertools.takewhile(is_run, numbered))
-    if goes_on and taken:
-        return taken[-1]
-    return folder if not taken else folder.with_name(f"{folder.name}-{len(taken) + 1}")
+    return all_ranks().of_first(first_free)

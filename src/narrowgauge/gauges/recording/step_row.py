@@ -1,11 +1,7 @@
 """The row of a step: the loop's values, and readings of the clock, the optimizer and the low-precision layers.
 
-:class:`StepReader` makes every row of ``steps.jsonl``, for every loop: the trainer, a loop with
-:class:`narrowgauge.RunRecorder`, Lightning, the Hugging Face Trainer, torchtitan, or the function given to
-:func:`narrowgauge.compare`. A loop says when a step begins and passes its values. All else is read here.
-
-A step *fails* if its loss or its gradient norm is not finite. A run that fails for long has diverged (:class:`FailedSteps`).
-An overflow that lowers the scale of the loss scaler is not a failure, as long as the scale can still fall.
+:class:`StepReader` makes every row of ``steps.jsonl``, for every loop. A loop says when a step begins and passes its values. All
+else is read here.
 """
 
 from __future__ import annotations
@@ -13,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import resource
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,10 +23,9 @@ from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.hooks import follow_gradients
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import local_of
-from narrowgauge.numerics.scaling import FLOOR, LossScaler
+from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import STEP, Row
 from narrowgauge.torch_hooks import Follower
 
@@ -47,7 +41,6 @@ class StepReader:
         ours: the optimizer, if it is one of Narrowgauge's.
         was_skipped: the last step changed no weight.
         scale: the loss scale of the current step.
-        audit_sums: ``UPDATE_SUMS`` of the last step, float64; ``None`` without an audit.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None) -> None:
@@ -55,7 +48,6 @@ class StepReader:
         self.linears = None if model is None else linears_of(model)
         self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         self.was_skipped, self._num_taken = False, 0
-        self.audit_sums: Tensor | None = None
         self._follower: Follower | None = None
         if self.optimizer is not None and self.ours is None:  # ours counts its skipped steps itself
             self._follower = Follower(self.optimizer, lambda _: None, self._taken)
@@ -122,8 +114,10 @@ class StepReader:
         if self.linears is not None and (overflows := self.linears.overflows(self.linears.step - 1)):
             row["saturated"] = sum(sum(counts) for counts in overflows.values())
         sums, self.ours.last_audit = self.ours.last_audit, None
-        self.audit_sums = None if sums is None else sums.to("cpu", torch.float64)
-        return row if self.audit_sums is None else row | figures_of(self.audit_sums)
+        if sums is not None:
+            sums = sums.to("cpu", torch.float64)
+            row |= {**figures_of(sums), "audit_sums": dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))}
+        return row
 
     def bytes_per_param(self) -> float | None:
         """Return the bytes of weights, gradients and states per parameter, as our optimizers count them."""
@@ -189,19 +183,6 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def summary_of(rows: Iterable[Row], audit_total: Tensor, **columns: Any) -> Row:
-    """Return ``summary.json``, from the rows of the run's steps and the ``columns`` that are not ``None``.
-
-    ``audit_total`` is float64, the audit's ``UPDATE_SUMS`` over the run.
-    """
-    rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
-    measured = {
-        "tokens_per_second": statistics.median_high(rates) if rates else None,
-        **figures_of(audit_total),
-    }
-    return {name: value for name, value in columns.items() if value is not None} | measured
-
-
 # ── messages about a step ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -215,48 +196,9 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     return f"gradients are not finite{where}; no weight changed{scale}"
 
 
-# ── failed steps ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-FAILURES = 25
-"""Failed steps in a row after which a run has diverged."""
-
-
-class FailedSteps:
-    """Counts failed steps in a row.
-
-    Example:
-        >>> failed = FailedSteps()
-        >>> for step in range(1, 26):
-        ...     row = {"step": step, "loss": float("nan"), "grad_norm": None}
-        ...     is_failure = failed.take(row)
-        >>> failed.divergence(row, "Lower the learning rate.").message
-        'the last 25 steps failed: the loss is nan and the gradient norm None'
-    """
-
-    def __init__(self) -> None:
-        self.in_a_row = 0
-
-    def take(self, row: Row, scaler: LossScaler | None = None, scale: float = 1.0) -> bool:
-        """Count a step, and return whether it failed. ``scale`` is its loss scale, before the scaler's update."""
-        failed = not is_finite(row) and not is_rescaled(row, scaler, scale)
-        self.in_a_row = self.in_a_row + 1 if failed else 0
-        return failed
-
-    def divergence(self, row: Row, advice: str) -> Event | None:
-        """Return the event if the run diverged with the last counted step, otherwise ``None``."""
-        if self.in_a_row != FAILURES:
-            return None
-        return Event("divergence", row["step"], f"the last {FAILURES} steps failed: {symptom(row)}", advice=advice)
-
-
 def is_finite(row: Row) -> bool:
     """Return whether a step's loss and gradient norm are finite. Unknown values count as finite."""
     return all(row.get(name) is None or math.isfinite(row[name]) for name in ("loss", "grad_norm"))
-
-
-def is_rescaled(row: Row, scaler: LossScaler | None, scale: float) -> bool:
-    """Return whether the loss scaler answers a step's overflow by a lower scale. Arguments as for :meth:`FailedSteps.take`."""
-    return scaler is not None and math.isfinite(row.get("loss") or 0.0) and scale > FLOOR
 
 
 def symptom(row: Row) -> str:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.errors import DataError
 from narrowgauge.trainer.data.shuffle import shuffled
-from narrowgauge.trainer.data.tokens import TokenMap, open_tokens, read_tokens
+from narrowgauge.trainer.data.text import open_texts
+from narrowgauge.trainer.data.tokens import TokenMap, read_tokens, tokenized
 
 
 class Stream:
@@ -56,7 +56,6 @@ class Dataset:
     folder: Path | None = None
     fingerprint: str = ""
     notes: tuple[str, ...] = ()
-    must_validate: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -79,18 +78,9 @@ class Dataset:
         held_out = np.bincount(self.valid[np.arange(len(self.valid))], minlength=self.vocab_size)
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
 
-    def require_same(self, fingerprint: str) -> None:
-        """Refuse data with another fingerprint."""
-        if fingerprint != self.fingerprint:
-            raise RecordError(
-                "The tokens are not those the run started with.",
-                "Restore the text and the tokenizer of its run.toml.",
-            )
-
     def require(self, sequence_length: int) -> None:
         """Refuse a sequence length that leaves no sequence for training or validation."""
-        valid = {"the held-out part": self.valid} if self.must_validate else {}
-        for name, tokens in {"the data": self.train, **valid}.items():
+        for name, tokens in {"the data": self.train, "the held-out part": self.valid}.items():
             if len(tokens) <= sequence_length:
                 raise DataError(
                     f"sequence_length {sequence_length} needs {sequence_length + 1} tokens; {name} has {len(tokens)}.",
@@ -116,17 +106,16 @@ class Dataset:
         items = step * batch_size + np.arange(batch_size, dtype=np.uint64)[rows or slice(None)]
         return self._windows(self.train, shuffled(items, num_windows, seed), sequence_length)
 
-    def valid_batches(self, batch_size: int, sequence_length: int, limit: int | None = None) -> Iterator[np.ndarray]:
-        """Yield the validation sequences, int64 ``[batch_size, sequence_length + 1]``, the same ones each time.
+    def valid_batches(self, batch_size: int, sequence_length: int, limit: int) -> Iterator[np.ndarray]:
+        """Yield at most ``limit`` batches of validation sequences, int64 ``[batch_size, sequence_length + 1]``, always the same.
 
-        A ``limit`` of batches are spread evenly over the validation data. All batches are full, so that a compiled model sees
-        one shape. The only exception is data smaller than one batch. Without validation data there are none.
+        They are spread evenly over the validation data. All batches are full, so that a compiled model sees one shape. The
+        only exception is data smaller than one batch.
         """
         self.require(sequence_length)
-        num_windows = max(0, (len(self.valid) - 1) // sequence_length)
-        num_batches = num_windows // batch_size if limit is None else min(limit, num_windows // batch_size)
-        num_chosen = num_batches * batch_size or (0 if limit == 0 else num_windows)
-        chosen = (np.arange(num_chosen) * num_windows) // max(1, num_chosen)
+        num_windows = (len(self.valid) - 1) // sequence_length
+        num_chosen = min(limit, num_windows // batch_size) * batch_size or num_windows
+        chosen = (np.arange(num_chosen) * num_windows) // num_chosen
         return (
             self._windows(self.valid, chosen[start : start + batch_size], sequence_length)
             for start in range(0, num_chosen, batch_size)
@@ -153,28 +142,30 @@ def prepare_data(
     The same text and arguments give the same tokens.
 
     Args:
-        source: ``stdlib``, a text or ``.jsonl`` file, a folder of ``.txt .md .py .jsonl``, a token map (see
-            :mod:`narrowgauge.trainer.data.tokens`), or ``datasets:NAME[:SPLIT]``.
+        source: ``stdlib``, a text or ``.jsonl`` file, a folder of ``.txt .md .py .jsonl``, or a token map (see
+            :mod:`narrowgauge.trainer.data.tokens`).
         vocab_size: size of the tokenizer to train, or the maximum for a given one; ``None`` only with a given one.
-        tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE.
-        held_out: fraction of the documents held out for validation, 0 to below 1.
+        tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE. A token map needs none.
+        held_out: fraction of the documents held out for validation, above 0 and below 1.
         seed: of the split.
 
     Raises:
         DataError: the source or the tokenizer cannot be used.
         RecordError: the cache is full or not writable.
     """
-    if not 0 <= held_out < 1:
-        raise DataError(f"held_out is {held_out} and must be at least 0 and below 1.", "0.05 holds out one in twenty.")
-    tokens = open_tokens(str(source), vocab_size, tokenizer)
+    path = Path(source)
+    if path.name == "tokens.bin" or (path / "tokens.bin").is_file():
+        tokens = read_tokens(path)
+    else:
+        tokens = tokenized(open_texts(str(source)), vocab_size, tokenizer)
+    if vocab_size is not None and tokens.vocab_size > vocab_size:
+        raise DataError(
+            f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
+            f"Use a vocab_size of at least {tokens.vocab_size}.",
+        )
     if not len(tokens.ids):
         raise DataError(f"The data {source} is empty.")
     return _split(tokens, held_out, seed)
-
-
-def open_recorded(recorded: Mapping[str, Any]) -> Dataset:
-    """Open the tokens that the table ``data`` of a run names, as :func:`open_data` does."""
-    return open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
 
 
 def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
@@ -193,7 +184,7 @@ def _split(tokens: TokenMap, held_out: float, seed: int) -> Dataset:
     is_valid = np.array([_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]], dtype=bool)
     train, valid = Stream(tokens.ids, segments[~is_valid]), Stream(tokens.ids, segments[is_valid])
     notes: tuple[str, ...] = ()
-    if held_out and not (len(train) and len(valid)):
+    if not (len(train) and len(valid)):
         size = len(tokens.ids)
         num_tail = max(1, int(size * held_out))
         train, valid = (
@@ -210,7 +201,6 @@ def _split(tokens: TokenMap, held_out: float, seed: int) -> Dataset:
         tokens.folder.resolve(),
         hashlib.blake2b(key, digest_size=16).hexdigest(),
         notes,
-        must_validate=held_out > 0,
     )
 
 

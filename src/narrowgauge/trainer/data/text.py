@@ -1,7 +1,7 @@
 """Read training text as named documents.
 
 A document's name decides whether the document is held out. So a name never depends on other documents. A file is named by its
-path within the source. A line of ``.jsonl`` or a row of a data set is named by a hash of its text.
+path within the source. A line of ``.jsonl`` is named by a hash of its text.
 
 ``stdlib`` is the source of the Python standard library on this machine: 10 MB of real text, without a download.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from narrowgauge.errors import DataError
 from narrowgauge.runs.atomic_io import load_json
@@ -23,8 +23,7 @@ SUFFIXES = (".jsonl", ".md", ".py", ".txt")
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """One text and its name."""
 
     name: str
@@ -33,10 +32,17 @@ class Document:
 
 @dataclass(frozen=True)
 class Texts:
-    """A source of documents. ``read`` yields the same non-empty documents in the same order each time."""
+    """A source of documents: its files, each with its name."""
 
     source: str
-    read: Callable[[], Iterator[Document]]
+    files: list[tuple[Path, str]]
+
+    def read(self) -> Iterator[Document]:
+        """Yield the same non-empty documents in the same order each time."""
+        # Some files of the standard library test other encodings.
+        errors = "replace" if self.source == "stdlib" else "strict"
+        for path, name in self.files:
+            yield from (document for document in _read_file(path, name, errors) if document.text)
 
     def measure(self) -> tuple[str, int]:
         """Return the BLAKE2b-256 of all names and texts, and the number of UTF-8 bytes."""
@@ -54,28 +60,21 @@ def open_texts(source: str) -> Texts:
     """Open a source of text without reading it.
 
     Args:
-        source: ``stdlib``, a text or ``.jsonl`` file (``text`` in each line), a folder of such files, or
-            ``datasets:NAME[:SPLIT]``.
+        source: ``stdlib``, a text or ``.jsonl`` file (``text`` in each line), or a folder of such files.
 
     Example:
         >>> next(open_texts("stdlib").read()).name
         '__future__.py'
     """
-    if source == "stdlib":
-        library = Path(sysconfig.get_path("stdlib"))
-        files = _files(library, (".py",), _SKIPPED_FOLDERS)
-        return Texts(source, lambda: (d for file, name in files for d in _read_file(file, name, errors="replace")))
-    if source.startswith("datasets:"):
-        rows = _load_dataset(source)
-        return Texts(source, lambda: (_named_by_text(row["text"]) for row in rows if row["text"]))
     path = Path(source)
+    if source == "stdlib":
+        return Texts(source, _files(Path(sysconfig.get_path("stdlib")), (".py",), _SKIPPED_FOLDERS))
     if path.is_dir():
-        return Texts(source, lambda: (document for file, name in _files(path) for document in _read_file(file, name)))
+        return Texts(source, _files(path))
     if path.is_file():
-        return Texts(source, lambda: _read_file(path, path.name))
+        return Texts(source, [(path, path.name)])
     raise DataError(
-        f"No data in {source}: there is no such file or folder.",
-        "Name a file or folder of text, stdlib, or datasets:NAME.",
+        f"No data in {source}: there is no such file or folder.", "Name a file or folder of text, or stdlib."
     )
 
 
@@ -91,14 +90,13 @@ def _files(
     return sorted(files, key=lambda pair: pair[1])
 
 
-def _read_file(path: Path, name: str, errors: str = "strict") -> Iterator[Document]:
+def _read_file(path: Path, name: str, errors: str) -> Iterator[Document]:
     try:
         if path.suffix == ".jsonl":
             with path.open(encoding="utf-8-sig") as stream:
-                documents = (_json_line(path, number, line) for number, line in enumerate(stream, 1) if line.strip())
-                yield from (document for document in documents if document.text)
-        elif text := path.read_text(encoding="utf-8-sig", errors=errors):
-            yield Document(name, text)
+                yield from (_json_line(path, number, line) for number, line in enumerate(stream, 1) if line.strip())
+        else:
+            yield Document(name, path.read_text(encoding="utf-8-sig", errors=errors))
     except UnicodeDecodeError as error:
         raise DataError(
             f"The data file {path} is not UTF-8 text: byte {error.object[error.start]:#04x} ({error.reason}).",
@@ -110,37 +108,10 @@ def _read_file(path: Path, name: str, errors: str = "strict") -> Iterator[Docume
 
 def _json_line(path: Path, number: int, line: str) -> Document:
     try:
-        row = load_json(line)
-    except ValueError as error:
+        text = load_json(line)["text"].encode(errors="replace").decode()  # JSON can hold lone surrogates, UTF-8 cannot
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}, line {number} is not JSON ({error}).", "A .jsonl file has one object per line."
+            f"{path}, line {number} has no text in a field 'text' ({type(error).__name__}: {error}).",
+            'A .jsonl file has one object per line, such as {"text": "…"}.',
         ) from error
-    text = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        fields = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{path}, line {number} has no text in a field 'text'; it has {fields}.", "Rename the field.")
-    return _named_by_text(text)
-
-
-def _named_by_text(text: str) -> Document:
-    text = text.encode(errors="replace").decode()  # JSON can hold lone surrogates, UTF-8 cannot
     return Document(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), text)
-
-
-def _load_dataset(source: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"The data {source} needs the package datasets, which is not installed.",
-            "Install it with pip install 'narrowgauge[datasets]'.",
-        ) from error
-    name, _, split = source.removeprefix("datasets:").partition(":")
-    try:
-        rows = datasets.load_dataset(name, split=split or "train")
-    except Exception as error:  # datasets raises a dozen unrelated types for a wrong name, split or connection
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"Cannot load the data {source}: {reason}", "Check the name and the split.") from error
-    if "text" not in rows.column_names:
-        raise DataError(f"The data {source} has no column 'text'; it has {', '.join(rows.column_names)}.")
-    return rows

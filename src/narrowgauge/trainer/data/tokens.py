@@ -14,17 +14,17 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from narrowgauge.errors import DataError, RecordError, require_package
 from narrowgauge.machine import cache_folder
-from narrowgauge.runs.atomic_io import digest, load_json, whole_folder
-from narrowgauge.trainer.data.text import Document, Texts, open_texts
+from narrowgauge.runs.atomic_io import digest, disk_errors, load_json, whole_folder
+from narrowgauge.trainer.data.text import Document, Texts
 
 require_package("tokenizers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
@@ -58,27 +58,11 @@ class TokenMap:
     fingerprint: str
 
 
-def open_tokens(source: str, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
-    """Open a token map, or tokenize text into the cache. Arguments and errors as for ``prepare_data``.
+def tokenized(texts: Texts, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
+    """Return the tokens of a text from the cache, where the first use writes them. Arguments as for ``prepare_data``.
 
     Cost: text is read once for its checksum; the first time about 0.5 s per MB on two cores.
     """
-    path = Path(source)
-    if path.name == "tokens.bin" or (path / "tokens.bin").is_file():
-        if tokenizer is not None:
-            raise DataError(f"A tokenizer was given, but {source} is tokens already.", "Leave the tokenizer out.")
-        tokens = read_tokens(path)
-    else:
-        tokens = _tokenized(open_texts(source), vocab_size, tokenizer)
-    if vocab_size is not None and tokens.vocab_size > vocab_size:
-        raise DataError(
-            f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
-            f"Use a vocab_size of at least {tokens.vocab_size}.",
-        )
-    return tokens
-
-
-def _tokenized(texts: Texts, vocab_size: int | None, tokenizer: str | Path | None) -> TokenMap:
     if tokenizer is None and vocab_size is None:
         raise DataError(
             f"Training a tokenizer on {texts.source} needs a vocab_size.",
@@ -95,13 +79,8 @@ def _tokenized(texts: Texts, vocab_size: int | None, tokenizer: str | Path | Non
         return read_tokens(place, check=True)
     except DataError:
         shutil.rmtree(place, ignore_errors=True)  # absent or damaged
-    try:
+    with disk_errors(place.parent, "Set NARROWGAUGE_CACHE to a folder for tokenized text."):
         place.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordError(
-            f"Cannot write the cache {place.parent}: {error.strerror}.",
-            "Set NARROWGAUGE_CACHE to a folder for tokenized text.",
-        ) from error
     try:
         with whole_folder(place) as folder:
             write_tokens(folder, texts, *(loaded or train_tokenizer(texts, vocab_size or 0, num_bytes)))
@@ -154,32 +133,24 @@ def read_tokens(path: Path, *, check: bool = False) -> TokenMap:
         head = load_json((folder / "tokens.json").read_bytes())
         if head["schema_version"] > SCHEMA_VERSION:
             raise ValueError(f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
-        ids = _mapped(folder / "tokens.bin", np.dtype(head["dtype"]))
-        documents = _documents(folder / "documents.bin", len(ids))
+        dtype = np.dtype(head["dtype"]).newbyteorder("<")
+        tokens_file, documents_file = folder / "tokens.bin", folder / "documents.bin"
+        ids = np.memmap(tokens_file, dtype=dtype, mode="r") if tokens_file.stat().st_size else np.zeros(0, dtype)
+        documents = np.array([[0, len(ids)]], dtype=np.uint64)
+        if documents_file.is_file():
+            documents = np.fromfile(documents_file, dtype="<u8").reshape(-1, 2)
+            ends = documents[:, 1].astype(np.int64)
+            if len(ends) and (ends[-1] != len(ids) or (np.diff(ends) < 0).any()):
+                raise ValueError(f"documents.bin does not fit its {len(ids):,} tokens")
         for name, checksum in head["blake2b"].items() if check else ():
             if digest(folder / name) != checksum:
                 raise ValueError(f"{name} does not match its checksum")
-        checksums = head["blake2b"] or {"tokens.bin": digest(folder / "tokens.bin")}
+        checksums = head["blake2b"] or {"tokens.bin": digest(tokens_file)}
         identity = [checksums, head["dtype"], int(head["vocab_size"]), int(head["end_of_text"])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"Cannot use the token map {folder}: {error}.", "Rebuild it from its text.") from error
     fingerprint = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
     return TokenMap(folder, ids, documents, identity[2], identity[3], fingerprint)
-
-
-def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    dtype = dtype.newbyteorder("<")
-    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-
-
-def _documents(file: Path, num_tokens: int) -> np.ndarray:
-    if not file.is_file():
-        return np.array([[0, num_tokens]], dtype=np.uint64)
-    documents = np.fromfile(file, dtype="<u8").reshape(-1, 2)
-    ends = documents[:, 1].astype(np.int64)
-    if len(ends) and (ends[-1] != num_tokens or (np.diff(ends) < 0).any()):
-        raise ValueError(f"documents.bin does not fit its {num_tokens:,} tokens")
-    return documents
 
 
 # ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -224,7 +195,10 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise DataError(f"Cannot read the tokenizer {file}: {error}.") from error
-    names = (*_configured_end(file.with_name("tokenizer_config.json")), *_END_NAMES)
+    names = list(_END_NAMES)
+    with suppress(OSError, ValueError, KeyError, TypeError):  # of a Hugging Face folder
+        name = load_json(file.with_name("tokenizer_config.json").read_bytes())["eos_token"]
+        names.insert(0, str(name["content"] if isinstance(name, dict) else name))
     for name in names:
         if (number := tokenizer.token_to_id(name)) is not None:
             return tokenizer, number
@@ -237,16 +211,6 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
 def hash_name(name: str) -> int:
     """Return the 64-bit hash of a document's name, which decides whether it is held out."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
-
-
-def _configured_end(file: Path) -> tuple[str, ...]:
-    """Return ``eos_token`` of a Hugging Face tokenizer configuration: a string or an object."""
-    try:
-        name = load_json(file.read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return ()
-    name = name.get("content") if isinstance(name, dict) else name
-    return (name,) if isinstance(name, str) else ()
 
 
 def _pieces(text: str) -> Iterator[str]:

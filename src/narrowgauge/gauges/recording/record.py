@@ -1,0 +1,283 @@
+"""The record of a loop: pass every row once, in order, to the run folder, the callback ``on_row`` and the detectors.
+
+The trainer, :class:`narrowgauge.RunRecorder` and :func:`narrowgauge.compare` use it. The run folder comes first, so everything
+shown was written before. The detectors read only written rows. So a resumed run restores them from its own folder. On several
+ranks all ranks make all calls. Rank 0 writes and shows.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from narrowgauge.analysis.alarms import Alarms
+from narrowgauge.analysis.detectors import SERIOUS
+from narrowgauge.analysis.spikes import StepJudgement
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.gauges.attach import Gauges, attach_gauges
+from narrowgauge.gauges.recording.fingerprints import Fingerprints
+from narrowgauge.gauges.recording.step_row import StepReader, is_finite, symptom, why_skipped
+from narrowgauge.numerics.metrics import UPDATE_SUMS
+from narrowgauge.numerics.scaling import FLOOR
+from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.events import Event
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.recipes import Recipe
+
+OnRow = Callable[[str, Row], object]
+"""Takes each written row: the kind, named as its file (steps, evals, gauges, events), and the row."""
+
+FAILURES = 25
+"""Failed steps in a row after which a run has diverged."""
+GO_BACK = "Lower the learning rate or look at the data of that step, and continue from the last good checkpoint."
+
+
+class Record(AbstractContextManager["Record"]):
+    """The record of one loop.
+
+    A step *fails* if its loss or its gradient norm is not finite. A run that fails for long has diverged. An overflow is not a
+    failure as long as the loss scaler can lower the scale.
+
+    Args:
+        open_folder: creates or opens the run folder, on rank 0. Its error is raised on all ranks.
+        say: shows one line, on rank 0.
+        on_row: called with the kind and the row after each row of steps, evaluations, gauges and events was written, on
+            rank 0. After a rollback the steps since the checkpoint are repeated.
+
+    Attributes:
+        num_steps, tokens, seconds: of all steps so far.
+        is_bad: the last step was skipped for another reason than the search for a loss scale.
+        serious: kinds of the serious events.
+        undo: what leaves the model and the optimizer as they were.
+    """
+
+    def __init__(
+        self,
+        open_folder: Callable[[], RunWriter],
+        recipe: Recipe | None,
+        say: Callable[[str], object],
+        on_row: OnRow | None = None,
+    ) -> None:
+        self.here, self.recipe, self.say = all_ranks(), recipe, say
+        self.writer: RunWriter | None = None
+
+        def open_first() -> Path:
+            self.writer = open_folder()
+            return self.writer.path
+
+        self.folder = self.here.of_first(open_first)
+        self._on_row = on_row or (lambda kind, row: None)
+        self.reader, self.alarms, self.undo = StepReader(), Alarms(recipe), ExitStack()
+        self.gauges: Gauges | None = None
+        self.num_steps, self.tokens, self.seconds = 0, 0, 0.0
+        self.is_bad, self.serious = False, list[str]()
+        self._num_failed, self._seconds_before, self._began = 0, 0.0, time.perf_counter()
+
+    def watch(self, model: nn.Module, optimizer: Any, *, every: int = 20) -> Gauges | None:
+        """Record columns of an optimizer in each step, its alarms, and the gauges of its model.
+
+        Args:
+            model: before it is compiled, as for :func:`ng.attach_gauges`.
+            optimizer: ours (with an audit) or torch's (without).
+            every: steps between samples of the gauges; 0 for none.
+        Returns:
+            The gauges, if there are any.
+        Raises:
+            NarrowgaugeError: another optimizer is watched already.
+        """
+        if self.reader.optimizer is not None:
+            raise NarrowgaugeError(
+                "Cannot record a second optimizer, because a row has one learning rate.",
+                "Call ng.attach_gauges(model, optimizer) for its tensors.",
+            )
+        self.reader = StepReader(model, optimizer)
+        self.undo.callback(self.reader.remove)
+        if (ours := self.reader.ours) is not None:
+            ours.name_parameters(model)
+            if self.here.size > 1:
+                ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
+            self._hear(ours)
+            self._rebuild()  # the audit raises lost_updates, so no detector does
+        if every:
+            self.gauges = attach_gauges(model, optimizer, every=every, on_row=self.gauge)
+            self.undo.callback(self.gauges.detach)
+        return self.gauges
+
+    def _hear(self, optimizer: Optimizer) -> None:
+        """Record the alarms of an optimizer's audit, in addition to its user's callback."""
+        before = optimizer.on_alarm
+
+        def alarmed(alarms: list[Alarm]) -> None:
+            before(alarms)
+            for alarm in alarms:
+                advice, value, step = f"storage '{alarm.fallback}'", alarm.reading.edq, self.num_steps + 1
+                self.event(
+                    Event("lost_updates", step, alarm.message, alarm.tensor, value, advice=advice, detector="audit")
+                )
+
+        optimizer.on_alarm = alarmed
+        self.undo.callback(setattr, optimizer, "on_alarm", before)
+
+    def _rebuild(self) -> Run:
+        """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
+        run = self.here.of_first(lambda: read_run(self.folder))
+        self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=self.reader.ours is not None)
+        return run
+
+    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, columns: Mapping[str, Any], judgement: StepJudgement | None = None) -> Row:
+        """Record an optimizer step, and return its row. Call it before the schedule's step.
+
+        Args:
+            columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
+            judgement: set if the step was judged before its update.
+        """
+        reader, scaler = self.reader, None if self.reader.ours is None else self.reader.ours.loss_scaler
+        row = reader.row(self.num_steps + 1, numbers(columns, "step"), tokens_before=self.tokens)
+        self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
+        self.seconds += row["seconds"] or 0.0
+        if self.writer is not None:
+            self.writer.step(row)
+            self._on_row("steps", row)
+        for event in self.alarms.on_step(row, judgement):
+            self.event(event, shown=True)
+        spike, is_skipped = row.get("spike"), bool(row.get("skipped"))
+        # The scale of the step; the scaler may have lowered it since.
+        is_overflow = scaler is not None and math.isfinite(row.get("loss") or 0.0) and reader.scale > FLOOR
+        self.is_bad = is_skipped and (spike is not None or not is_overflow)
+        if is_skipped and spike is not None:
+            message = f"{symptom(row)}; the batch was skipped and no weight changed"
+            values = {"value": spike["value"], "threshold": spike["threshold"]}
+            self.event(Event("skip", self.num_steps, message, **values), shown=True)
+        elif reader.ours is not None and reader.was_skipped:
+            self.event(Event("skip", self.num_steps, why_skipped(reader.ours, self.here)))
+        self._num_failed = 0 if is_finite(row) or is_overflow else self._num_failed + 1
+        if self._num_failed == FAILURES:
+            message = f"the last {FAILURES} steps failed: {symptom(row)}"
+            self.event(Event("divergence", self.num_steps, message, advice=GO_BACK), shown=True)
+        reader.begin()
+        return row
+
+    def eval(self, columns: Mapping[str, Any]) -> None:
+        """Record a validation: ``val_loss``, and any other metric. Its time does not count as a step's."""
+        tokens = {"tokens": self.tokens} if self.tokens else {}
+        row = {"step": self.num_steps, "seconds": self.seconds, **tokens, **numbers(columns, "eval")}
+        if self.writer is not None:
+            self.writer.eval(row)
+            self._on_row("evals", row)
+        self.reader.restart_clock()
+
+    def gauge(self, row: Row) -> None:
+        """Write a row of ``gauges.jsonl``, and let the detectors read it."""
+        if self.writer is not None:
+            self.writer.gauge(row)
+            self._on_row("gauges", row)
+        for event in self.alarms.on_gauges(row):
+            self.event(event, shown=True)
+
+    def fingerprint(self, prints: Fingerprints) -> None:
+        """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
+        row, prints.last = prints.last, None
+        if row is not None and self.writer is not None:
+            self.writer.fingerprint(row)
+
+    def event(self, event: Event, shown: bool = False) -> None:
+        """Write an event, and show it if ``shown``."""
+        if event.kind in SERIOUS and event.kind not in self.serious:
+            self.serious.append(event.kind)
+        if self.writer is not None:
+            self.writer.event(event)
+            if shown:
+                self.say(f"{event.kind.replace('_', ' ')}: {event.sentence}.")
+            self._on_row("events", event.row())
+
+    # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def go_back(self, step: int, *, eval_every: int = 0, first: int = 1) -> None:
+        """Continue after ``step``. Delete later rows, since the loop repeats these steps.
+
+        Raises:
+            RecordError: rows from step ``first`` to ``step``, or evaluations, are missing.
+        """
+
+        def rewind() -> None:
+            if self.writer is not None:
+                self.writer.rewind(step, eval_every=eval_every, first=first)
+
+        self.here.of_first(rewind)
+        run = self._rebuild()
+        self.num_steps, self._num_failed = step, 0
+        self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
+        self.seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
+        if self.gauges is not None:
+            self.gauges.restart(step)
+        self._seconds_before, self._began = self.seconds, time.perf_counter()
+        self.reader.begin()
+
+    def summary(self, **columns: Any) -> Row:
+        """Return ``summary.json`` with these ``columns``, from the folder's rows. So resuming does not change it."""
+        run = self.here.of_first(lambda: read_run(self.folder))
+        total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
+        for row in run.steps:
+            if sums := row.get("audit_sums"):
+                total += torch.tensor([sums.get(name, math.nan) for name in UPDATE_SUMS], dtype=torch.float64)
+        rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second") is not None]
+        losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
+        values = {
+            "val_loss": losses[-1] if losses else None,
+            "steps": self.num_steps,
+            "tokens": self.tokens or None,
+            "bytes_per_param": self.reader.bytes_per_param(),
+            "num_skipped": sum(bool(row.get("skipped")) for row in run.steps),
+            "wall_seconds": self._seconds_before + time.perf_counter() - self._began,
+            **columns,
+        }
+        measured = {"tokens_per_second": statistics.median_high(rates) if rates else None, **figures_of(total)}
+        return {name: value for name, value in values.items() if value is not None} | measured
+
+    def finish(self, summary: Row) -> None:
+        """Write the last event and ``summary.json``."""
+        loss = summary.get("val_loss")
+        message = f"after {summary['steps']} steps" if loss is None else f"validation loss {loss:.4f}"
+        self.event(Event("finish", summary["steps"], message))
+        # Write the summary last: it makes the run finished. A finished run is not resumed to add missing parts.
+        if self.writer is not None:
+            self.writer.summary(summary)
+
+    def stop(self, message: str = "the loop ended before its last step") -> None:
+        """Record that the loop stopped early."""
+        self.event(Event("stop", self.num_steps, message))
+
+    def close(self) -> None:
+        """Release the folder, and leave the model and the optimizer as they were."""
+        if self.writer is not None:
+            self.writer.close()
+        self.undo.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def numbers(row: Any, caller: str) -> Row:
+    """Return a row of plain values; it may hold tensors of one number."""
+    if not isinstance(row, Mapping):
+        raise NarrowgaugeError(f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.')
+    try:
+        return {str(key): value.item() if hasattr(value, "item") else value for key, value in row.items()}
+    except (ValueError, RuntimeError) as error:
+        raise NarrowgaugeError(
+            f"{caller} was given a value that is not one number: {error}.", "Give numbers."
+        ) from error
