@@ -103,6 +103,6 @@ def test_every_figure_is_valid_json(make_run: MakeRun) -> None:
         make_run("bfloat16/naive", loss=lambda step: 3.0),
     ]
     figures = [figure for section in comparison_figures(group_runs(runs)).values() for figure in section]
-    assert len(figures) == 8
+    assert len(figures) == 7
     for figure in figures:
         json.dumps([figure.data, figure.layout], allow_nan=False)

@@ -240,13 +240,6 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
     help="Seeds per recipe; 3 give useful intervals.  [default: 1]",
 )
 @click.option(
-    "--resolve",
-    type=float,
-    metavar="X",
-    help="Difference of losses to tell from none: recipes are called as good only where they are certainly no worse than by X; "
-    "otherwise the verdict says how many seeds it takes.  [default: 1 % of the loss]",
-)
-@click.option(
     "--out", metavar="DIR", type=click.Path(path_type=Path),
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
@@ -254,7 +247,6 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
 def compare(
     recipes: list[Recipe],
     seeds: int,
-    resolve: float | None,
     out: Path | None,
     as_json: bool,
     **settings: Any,
@@ -267,8 +259,8 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    configs = comparing.define(recipes, flags.given(settings), seeds=seeds, resolve=resolve)
-    comparison, page = comparing.run_comparison(configs, out, resolve, sys.stderr if as_json else sys.stdout)
+    configs = comparing.define(recipes, flags.given(settings), seeds=seeds)
+    comparison, page = comparing.run_comparison(configs, out, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())

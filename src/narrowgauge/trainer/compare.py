@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs, require_resolvable
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, require_package
@@ -110,7 +110,6 @@ def compare(
     *,
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
-    resolve: float | None = None,
 ) -> Comparison:
     """Compare recipes in your own training loop.
 
@@ -127,14 +126,12 @@ def compare(
         seeds: how many, from 0 on, or a sequence of seeds.
         out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None`` keeps nothing. If the function
             raises, the finished runs stay there for ``narrowgauge report``.
-        resolve: as for :func:`compare_runs`.
 
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
 
     Raises:
         NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with values that are not numbers.
-        RecipeError: ``resolve`` is not above 0 and finite.
         RecordError: ``out`` is not empty.
 
     Example:
@@ -149,7 +146,6 @@ def compare(
         >>> comparison.baseline
         'bfloat16/master'
     """
-    require_resolvable(resolve)
     names = [recipes] if isinstance(recipes, str) else list(recipes)
     require_distinct([parsed_recipe(recipe) or recipe for recipe in names])
     labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
@@ -164,7 +160,7 @@ def compare(
                 folder = Path(out or temporary) / run_name(label, seed)
                 _record(train_function, name, seed, folder)
                 runs.append(read_run(folder))
-    comparison = compare_runs(runs, resolve=resolve)
+    comparison = compare_runs(runs)
     if out is not None:
         publish(comparison, Path(out))
     return comparison
@@ -211,16 +207,13 @@ def _numbers(row: Any, caller: str) -> Row:
 # ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def define(
-    recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1, resolve: float | None = None
-) -> list[TrainConfig]:
+def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1) -> list[TrainConfig]:
     """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
 
     A unit-scaled model among others keeps its own default learning rate, because its rate has other units.
 
     Args:
         settings: fields of ``TrainConfig`` that all runs share.
-        resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
 
     Raises:
         NarrowgaugeError: a setting is invalid.
@@ -230,9 +223,6 @@ def define(
     base = replace(base, model=base.validated().model).located()
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
-    require_resolvable(resolve)
-    if resolve is not None and len(numbers) < 2:
-        raise NarrowgaugeError(f"Cannot resolve {resolve:g} with one seed, which gives no interval.", "Add --seeds 3.")
     is_unit = {recipe.title: recipe.compute.transform == "unit" for recipe in recipes}
     rates = {title: base.lr if len(set(is_unit.values())) == 1 or not unit else None for title, unit in is_unit.items()}
     for recipe in recipes:
@@ -259,7 +249,6 @@ def _require_same(folder: Path, config: TrainConfig) -> None:
 def run_comparison(
     configs: Sequence[TrainConfig],
     out: str | Path | None = None,
-    resolve: float | None = None,
     stream: TextIO | None = None,
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
@@ -310,7 +299,7 @@ def run_comparison(
         ) from None
     with contextlib.suppress(DataError):  # the tokens of earlier runs may be gone
         say(f"Token frequencies alone have a loss of {open_recorded(runs[0].run['data']).unigram_loss():.4f}.")
-    comparison = compare_runs(runs, resolve=resolve)
+    comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
 
 

@@ -1,21 +1,20 @@
 """The verdict: at most eight sentences about a comparison, the most important first.
 
-A recipe wins only if its interval rules out a loss worse by more than 1 %, or than the difference to resolve. Each interval is
-for one recipe: of twenty harmless recipes, expect one outside. Recipes are ordered by bytes, then time. Timings are noisy, so a
-recipe is faster only if every seed agrees. Only runs of one seed are paired, so only their settings must agree. Another seed
-always has another validation text.
+A recipe wins only if its interval rules out a loss worse by more than 1 %. Each interval is for one recipe: of twenty harmless
+recipes, expect one outside. Recipes are ordered by bytes, then time. Timings are noisy, so a recipe is faster only if every
+seed agrees. Only runs of one seed are paired, so only their settings must agree. Another seed always has another validation
+text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from narrowgauge.analysis.comparison.classification import Classification, Rank, is_faster
-from narrowgauge.analysis.comparison.intervals import shown_loss
+from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, seeds_needed, shown_loss
 from narrowgauge.analysis.comparison.labels import listed
-from narrowgauge.analysis.comparison.resolution import MOST_SEEDS, resolution, seeds_needed, spread_of
-from narrowgauge.analysis.comparison.run_stats import RunStats, requested_steps
+from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.settings import NOT_COMPARED
 
 TYPE_CHECKING = False
@@ -25,14 +24,8 @@ if TYPE_CHECKING:
 
 def sentences(comparison: Comparison) -> list[str]:
     """Return the whole verdict."""
-    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _not_audited)
-    words = [
-        *(part(comparison) for part in parts),
-        *_fastest(comparison),
-        _left_out(comparison),
-        _differing(comparison),
-    ]
-    return [sentence for sentence in words if sentence]
+    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _not_audited, _fastest, _left_out, _differing)
+    return [sentence for part in parts if (sentence := part(comparison))]
 
 
 # ── losses ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -57,36 +50,26 @@ def _cheapest(comparison: Comparison) -> str:
     if not comparison.has_intervals:
         loss = f" Its loss differs by {difference.text}." if difference is not None else ""
         return f"One seed each, so a difference may be chance: take 3. {best.label} costs least: {size}.{loss}"
-    place = "of those that these seeds can rank" if comparison.cheaper_open else "within the noise"
     loss = ""
     if difference is not None:
         seeds = difference.num_pairs
         loss = f" Its loss differs from that of {base} by {difference.text} (95 % interval over {seeds} seeds)."
-    return f"{best.label} is the cheapest {place}: {size}.{loss}"
+    return f"{best.label} is the cheapest within the noise: {size}.{loss}"
 
 
 def _unresolved(comparison: Comparison) -> str:
     """Name the differences that these seeds do not resolve, and the number of seeds needed."""
-    ranks = [recipe for recipe in comparison.classes.values() if recipe.usable_rank is Rank.INCONCLUSIVE]
-    unsure = [recipe.difference for recipe in ranks if recipe.difference is not None]
-    paired = [difference for difference in comparison.differences if difference.num_pairs > 1]
-    resolve = comparison.resolve
-    margin = "1 % of the loss" if resolve is None else f"{resolve:g}"
-    if not unsure:
-        if resolve is None or not paired:
-            return ""
-        coarsest = max(resolution(spread_of(difference), difference.num_pairs) for difference in paired)
-        verb = "is" if coarsest <= resolve else "is not"
-        return f"{margin} {verb} resolved: these seeds tell differences of {coarsest:.2g} in four of five comparisons."
-    numbers = [seeds_needed(spread_of(difference), comparison.acceptable) for difference in unsure]
-    counts = [number for number in numbers if number is not None]
-    if len(counts) < len(numbers):
+    unsure = [recipe for recipe in comparison.classes.values() if recipe.usable_rank is Rank.INCONCLUSIVE]
+    paired = [recipe.difference for recipe in unsure if recipe.difference is not None]
+    if not paired:
+        return ""
+    counts = [seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1 for difference in paired]
+    most = max(*counts, *(difference.num_pairs + 1 for difference in paired))
+    advice = f"--seeds {most} tells it in four of five such comparisons."
+    if most > MOST_SEEDS:
         advice = f"More than {MOST_SEEDS} seeds would tell: take longer runs."
-    else:
-        most = max(*counts, 1 + max(difference.num_pairs for difference in paired))
-        advice = f"--seeds {most} tells it in four of five such comparisons."
-    question = f"worse than {comparison.baseline} by more than {margin} or not"
-    return f"Not resolved, {question}: {_with_differences(ranks)}. {advice}"
+    question = f"worse than {comparison.baseline} by more than 1 % of the loss or not"
+    return f"Not resolved, {question}: {_with_differences(unsure)}. {advice}"
 
 
 def _not_to_be_used(comparison: Comparison) -> str:
@@ -105,52 +88,36 @@ def _with_differences(recipes: Iterable[Classification]) -> str:
 
 
 def _not_audited(comparison: Comparison) -> str:
-    unseen = [
-        recipe.label
-        for recipe in comparison.classes.values()
-        if not recipe.faults and recipe.row["num_seeds"] and recipe.late.get("edq") is None
-    ]
-    is_compared = len(comparison.classes) > 1
+    recipes = comparison.classes.values()
+    unseen = [r.label for r in recipes if not r.faults and r.row["num_seeds"] and r.late_edq is None]
+    is_compared = len(recipes) > 1
     return f"Not audited, so lost updates would not be seen: {listed(unseen)}." if unseen and is_compared else ""
 
 
-# ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _fastest(comparison: Comparison) -> Iterator[str]:
+def _fastest(comparison: Comparison) -> str:
     speed = "tokens_per_second"
-    timed = sorted(
-        (recipe for recipe in comparison.classes.values() if recipe.row[speed]), key=lambda recipe: -recipe.row[speed]
-    )
+    timed = [recipe for recipe in comparison.classes.values() if recipe.row[speed]]
+    timed.sort(key=lambda recipe: -recipe.row[speed])
     reference = next((recipe for recipe in timed if recipe.label == comparison.baseline), None)
     if reference is None or timed[0].row[speed] == timed[-1].row[speed]:
-        return
+        return ""
     best, slower = timed[0], timed[-1] if timed[0] is reference else reference
-    if is_faster(best, slower):
-        level = [recipe.label for recipe in timed[1:] if not is_faster(best, recipe)]
-        also = f", and not clearly faster than {listed(level)}" if level else ""
-        ratio = best.row[speed] / slower.row[speed]
-        yield f"{best.label} is the fastest here, {ratio:.2f} times as fast as {slower.label}{also}."
-    else:
-        yield "Timings are too noisy to name the fastest."
+    if not is_faster(best, slower):
+        return "Timings are too noisy to name the fastest."
+    level = [recipe.label for recipe in timed[1:] if not is_faster(best, recipe)]
+    also = f", and not clearly faster than {listed(level)}" if level else ""
+    ratio = best.row[speed] / slower.row[speed]
+    return f"{best.label} is the fastest here, {ratio:.2f} times as fast as {slower.label}{also}."
 
 
 # ── what to know about the runs ─────────────────────────────────────────────────────────────────────────────────────
 
-# Settings that may differ between compared runs. Learning rates and steps have their own check.
-_FREE = NOT_COMPARED - {"eval_batches"} | {"recipe", "seed", "lr", "warmup_steps", "steps"}
+# Settings that may differ between compared runs.
+_FREE = NOT_COMPARED - {"eval_batches"} | {"recipe", "seed", "warmup_steps"}
 
 
 def _runs(comparison: Comparison) -> list[RunStats]:
     return [run for recipe in comparison.classes.values() for run in recipe.runs]
-
-
-def _steps(comparison: Comparison) -> dict[Any, list[str]]:
-    """Return the recipes by planned number of steps."""
-    labels: dict[Any, list[str]] = {}
-    for label, steps in requested_steps({label: recipe.runs for label, recipe in comparison.classes.items()}).items():
-        labels.setdefault(steps, []).append(label)
-    return labels
 
 
 def _left_out(comparison: Comparison) -> str:
@@ -166,41 +133,22 @@ def _progress(run: RunStats) -> str:
 
 
 def _differing(comparison: Comparison) -> str:
-    """Name other differences between the runs."""
-    runs = _runs(comparison)
-    items = [f"{key} {', '.join(texts)}" for key, texts in _settings_apart(runs).items()]
-    steps = {number: labels for number, labels in _steps(comparison).items() if number is not None}
-    if len(steps) > 1:
-        items.append(f"steps: {', '.join(f'{listed(labels)} {number}' for number, labels in steps.items())}")
-    units = {run.label for run in runs if run.is_unit_scaled}
-    if units and len(units) < len(comparison.classes):
-        items.append(f"unit-scaled models, with initial weights and rates of their own: {listed(sorted(units))}")
-    if foreign := dict.fromkeys(run.label for run in runs if run.run.is_foreign):
-        items.append(f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(foreign)}")
-    return f"The runs differ in more than recipe and seed ({'; '.join(items)})." if items else ""
-
-
-def _settings_apart(runs: Sequence[RunStats]) -> dict[str, dict[str, None]]:
-    """Return the differing settings of runs with one seed, with their values. Skip settings that one run lacks."""
-    by_seed: dict[int, dict[str, dict[str, None]]] = {}
-    for run in runs:
-        for key, value in _settings(run):
-            by_seed.setdefault(run.seed, {}).setdefault(key, {})[str(value)] = None
+    """Name the settings that differ between runs of one seed, with their values. Skip settings that one run lacks."""
+    texts: dict[tuple[int, str], dict[str, None]] = {}
+    for run in _runs(comparison):
+        for name, value in _settings(run):
+            texts.setdefault((run.seed, name), {})[str(value)] = None
     differing: dict[str, dict[str, None]] = {}
-    for values in by_seed.values():
-        for key, texts in values.items():
-            if len(texts) > 1:
-                differing.setdefault(key, {}).update(texts)
-    return differing
+    for (_, name), values in texts.items():
+        if len(values) > 1:
+            differing.setdefault(name, {}).update(values)
+    items = [f"{name} {', '.join(values)}" for name, values in differing.items()]
+    return f"The runs differ in more than recipe and seed ({'; '.join(items)})." if items else ""
 
 
 def _settings(run: RunStats) -> Iterator[tuple[str, Any]]:
     """Yield the settings that runs of one seed should share."""
-    config = run.run.config
-    yield from ((key, value) for key, value in config.items() if key not in _FREE)
-    # A unit-scaled model's learning rate has other units.
-    if "lr" in config:
-        yield "lr of unit-scaled models" if run.is_unit_scaled else "lr", config["lr"]
+    yield from ((key, value) for key, value in run.run.config.items() if key not in _FREE)
     for table, key, words in (
         ("machine", "device", "device"), ("machine", "num_threads", "threads"), ("data", "fingerprint", "text with hash"),
     ):  # fmt: skip

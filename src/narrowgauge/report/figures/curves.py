@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.analysis.columns import Series, column
-from narrowgauge.analysis.comparison.run_stats import losses_at_common_times
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
-from narrowgauge.report.figures.series import band, is_wide, rounded, series_of, smooth
+from narrowgauge.report.figures.series import is_wide, rounded, smooth
 from narrowgauge.report.figures.traces import (
     Curve,
     Figure,
@@ -40,7 +39,7 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
     """Return all figures with data, by section. ``baseline`` is the label of the group to compare with (None: the first)."""
     sections: dict[str, list[Figure | None]] = {
         "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
-        "cost": [loss_against_bytes(groups), loss_against_seconds(groups)],
+        "cost": [loss_against_bytes(groups)],
         "storage": [over_steps(groups, "unchanged-weights"), over_steps(groups, "lost-decay")],
         "history": [over_steps(groups, "grad-norm"), loss_scale(groups), skipped(groups)],
     }
@@ -175,29 +174,6 @@ def _point(group: Group, points: Sequence[tuple[float, float]]) -> Row:
         "marker": {"size": 11, "color": tint, "symbol": symbol_of(group.index)},
         "hovertemplate": f"loss %{{y:.5~g}} at %{{x:.4~g}} bytes per parameter, {seeds}<extra>{name}</extra>",
     }  # fmt: skip
-
-
-def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
-    """Draw the validation loss over seconds of training, at the common times of a recipe's seeds."""
-    curves = []
-    for group in groups:
-        curved = [run for run in group.stats if len(run.curve.points) > 1]
-        runs = [run for run in curved if run.counts] or curved
-        times = losses_at_common_times([run.curve for run in runs])
-        lines = [series_of((at, losses[place]) for at, losses in times) for place in range(len(runs))]
-        broken = sorted({at for run in curved for at, loss in run.curve.points if not math.isfinite(loss)})
-        curves.append(Curve(group, band(lines), broken))
-    data = traces_of(curves, name="validation loss")
-    if not data:
-        return None
-    layout = layout_of("seconds of training", f"validation {_LOSS}", log_y=any_wide(curves), can_log_x=True)
-    how = (
-        "At any moment the lowest line is ahead. Seconds are those of training steps on this machine, without evaluation and "
-        "compilation. A recipe's seeds are averaged at equal moments, each interpolated on its own line; the "
-        "band is the range from the lowest seed to the highest. Formats that this machine emulates are faster on hardware that "
-        f"supports them.{clip_diverged(curves, layout)}"
-    )
-    return Figure("loss-seconds", "Loss against seconds", how, data, layout)
 
 
 # ── over steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
