@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics, advice_values
-from narrowgauge.analysis.spikes import SpikeJudge, StepJudgement
+from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row, number
 from narrowgauge.spec.notation import parse
@@ -119,50 +119,15 @@ class Alarms:
         self._loss_scales: deque[float] = deque(maxlen=DETECTORS["scale-halvings"].window + 1)
         self._states: dict[tuple[str, str | None], _State] = {}
 
-    @classmethod
-    def rebuilt(
-        cls,
-        recipe: str | Path | Recipe | None,
-        steps: Iterable[Row] = (),
-        gauges: Iterable[Row] = (),
-        *,
-        is_audited: bool = False,
-    ) -> Alarms:
-        """Return the alarms of a run that continues after a resume or a rollback.
+    def read(self, steps: Iterable[Row], gauges: Iterable[Row]) -> list[Event]:
+        """Read the rows of ``steps.jsonl`` and ``gauges.jsonl``, and return their events."""
+        events = [event for row in steps for event in self.on_step(row)]
+        return events + [event for row in gauges for event in self.on_gauges(row)]
 
-        Args:
-            recipe, is_audited: as of the class.
-            steps, gauges: remaining rows of ``steps.jsonl`` and ``gauges.jsonl``.
-
-        Returns:
-            The alarms after these rows. Their events are dropped.
-
-        Example:
-            >>> rows = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 31)]
-            >>> Alarms.rebuilt(None, rows).on_step({"step": 31, "loss": 5.0, "grad_norm": 1.0})[0].kind
-            'loss_spike'
-        """
-        alarms = cls(recipe, is_audited=is_audited)
-        for row in steps:
-            alarms.on_step(row)
-        for row in gauges:
-            alarms.on_gauges(row)
-        return alarms
-
-    def on_step(self, row: Row, judgement: StepJudgement | None = None) -> list[Event]:
-        """Read a row of ``steps.jsonl``, and return the events that it raises.
-
-        Args:
-            row: the new row. Pass rows in the order of their steps.
-            judgement: result of :attr:`judge` before the update; ``None`` judges now.
-        """
+    def on_step(self, row: Row) -> list[Event]:
+        """Read a row of ``steps.jsonl``, and return the events that it raises. Pass rows in the order of their steps."""
         loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
         loss = math.nan if loss is None else loss
-        if judgement is None:
-            judgement = StepJudgement(self.judge)
-            judgement.judge_loss(loss)
-            judgement.judge_norm(norm)
-        spikes = judgement.loss, judgement.gradient
         metrics = self._step_metrics(row)
         trips = [
             trip
@@ -170,11 +135,12 @@ class Alarms:
             if (value := metrics.get(field)) is not None
             for trip in self._read(detector, None, value, metrics)
         ]
-        for name, spike in zip(("loss-spike", "gradient-spike"), spikes, strict=True):
+        spikes = {"loss-spike": self.judge.loss(loss), "gradient-spike": self.judge.norm(norm)}
+        for name, spike in spikes.items():
             begins = self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None)
             if begins and spike is not None:
                 trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold, spike.message))
-        self.judge.add(loss, norm, spiked=any(spikes))
+        self.judge.add(loss, norm, spiked=any(spikes.values()))
         return self._events(int(row.get("step", 0)), trips)
 
     def _step_metrics(self, row: Row) -> Metrics:

@@ -291,10 +291,9 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     if "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None):
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
-    raised = [event.row() for row in run.steps for event in alarms.on_step(row)]
-    raised += [event.row() for row in rows_of(run, "gauges") for event in alarms.on_gauges(row)]
     kinds = {event.get("kind") for event in recorded}
-    return recorded + [event for event in raised if event["kind"] not in kinds]
+    raised = alarms.read(run.steps, rows_of(run, "gauges"))
+    return recorded + [event.row() for event in raised if event.kind not in kinds]
 
 
 def _of_event(event: Row) -> Reading:

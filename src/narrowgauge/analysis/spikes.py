@@ -147,36 +147,3 @@ class SpikeJudge:
             floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
             self._scales[metric] = middle, max(deviation, floor)
         return self._scales[metric]
-
-
-class StepJudgement:
-    """Judge one step once, for the optimizer, the record, the recovery and the detectors.
-
-    The loss is known before the update, the gradient norm after it. So they are judged one after the other.
-
-    Attributes:
-        loss, gradient: the spikes; ``None`` without a spike or before judging.
-
-    Example:
-        >>> judge = SpikeJudge()
-        >>> for step in range(40):
-        ...     judge.add(3.0 + 0.01 * (step % 5), 0.5, spiked=False)
-        >>> judgement = StepJudgement(judge)
-        >>> round(judgement.judge_loss(3.0), 2), judgement.judge_loss(9.0)  # a limit of the gradient norm
-        (5.0, -1.0)
-    """
-
-    def __init__(self, judge: SpikeJudge) -> None:
-        self._judge = judge
-        self.loss: Spike | None = None
-        self.gradient: Spike | None = None
-
-    def judge_loss(self, value: float) -> float:
-        """Judge the loss. Return the largest gradient norm at which to apply the update; -1 if the loss is a spike."""
-        self.loss = self._judge.loss(value)
-        return self._judge.norm_limit() if self.loss is None else -1.0
-
-    def judge_norm(self, value: float | None) -> Spike | None:
-        """Judge the gradient norm before clipping, after the loss. Return the loss's or the gradient's spike, or ``None``."""
-        self.gradient = self._judge.norm(value)
-        return self.loss or self.gradient

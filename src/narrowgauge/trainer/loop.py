@@ -172,9 +172,8 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         reporter.fingerprint(session.fingerprints)
         try:
             while session.step < config.steps:
-                judgement = recovery.judgement()
-                row = train_step(session, judgement)
-                reporter.step(row, judgement, session.gauges)
+                row = train_step(session, recovery.judge)
+                reporter.step(row, session.gauges)
                 reporter.fingerprint(session.fingerprints)
                 is_last = session.step == config.steps
                 if _is_due(session.step, config.eval_every) and not is_last:

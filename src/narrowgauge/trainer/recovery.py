@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from narrowgauge.analysis.spikes import StepJudgement
+from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.recording.run_reporter import Reporter
 from narrowgauge.gauges.recording.step_row import FailedSteps, is_rescaled, symptom, why_skipped
@@ -31,9 +31,10 @@ class Recovery:
         self.session, self.reporter, self.action = session, reporter, session.config.on_spike
         self.failures = FailedSteps()
 
-    def judgement(self) -> StepJudgement | None:
-        """Return the judgement of the next step before its update; ``None`` if spikes are only reported."""
-        return None if self.action == "report" else StepJudgement(self.reporter.alarms.judge)
+    @property
+    def judge(self) -> SpikeJudge | None:
+        """Return the judge of each step before its update; ``None`` if spikes are only reported."""
+        return None if self.action == "report" else self.reporter.alarms.judge
 
     def after(self, row: Row, save: Callable[[], None]) -> None:
         """Report a skipped step or a divergence, once the row is written. Stop if requested.

@@ -15,7 +15,6 @@ from typing import Any, Protocol, cast
 
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.detectors import SERIOUS
-from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
@@ -88,18 +87,16 @@ class Reporter:
     def rebuild(self) -> Run:
         """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
         run = all_ranks().of_first(lambda: read_run(self.folder))
-        self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=self.is_audited)
+        self.alarms = Alarms(self.recipe, is_audited=self.is_audited)
+        self.alarms.read(run.steps, run.gauges)
         return run
 
-    def step(self, row: Row, judgement: StepJudgement | None = None, gauges: Gauges | None = None) -> None:
-        """Take a row of ``steps.jsonl`` and the gauges' newest reading.
-
-        ``judgement`` is set if the step was judged before its update.
-        """
+    def step(self, row: Row, gauges: Gauges | None = None) -> None:
+        """Take a row of ``steps.jsonl`` and the gauges' newest reading."""
         self.writer.step(row)
         self.console.step(row)
         self._on_row("steps", row)
-        for event in self.alarms.on_step(row, judgement):
+        for event in self.alarms.on_step(row):
             self.event(event, shown=True)
         if gauges is not None and gauges.last is not None:
             reading, gauges.last = gauges.last, None
