@@ -42,7 +42,7 @@ def test_two_machines_are_told_apart(machines: Path) -> None:
     found = arithmetic(machines / "run")
     assert "attention weights differ in last bits" in found.stdout
     assert "1 of 2 measured properties differ.\nsetting threads: 1 and 2\n" in found.stdout
-    told = json.loads(arithmetic(machines / "here.json", machines / "run" / "run.toml", "--json").stdout)
+    told = json.loads(arithmetic(machines / "here.json", machines / "run", "--json").stdout)
     (difference,) = told["differences"]
     assert difference["probe"] == "softmax" and difference["results"] == ["pairwise #1", "sequential #3"]
     assert told["settings"] == {"threads": ["1", "2"]}

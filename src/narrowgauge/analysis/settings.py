@@ -73,7 +73,7 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
                     yield difference
     parted = arithmetic.differences(arithmetic.arithmetic_of(first_run), arithmetic.arithmetic_of(second_run))
     for name, texts in parted.results.items():
-        yield SettingDifference(name, texts, f"arithmetic.{parted.origin}")
+        yield SettingDifference(name, texts, "arithmetic")
 
 
 _PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}

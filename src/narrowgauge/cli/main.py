@@ -278,7 +278,7 @@ def compare(
 def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or the log of
     another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder;
-    or a table (CSV, JSON rows, an export of Weights & Biases).
+    or a table (CSV).
     """
     from narrowgauge.report import publishing
     from narrowgauge.report.publishing import report as write_report

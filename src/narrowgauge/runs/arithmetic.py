@@ -15,19 +15,15 @@ Results are short texts, equal if the bits are::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors
+from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.record import read_settings
-from narrowgauge.spec.toml import load_data, load_toml
-
-VERSIONS = ("torch", "mkl", "onednn", "cuda", "cudnn")
-"""Settings that are versions of a library."""
+from narrowgauge.spec.toml import load_data
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,6 @@ class Probe:
     name: str
     measures: str
     affects: str
-    is_sum: bool = False
 
 
 PROBES: dict[str, Probe] = {name: Probe(name, **row) for name, row in load_data("probes", "runs").items()}
@@ -77,32 +72,12 @@ class Arithmetic:
         return cls(*parts)
 
 
-@dataclass(frozen=True)
-class Differences:
-    """What differs between two machines.
-
-    Attributes:
-        results: both results of each probe that differs, in the order of the table.
-        settings: both values of each setting that differs.
-        num_compared: number of probes that both machines measured.
-    """
+class Differences(NamedTuple):
+    """Hold both values of each probe and each setting that differ, and the number of probes that both machines measured."""
 
     results: dict[str, tuple[str, str]]
     settings: dict[str, tuple[str, str]]
     num_compared: int
-
-    @property
-    def origin(self) -> str:
-        """Classify the cause.
-
-        ``versions``: libraries differ. ``sums``: only orders of additions differ, as with another number of threads.
-        ``machine``: functions or roundings differ too, as with other vector instructions. Empty: no result differs.
-        """
-        if not self.results:
-            return ""
-        if not self.settings.keys().isdisjoint(VERSIONS):
-            return "versions"
-        return "sums" if all(name in PROBES and PROBES[name].is_sum for name in self.results) else "machine"
 
 
 def differences(first: Arithmetic, second: Arithmetic) -> Differences:
@@ -130,15 +105,13 @@ def arithmetic_of(run: Mapping[str, Any]) -> Arithmetic:
 
 
 def read_arithmetic(path: str | Path) -> Arithmetic:
-    """Read the measured arithmetic from a run folder, a ``run.toml``, or ``narrowgauge show arithmetic --json``."""
+    """Read the measured arithmetic from a run folder, or from the output of ``narrowgauge show arithmetic --json``."""
     path = Path(path)
     if path.is_dir():
-        content: Any = read_settings(path)
-    else:
-        with disk_errors(path):
-            text = path.read_text(encoding="utf-8", errors="replace")
-        try:
-            content = json.loads(text) if text.lstrip().startswith("{") else load_toml(text)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"{path} is neither JSON nor TOML: {error}.", _MEASURE) from None
-    return Arithmetic.from_toml(content.get(TABLE, content), str(path))
+        return Arithmetic.from_toml(read_settings(path).get(TABLE), str(path))
+    with disk_errors(path):
+        text = path.read_bytes()
+    try:
+        return Arithmetic.from_toml(load_json(text), str(path))
+    except ValueError as error:
+        raise RecordError(f"{path} is not JSON: {error}.", _MEASURE) from None

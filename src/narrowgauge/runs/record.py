@@ -24,7 +24,7 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
-from narrowgauge.runs.foreign_logs import LOGS, SOURCE, read_log
+from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
@@ -100,7 +100,7 @@ def read_run(path: str | Path) -> Run:
 
     Args:
         path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
-            or their folder. Or a table: CSV, an export of Weights & Biases, JSON rows.
+            or their folder. Or a table (CSV).
 
     Returns:
         Its content.
@@ -132,8 +132,8 @@ def read_settings(path: Path) -> Row:
     data = read_bytes(file)
     if data is None:
         reason = "the folder has no run.toml" if path.is_dir() else "there is no such folder or file"
-        advice = f"Name the folder that was given as --out, or a {LOGS}."
-        raise RecordError(f"No run in {path}: {reason}.", f"{advice}{latest_runs(path)}")
+        advice = f"Name the folder that was given as --out.{latest_runs(path)}"
+        raise RecordError(f"No run in {path}: {reason}.", advice)
     try:
         run: Row = load_toml(data.decode())
         _require_whole("schema_version", run["schema_version"])
