@@ -195,20 +195,8 @@ _TABLE = files("narrowgauge.analysis").joinpath("detectors.toml").read_text(enco
 DETECTORS: dict[str, Detector] = {name: Detector(name, **row) for name, row in load_toml(_TABLE).items()}
 """All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its z."""
 
-SERIOUS: dict[str, str] = {
-    "lost_updates": "training slows or stops, and the loss curve does not show why",
-    "frozen_moments": "step sizes no longer follow the gradients; they shrink or grow for the rest of the run",
-    "underflow": "the operand of a matmul is mostly rounding noise",
-    "overflow": "the operand of a matmul is saturated, and mostly rounding noise",
-    "attention": "collapsed attention does not recover by itself",
-    "loss_scale": "gradients overflow repeatedly; the loss diverges some tens of steps later (GLM-130B: 30)",
-    "loss_spike": "the model may not recover, and checkpoints from before the spike will be deleted",
-    "dead_layer": "a part of the model takes memory and time and learns nothing",
-    "nonfinite": "every step from here on may be lost",
-}
-"""Kinds of events that need immediate attention, each with the reason. The others may become serious, or cost little:
-unchanged_weights, lost_decay, noise, outliers, logits, gradient_spike, growth. Healthy runs with small batches have gradient
-spikes."""
+KINDS_OF_ALARMS = frozenset(detector.kind for detector in DETECTORS.values())
+"""Kinds of events that detectors raise."""
 
 
 def module_of(tensor: str) -> str:

@@ -11,8 +11,8 @@ at, and the areas that this record cannot show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
 from narrowgauge.analysis.columns import column, numbers
 from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Detector, Facts, advice_values, is_off
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, body_lines, in_order, of_all
+from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order, of_all
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences
@@ -48,54 +48,49 @@ _CONSECUTIVE = 3
 """Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
 FEWEST_STEPS = 50
 """Minimum number of applied steps before an unmoved weight is a reading."""
-STAGE_OF_TENSOR: dict[str, str] = {
-    "input": "forward", "output": "forward", "output_grad": "gradient", "grad": "gradient", "weight": "storage",
-    "exp_avg": "storage", "exp_avg_sq": "storage",
-}  # fmt: skip
-"""Stage of a tensor's reading, by the tensor's kind."""
-STAGE_OF_OTHERS: dict[str, str] = {
-    **dict.fromkeys(CHANGES, "between steps"), "replicas": "optimizer step",
-    "divergence": "loss", "checkpoint_damaged": "storage", "corruption": "between steps",
+STAGE_OF_KIND: dict[str, str] = {
+    **dict.fromkeys((*CHANGES, "corruption"), "between steps"), "replicas": "optimizer step", "divergence": "loss",
+    "checkpoint_damaged": "storage",
 }  # fmt: skip
 """Stage of an event without a detector or check, by its ``detector`` or ``kind``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Readings):
     """Hold the findings about one run; ``print`` shows a table.
 
     Args:
         name: name of the run.
         readings: beyond their bound. Sorted by step, stage, and excess (largest first).
         unseen: areas that the record cannot show, each with the one flag or call that records it; empty text if none does.
-        looked_at: areas that the record shows.
+        areas: areas that the record shows.
         num_steps, num_applied: recorded steps, and steps with an applied update.
         notes: unreadable parts of the record, a sentence each.
     """
 
-    name: str
-    readings: tuple[Reading, ...]
-    unseen: Mapping[str, str]
-    looked_at: tuple[str, ...] = ()
-    num_steps: int = 0
-    num_applied: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Return whether no reading is beyond its bound."""
-        return not self.readings
+    def __init__(
+        self,
+        name: str,
+        readings: Iterable[Reading],
+        unseen: Mapping[str, str],
+        areas: Sequence[str],
+        num_steps: int,
+        num_applied: int,
+        notes: Sequence[str],
+    ) -> None:
+        super().__init__(readings, unseen=unseen)
+        self.name, self.areas, self.notes = name, areas, notes
+        self.num_steps, self.num_applied = num_steps, num_applied
+        self.lines = [f"{name}: {self.verdict}"]
 
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        skipped = self.num_steps - self.num_applied
-        watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
         if not self.readings:
-            return f"Nothing found: {watched}; looked at {', '.join(self.looked_at) or 'nothing'}."
+            watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
+            return f"Nothing found: {watched}; looked at {', '.join(self.areas) or 'nothing'}."
+        skipped, number, step = self.num_steps - self.num_applied, len(self.readings), self.readings[0].step
         is_skipped = any(reading.what == "skipped-steps" for reading in self.readings)
         first = f"{skipped:,} of {counted(self.num_steps, 'step')} were skipped; " if is_skipped else ""
-        number, step = len(self.readings), self.readings[0].step
         if number == 1:
             return f"{first}1 reading is beyond its bound, at step {step}."
         return f"{first}{number} readings are beyond their bound, from step {step} on."
@@ -108,15 +103,13 @@ class Diagnosis:
             "num_steps": self.num_steps,
             "num_applied": self.num_applied,
             "readings": [reading.to_dict() for reading in self.readings],
-            "looked_at": list(self.looked_at),
-            "unseen": dict(self.unseen),
+            "looked_at": list(self.areas),
+            "unseen": self.unseen,
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.verdict}", *body_lines(self.readings, "", self.unseen)]
-        lines += [f"Not recorded: {note}." for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join([super().__str__(), *(f"Not recorded: {note}." for note in self.notes)])
 
 
 @overload
@@ -161,12 +154,12 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
     skipped = skipped_steps(record)
     return Diagnosis(
         record.path.name or record.path.resolve().name,
-        tuple(in_order(recorded_readings(record, skipped))),
+        recorded_readings(record, skipped),
         unseen(record),
         looked_at(record),
         len(record.steps),
         len(record.steps) - len(skipped),
-        tuple(_notes(record)),
+        list(_notes(record)),
     )
 
 
@@ -311,12 +304,13 @@ def _of_event(event: Row) -> Reading:
 def _stage(event: Row, kind: str, detector: str) -> str:
     if event.get("stage") in STAGES:
         return str(event["stage"])
-    if detector in DETECTORS:
-        tensor, colon, _ = str(event.get("tensor") or "").partition(":")
-        return STAGE_OF_TENSOR.get(tensor, DETECTORS[detector].stage) if colon else DETECTORS[detector].stage
-    if detector in KINDS:
-        return KINDS[detector].stage
-    of_kind = {row.kind: row.stage for row in DETECTORS.values()} | STAGE_OF_OTHERS
+    tensor, colon, _ = str(event.get("tensor") or "").partition(":")
+    if colon and tensor in STAGE_OF:
+        return STAGE_OF[tensor]
+    by_name = DETECTORS.get(detector) or KINDS.get(detector)
+    if by_name is not None:
+        return by_name.stage
+    of_kind = {row.kind: row.stage for row in DETECTORS.values()} | STAGE_OF_KIND
     return of_kind.get(detector) or of_kind.get(kind) or ("optimizer step" if step_of(event) else "start")
 
 
@@ -349,7 +343,6 @@ def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
             more += f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
-            more += ". Look at the gradients that are not finite" if spikes < len(skipped) else ""
             yield kind.reading("", len(skipped), 0, bound, skipped[0], count=len(run.steps), more=more)
     failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
         skipped

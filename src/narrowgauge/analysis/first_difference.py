@@ -125,9 +125,7 @@ def relative_difference(first: float, second: float) -> float:
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Return whether two values are equal. NaN equals NaN. Checksums of two lengths, from two versions, count as equal."""
-    if isinstance(first, str) and isinstance(second, str) and len(first) != len(second):
-        return True
+    """Return whether two values are equal. NaN equals NaN."""
     return bool(first == second) or (first != first and second != second)
 
 

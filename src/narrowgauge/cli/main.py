@@ -153,20 +153,17 @@ def show_environment(as_json: bool) -> None:
 
 
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
-@click.argument("paths", metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device of narrowgauge train]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object, which can be given as a FILE.")
-def show_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
-
-    With a RUN folder, or a FILE of --json, print what differs between the two and what a run notices of it; with two of them,
-    compare these, and measure nothing.
+@flags.json_object
+def show_arithmetic(device: str | None, as_json: bool) -> None:
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers. Runs record it; diff shows
+    where two machines differ.
     """
     from narrowgauge.cli.environment import print_arithmetic
 
-    print_arithmetic(paths, device, as_json)
+    print_arithmetic(device, as_json)
 
 
 @main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())

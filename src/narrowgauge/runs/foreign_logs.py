@@ -10,7 +10,7 @@ usual names of each of our columns, the best first. Nothing is guessed from valu
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ _STEPS = ("train/global_step", "trainer/global_step", "global_step", "step", "it
 SOURCE = "source"
 """The table of ``Run.run`` that names the log of another framework's run."""
 
-Value = tuple[str, Any, Any]
-"""A name, a step, and a value."""
+Series = dict[str, dict[int, Any]]
+"""The values of each name by step; the last of one step counts."""
 
 
 def named(names: Iterable[str], column: str) -> str | None:
@@ -61,17 +61,17 @@ def named(names: Iterable[str], column: str) -> str | None:
 # ── readers: each raises ValueError for a damaged file ──────────────────────────────────────────────────────────────────
 
 
-def _read_state(file: Path) -> Iterator[Value]:
-    """Yield the numbers in ``log_history`` of Hugging Face's Trainer."""
+def _read_state(file: Path) -> Series:
+    """Read ``log_history`` of Hugging Face's Trainer."""
     state = load_json(file.read_bytes())
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it holds no list of objects")
-    return _values(rows)
+    return _series(rows)
 
 
-def _read_csv(file: Path) -> Iterator[Value]:
-    """Yield the numbers of a table. Lightning's CSVLogger counts steps from 0: its step 9 is our step 10."""
+def _read_csv(file: Path) -> Series:
+    """Read a table. Lightning's CSVLogger counts steps from 0: its step 9 is our step 10."""
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
         table = csv.DictReader(text, strict=True)
         try:
@@ -81,36 +81,34 @@ def _read_csv(file: Path) -> Iterator[Value]:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")
-    first = 1 if file.name == "metrics.csv" else 0
-    return ((name, step + first, value) for name, step, value in _values(rows))
+    return _series(rows, first=1 if file.name == "metrics.csv" else 0)
 
 
-def _values(rows: list[Row]) -> Iterator[Value]:
+def _series(rows: list[Row], first: int = 0) -> Series:
     names = {str(name).strip().lower(): name for row in rows for name in row}
     step_name = next((names.pop(name) for name in _STEPS if name in names), None)
     if step_name is None:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
-    ours = {name for name in names.values() if any(named([name], column) for column in NAMES)}
+    series: Series = {}
     for row in rows:
-        step = _number(row, step_name, is_ours=True)
-        for name in names.values() if step is not None else ():
-            if (value := _number(row, name, is_ours=name in ours)) is not None:
-                yield name, step, value
+        step = _number(step_name, row.get(step_name))
+        if step is not None and not is_whole(step):
+            raise ValueError(f"column '{step_name}' holds {short(step)}, which is not a whole number")
+        for name in names.values():
+            if step is not None and row.get(name) not in (None, ""):
+                series.setdefault(name, {})[int(step) + first] = row[name]
+    return series
 
 
-def _number(row: Row, name: str, is_ours: bool) -> float | None:
-    """Return the number in a row's column; ``None`` if there is none. Refuse text in a column that we read."""
-    value = row.get(name)
+def _number(name: str, value: Any) -> float | None:
     try:
-        return None if value is None or value == "" else float(value)
+        return None if value in (None, "") else float(value)
     except (TypeError, ValueError):
-        if is_ours:
-            raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
-        return None
+        raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
 
 
-def _read_events(file: Path) -> Iterator[Value]:
-    """Yield the scalars of TensorBoard. Skip a truncated last record, as in a run in progress."""
+def _read_events(file: Path) -> Series:
+    """Read the scalars of TensorBoard. Skip a truncated last record, as in a run in progress."""
     try:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.compat.tensorflow_stub import errors
@@ -120,31 +118,32 @@ def _read_events(file: Path) -> Iterator[Value]:
         raise RecordError(
             f"Cannot read {file}: the package tensorboard is not installed.", "pip install tensorboard."
         ) from error
-    records = PyRecordReader_New(str(file))
+    records, series = PyRecordReader_New(str(file)), Series()
     try:
         while True:
             records.GetNext()
             event = event_pb2.Event.FromString(records.record())
             for value in event.summary.value:
                 if value.HasField("simple_value"):
-                    yield value.tag, event.step, float(value.simple_value)
+                    series.setdefault(value.tag, {})[event.step] = float(value.simple_value)
                 elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
                     array = make_ndarray(value.tensor)
                     if array.dtype.kind in "fiu":
-                        yield value.tag, event.step, float(array)
+                        series.setdefault(value.tag, {})[event.step] = float(array)
     except errors.OutOfRangeError:
-        return
+        pass
     except errors.DataLossError as error:
         if "runcated" not in str(error):
             raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
     finally:
         records.file_handle.close()
+    return series
 
 
 # ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Value]]] = {
+_READERS: dict[str, Callable[[Path], Series]] = {
     "trainer_state.json": _read_state,
     "metrics.csv": _read_csv,
     "*.tfevents.*": _read_events,
@@ -188,8 +187,11 @@ def read_log(path: Path) -> dict[str, Any] | None:
             return None
         pattern = _pattern_of(files[0])
         try:
-            values = _by_name(value for file in files for value in _READERS[pattern](file))
-            steps, evals = _rows(values, "steps"), _rows(values, "evals")
+            values: Series = {}
+            for file in files:
+                for name, series in _READERS[pattern](file).items():
+                    values.setdefault(name, {}).update(series)
+            steps, evals = _rows(values, STEP), _rows(values, EVAL)
             config, is_finished = _progress(files[0])
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{files[0]} is damaged: {error}.", "Restore the file from a copy.") from error
@@ -219,24 +221,16 @@ def _progress(file: Path) -> tuple[Row, bool]:
     return {}, True
 
 
-def _by_name(values: Iterable[Value]) -> dict[str, dict[int, Any]]:
-    """Collect the values of each name by step; the last of one step counts. Losses that begin at step 0 are of step 1."""
-    series: dict[str, dict[int, Any]] = {}
-    for name, step, value in values:
-        if not is_whole(step):
-            raise ValueError(f"{name} has step {short(step)}, which is not a whole number")
-        series.setdefault(name, {})[int(step)] = value
-    first = named(series, "loss")
-    if first is not None and min(series[first]) == 0:
-        return {name: {step + 1: value for step, value in steps.items()} for name, steps in series.items()}
-    return series
+def _rows(values: Series, columns: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of some columns, ascending. A row lacks the columns not logged at its step.
 
-
-def _rows(values: Mapping[str, Mapping[int, Any]], table: str) -> list[Row]:
-    """Return the rows of ``"steps"`` or ``"evals"``, ascending. A row lacks the columns not logged at its step."""
+    Losses that begin at step 0 are of step 1.
+    """
+    loss = named(values, "loss")
+    first = 1 if loss is not None and min(values[loss]) == 0 else 0
     by_step: dict[int, Row] = {}
     for column in NAMES:
-        name = named(values, column) if column in (STEP if table == "steps" else EVAL) else None
+        name = named(values, column) if column in columns else None
         for step, value in values[name].items() if name is not None else ():
-            by_step.setdefault(step, {"step": step})[column] = value
+            by_step.setdefault(step + first, {"step": step + first})[column] = _number(name or "", value)
     return [by_step[step] for step in sorted(by_step)]

@@ -25,8 +25,6 @@ ACCEPTABLE = 0.01
 """A certain increase up to this fraction of the baseline's loss is a price. A larger one is a fault."""
 MAX_SKIPPED = 0.05
 """Fraction of skipped steps that makes a fault. A loss scale settles within fewer."""
-CLEAR_RATIO, TIMING_NOISE = 1.005, 1.1
-"""Minimum speed ratio of a faster recipe: in every seed, and of a single pair. On a busy machine timings vary as much."""
 
 
 class Rank(Enum):
@@ -148,14 +146,3 @@ def run_faults(group: Sequence[RunStats]) -> list[str]:
     if taken and skipped > MAX_SKIPPED * taken:
         faults.append(f"skipped {skipped:,} of its {taken:,} steps")
     return faults
-
-
-def is_faster(recipe: Classification, slower: Classification) -> bool:
-    """Return whether a recipe is faster beyond chance: in every common seed, or by much in a single pair."""
-    speeds = [
-        {run.seed: float((run.run.summary or {}).get("tokens_per_second") or 0.0) for run in group.runs}
-        for group in (recipe, slower)
-    ]
-    pairs = [(speeds[0][seed], speeds[1][seed]) for seed in speeds[0] if seed in speeds[1]]
-    ratios = [mine / theirs for mine, theirs in pairs if min(mine, theirs) > 0 and math.isfinite(mine + theirs)]
-    return bool(ratios) and min(ratios) > (CLEAR_RATIO if len(ratios) > 1 else TIMING_NOISE)

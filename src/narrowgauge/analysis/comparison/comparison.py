@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Return at most eight sentences."""
+        """Return at most six sentences."""
         return tuple(sentences(self))
 
     @property

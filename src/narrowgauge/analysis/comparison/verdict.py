@@ -1,9 +1,8 @@
-"""The verdict: at most eight sentences about a comparison, the most important first.
+"""The verdict: at most six sentences about a comparison, the most important first.
 
 A recipe wins only if its interval rules out a loss worse by more than 1 %. Each interval is for one recipe: of twenty harmless
-recipes, expect one outside. Recipes are ordered by bytes, then time. Timings are noisy, so a recipe is faster only if every
-seed agrees. Only runs of one seed are paired, so only their settings must agree. Another seed always has another validation
-text.
+recipes, expect one outside. Recipes are ordered by bytes, then time. Only runs of one seed are paired, so only their settings
+must agree. Another seed always has another validation text.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from narrowgauge.analysis.comparison.classification import Classification, Rank, is_faster
+from narrowgauge.analysis.comparison.classification import Classification, Rank
 from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, seeds_needed, shown_loss
 from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.comparison.run_stats import RunStats
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 def sentences(comparison: Comparison) -> list[str]:
     """Return the whole verdict."""
-    parts = (_cheapest, _unresolved, _not_to_be_used, _with_a_price, _not_audited, _fastest, _left_out, _differing)
+    parts = (_cheapest, _unresolved, _not_to_be_used, _not_audited, _left_out, _differing)
     return [sentence for part in parts if (sentence := part(comparison))]
 
 
@@ -78,11 +77,6 @@ def _not_to_be_used(comparison: Comparison) -> str:
     return f"Not to be used: {'; '.join(texts)}." if faulty else ""
 
 
-def _with_a_price(comparison: Comparison) -> str:
-    worse = [recipe for recipe in comparison.classes.values() if recipe.usable_rank is Rank.WORSE]
-    return f"Worse with certainty, by less than 1 %: {_with_differences(worse)}." if worse else ""
-
-
 def _with_differences(recipes: Iterable[Classification]) -> str:
     return listed(f"{recipe.label} ({recipe.difference.text})" for recipe in recipes if recipe.difference is not None)
 
@@ -92,22 +86,6 @@ def _not_audited(comparison: Comparison) -> str:
     unseen = [r.label for r in recipes if not r.faults and r.row["num_seeds"] and r.late_edq is None]
     is_compared = len(recipes) > 1
     return f"Not audited, so lost updates would not be seen: {listed(unseen)}." if unseen and is_compared else ""
-
-
-def _fastest(comparison: Comparison) -> str:
-    speed = "tokens_per_second"
-    timed = [recipe for recipe in comparison.classes.values() if recipe.row[speed]]
-    timed.sort(key=lambda recipe: -recipe.row[speed])
-    reference = next((recipe for recipe in timed if recipe.label == comparison.baseline), None)
-    if reference is None or timed[0].row[speed] == timed[-1].row[speed]:
-        return ""
-    best, slower = timed[0], timed[-1] if timed[0] is reference else reference
-    if not is_faster(best, slower):
-        return "Timings are too noisy to name the fastest."
-    level = [recipe.label for recipe in timed[1:] if not is_faster(best, recipe)]
-    also = f", and not clearly faster than {listed(level)}" if level else ""
-    ratio = best.row[speed] / slower.row[speed]
-    return f"{best.label} is the fastest here, {ratio:.2f} times as fast as {slower.label}{also}."
 
 
 # ── what to know about the runs ─────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,6 @@ notes the differences and continues.
 from __future__ import annotations
 
 import platform
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import narrowgauge
-from narrowgauge.errors import RecordError
 from narrowgauge.gauges.arithmetic import measure_arithmetic
 from narrowgauge.machine import installed_version
 from narrowgauge.runs import arithmetic
@@ -50,7 +48,7 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
             **({"ranks": num_ranks} if num_ranks > 1 else {}),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         },
-        arithmetic.TABLE: measure_arithmetic(device).to_toml(),
+        arithmetic.TABLE: measure_arithmetic(device),
     }
 
 
@@ -117,8 +115,6 @@ def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = 
         if before is not None and before != now:
             change = f"the run started with {words} {before} and {doing} with {now}"
             sentences.append(f"{change}: bits may differ from an uninterrupted run")
-    with suppress(RecordError):  # a table that cannot be read
-        before, now = arithmetic.arithmetic_of(recorded), arithmetic.arithmetic_of(present)
-        if names := arithmetic.differences(before, now).results:
-            sentences.append(f"this machine's arithmetic is not that of the run's start, in: {told(names, 5)}")
+    if names := arithmetic.differences(recorded, present):
+        sentences.append(f"this machine's arithmetic is not that of the run's start, in: {told(names, 5)}")
     return sentences

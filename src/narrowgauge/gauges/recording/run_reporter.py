@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.analysis.detectors import SERIOUS
+from narrowgauge.analysis.detectors import KINDS_OF_ALARMS
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
@@ -71,7 +71,7 @@ class Reporter:
     ) -> None:
         self.writer, self.console, self.recipe, self.is_audited = writer, console, recipe, is_audited
         self.alarms = Alarms(recipe, is_audited=is_audited)
-        self._serious: list[str] = []
+        self._alarms: list[str] = []
         self._on_row = on_row if on_row is not None and all_ranks().is_first else lambda kind, row: None
 
     @property
@@ -124,8 +124,8 @@ class Reporter:
         """Write an event, and print it if ``shown``."""
         self.writer.event(event)
         written = event if isinstance(event, Event) else Event.from_row(event)
-        if written.kind in SERIOUS and written.kind not in self._serious:
-            self._serious.append(written.kind)
+        if written.kind in KINDS_OF_ALARMS and written.kind not in self._alarms:
+            self._alarms.append(written.kind)
         if shown:
             self.console.say(f"{written.kind.replace('_', ' ')}: {written.sentence}.")
         self._on_row("events", written.row())
@@ -150,9 +150,9 @@ class Reporter:
         self.console.summary([summary])
 
     def advise(self) -> None:
-        """After a run with a serious event, name the command that shows where it happened."""
-        if self._serious:
-            kinds = ", ".join(kind.replace("_", " ") for kind in self._serious)
+        """After a run with an alarm, name the command that shows where it happened."""
+        if self._alarms:
+            kinds = ", ".join(kind.replace("_", " ") for kind in self._alarms)
             self.console.say(f"{kinds}: narrowgauge diagnose {self.folder} shows where")
 
 
