@@ -42,20 +42,9 @@ class Facts:
     scales_loss: bool = False
     is_audited: bool = False
 
-    @property
-    def dithers_weights(self) -> bool:
-        """Return whether weights are known to use stochastic rounding. Then updates are preserved on average."""
-        return self.storage is not None and self.storage.weight.rounding == "stochastic"
-
-    @property
-    def keeps_remainders(self) -> bool:
-        """Return whether the storage is known to keep rounding residuals, in a buffer or on average."""
-        return self.storage is not None and (bool(self.storage.beside) or self.dithers_weights)
-
-    @property
-    def rounds_second_moments(self) -> bool:
-        """Return whether second moments are known to be rounded to nearest. Others do not freeze."""
-        return self.storage is not None and self.storage.exp_avg_sq.rounding == "nearest"
+    def rounding(self, part: str) -> str:
+        """Return how the storage rounds ``weight`` or ``exp_avg_sq``; empty if unknown."""
+        return "" if self.storage is None else getattr(self.storage, part).rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +154,15 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
     # Updates are rounded to nearest (noise at most 1), and the optimizer's audit does not raise the event. With stochastic
     # rounding the EDQ of a small tensor is uncertain. The audit knows its error.
     "rounded": lambda metrics, facts: (
-        (metrics.get("noise") or 0.0) <= 1.05 and not facts.dithers_weights and not facts.is_audited
+        (metrics.get("noise") or 0.0) <= 1.05 and facts.rounding("weight") != "stochastic" and not facts.is_audited
     ),
     # Second moments are rounded to nearest, or differ from their exact reference. Stochastically rounded moments seldom
     # change, but are right on average.
-    "frozen": lambda metrics, facts: facts.rounds_second_moments or is_off(metrics.get("bias")),
+    "frozen": lambda metrics, facts: facts.rounding("exp_avg_sq") == "nearest" or is_off(metrics.get("bias")),
     # No residual, master copy or stochastic rounding keeps the rounding error of a weight. Most intended changes are lost, and
     # the EDQ is still good: below MIN_EDQ, the event is lost_updates.
     "bare": lambda metrics, facts: (
-        not facts.keeps_remainders
+        not (facts.storage is not None and (facts.storage.beside or facts.rounding("weight") == "stochastic"))
         and (metrics.get("lost_fraction") or 0.0) >= MAX_UNCHANGED
         and (metrics.get("edq") or 0.0) >= MIN_EDQ
     ),

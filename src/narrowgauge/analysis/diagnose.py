@@ -11,13 +11,13 @@ at, and the areas that this record cannot show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -25,10 +25,10 @@ from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
 from narrowgauge.analysis.columns import column, numbers
 from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Detector, Facts, advice_values, is_off
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order, of_all
+from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.finding import counted, sentences, told
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
@@ -59,7 +59,9 @@ class Diagnosis(Readings):
     """Hold the findings about one run; ``print`` shows a table.
 
     Args:
-        name: name of the run.
+        run: the record.
+
+    Attributes:
         readings: beyond their bound. Sorted by step, stage, and excess (largest first).
         unseen: areas that the record cannot show, each with the one flag or call that records it; empty text if none does.
         areas: areas that the record shows.
@@ -67,20 +69,12 @@ class Diagnosis(Readings):
         notes: unreadable parts of the record, a sentence each.
     """
 
-    def __init__(
-        self,
-        name: str,
-        readings: Iterable[Reading],
-        unseen: Mapping[str, str],
-        areas: Sequence[str],
-        num_steps: int,
-        num_applied: int,
-        notes: Sequence[str],
-    ) -> None:
-        super().__init__(readings, unseen=unseen)
-        self.name, self.areas, self.notes = name, areas, notes
-        self.num_steps, self.num_applied = num_steps, num_applied
-        self.lines = [f"{name}: {self.verdict}"]
+    def __init__(self, run: Run) -> None:
+        skipped = skipped_steps(run)
+        super().__init__(recorded_readings(run, skipped), unseen=unseen(run))
+        self.name, self.areas, self.notes = run.path.name or run.path.resolve().name, looked_at(run), list(_notes(run))
+        self.num_steps, self.num_applied = len(run.steps), len(run.steps) - len(skipped)
+        self.lines = [f"{self.name}: {self.verdict}"]
 
     @property
     def verdict(self) -> str:
@@ -105,7 +99,7 @@ class Diagnosis(Readings):
             "readings": [reading.to_dict() for reading in self.readings],
             "looked_at": list(self.areas),
             "unseen": self.unseen,
-            "notes": list(self.notes),
+            "notes": self.notes,
         }
 
     def __str__(self) -> str:
@@ -150,17 +144,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         from narrowgauge.analysis.two_runs import compare_two
 
         return compare_two(_read(run), _read(other))
-    record = _read(run)
-    skipped = skipped_steps(record)
-    return Diagnosis(
-        record.path.name or record.path.resolve().name,
-        recorded_readings(record, skipped),
-        unseen(record),
-        looked_at(record),
-        len(record.steps),
-        len(record.steps) - len(skipped),
-        list(_notes(record)),
-    )
+    return Diagnosis(_read(run))
 
 
 def _read(run: str | Path | Run) -> Run:
@@ -182,24 +166,9 @@ def _notes(run: Run) -> Iterator[str]:
 # ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Area(NamedTuple):
-    """Describe an area that a record may show.
-
-    Args:
-        reads: columns as ``table.column``. Any of them shows the area.
-        trainer, recorder, log: how to record it with ``narrowgauge train``, with ``ng.RunRecorder``, or in the log of another
-            framework; empty if impossible.
-    """
-
-    name: str
-    reads: list[str]
-    trainer: str
-    recorder: str
-    log: str
-
-
 _TABLE = files("narrowgauge.analysis").joinpath("areas.toml").read_text(encoding="utf-8")
-AREAS: list[Area] = [Area(name, **row) for name, row in load_toml(_TABLE).items()]
+AREAS: dict[str, Row] = load_toml(_TABLE)
+"""The areas that a record may show: the columns that show each, and how to record it in each kind of loop."""
 
 
 def loop_of(run: Run) -> str:
@@ -210,10 +179,9 @@ def loop_of(run: Run) -> str:
 def looked_at(run: Run) -> tuple[str, ...]:
     """Return the areas that the record shows, with the number of moved elements if known."""
     moved = _moved(run)
-    areas = [area.name for area in AREAS if _is_shown(run, area)]
+    areas = [name for name, area in AREAS.items() if _is_shown(run, area)]
     if moved:
-        total = sum(count for _, count in moved.values())
-        share = sum(share * count for share, count in moved.values()) / max(1, total)
+        share = sum(share * count for _, share, count, _ in moved) / max(1, sum(count for _, _, count, _ in moved))
         areas.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
     return tuple(areas)
 
@@ -229,11 +197,11 @@ def unseen(run: Run) -> dict[str, str]:
         for part, why in row["unseen"].items()
         if all(part in reasons_of_row for reasons_of_row in compared)
     }
-    return {area.name: getattr(area, loop) for area in AREAS if not _is_shown(run, area)} | reasons
+    return {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)} | reasons
 
 
-def _is_shown(run: Run, area: Area) -> bool:
-    for table, _, name in (place.partition(".") for place in area.reads):
+def _is_shown(run: Run, area: Row) -> bool:
+    for table, _, name in (place.partition(".") for place in area["reads"]):
         if name == "recomputed":
             return any(row.get("compared") for row in _compared(run))
         if any(row.get(name) is not None for row in rows_of(run, table)):
@@ -425,35 +393,25 @@ def _moments(run: Run) -> Iterator[Reading]:
                 yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))
 
 
-def _moved(run: Run) -> dict[str, tuple[float, int]]:
-    """Return the moved fraction of elements since the start and their number, by trained tensor."""
+def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
+    """Return each trained tensor: the moved fraction of its elements since the start, their number, and if it is 16-bit."""
     moved = (run.summary or {}).get("moved")
-    if not isinstance(moved, dict):
-        return {}
-    return {
-        name: (float(pair[0]), int(pair[1]))
-        for name, pair in moved.items()
-        if isinstance(pair, list) and len(pair) == 3
-    }
+    rows = moved.items() if isinstance(moved, dict) else ()
+    return [
+        (name, float(row[0]), int(row[1]), bool(row[2]))
+        for name, row in rows
+        if isinstance(row, list) and len(row) == 3
+    ]
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield 16-bit tensors with mostly unmoved elements, and any tensor that never moved despite a gradient."""
-    applied, moved = len(run.steps) - len(skipped), _moved(run)
-    if applied < FEWEST_STEPS:
-        return
-    is_narrow = {name: bool(pair[2]) for name, pair in ((run.summary or {}).get("moved") or {}).items()}
-    kind = KINDS["weights-unmoved"]
-    for is_still in (True, False):
-        names = [
-            n
-            for n, (share, _) in moved.items()
-            if (share == 0) is is_still and (is_still or (is_narrow[n] and share < kind.bound))
-        ]
-        if names:
-            total = sum(moved[name][1] for name in names)
-            share = sum(moved[name][0] * moved[name][1] for name in names) / max(1, total)
-            more = f", in {counted(len(names), 'tensor')}"
-            yield kind.reading(
-                of_all(names), share, None, kind.bound, max(map(step_of, run.steps)), steps=applied, more=more
-            )
+    applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
+    moved = _moved(run) if applied >= FEWEST_STEPS else []
+    still = [row for row in moved if row[1] == 0]
+    for rows in (still, [row for row in moved if 0 < row[1] < kind.bound and row[3]]):
+        if rows:
+            share = sum(share * count for _, share, count, _ in rows) / max(1, sum(count for _, _, count, _ in rows))
+            more, step = f", in {counted(len(rows), 'tensor')}", max(map(step_of, run.steps))
+            names = told((row[0] for row in rows), 1)
+            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more)
