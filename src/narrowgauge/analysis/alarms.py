@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics, advice_values
+from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics
 from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.schema import METRICS, Row, number
+from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number
+from narrowgauge.spec.computes import fallback_of
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
@@ -148,12 +149,14 @@ class Alarms:
         loss, norm, scale = (number(row.get(name)) for name in ("loss", "grad_norm", "loss_scale"))
         # Gradients overflow while the run searches for a loss scale.
         is_searching = scale is not None and bool(row.get("skipped"))
-        is_wrong = not _is_finite(loss) or not (is_searching or _is_finite(norm))
+        known = [value for value in (loss, None if is_searching else norm) if value is not None]
+        is_wrong = not all(map(math.isfinite, known))
         metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
         if scale is not None:
             if row.get("step", 0) > SETTLING_STEPS:
                 self._loss_scales.append(scale)
-            metrics |= {"loss_scale": scale, "halvings": halvings(self._loss_scales)}
+            falls = [math.log2(before / after) for before, after in pairwise(self._loss_scales) if before > after > 0]
+            metrics |= {"loss_scale": scale, "halvings": sum(falls, 0.0)}
         return metrics
 
     def on_gauges(self, row: Row) -> list[Event]:
@@ -164,6 +167,8 @@ class Alarms:
         """
         trips = []
         for table, name, metrics in gauge_metrics(row):
+            if metrics.get("log_z") is not None:
+                metrics["log_z"] = abs(metrics["log_z"] or 0.0)
             for detector in _BY_TABLE.get(table, ()):
                 if detector.tensors and (name or "").partition(":")[0] not in detector.tensors:
                     continue
@@ -206,8 +211,13 @@ class Alarms:
         detector, name = worst.detector, worst.tensor
         num_others = len({trip.tensor for trip in group}) - 1
         more = f"; the same holds for {num_others} more tensor{'s' if num_others > 1 else ''}" if num_others else ""
-        values: dict[str, object] = {"value": worst.value, "limit": worst.limit, "spike": worst.spike}
-        values |= advice_values(name, self.facts.storage, self.facts.compute)
+        storage, parameter = self.facts.storage, (name or "").rpartition(":")[2]
+        values: dict[str, object] = {
+            "value": worst.value, "limit": worst.limit, "spike": worst.spike, "tensor": name or "the tensor",
+            # as a recipe's pattern names it
+            "module": parameter.removesuffix(".weight").removesuffix(".bias") or "the layer",
+            "storage": storage.fallback if storage is not None else "word", "compute": fallback_of(self.facts.compute),
+        }  # fmt: skip
         message = f"{name or ''} {detector.message}{more}".strip().format(**values)
         return Event(
             detector.kind, step, message, name or None, worst.value, worst.limit, detector.advice.format(**values),
@@ -219,30 +229,3 @@ _BY_TABLE: dict[str, tuple[Detector, ...]] = {
     table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
 }
 _OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")
-
-
-def halvings(scales: Iterable[float]) -> float:
-    """Count how often a loss scale was halved, from its values in consecutive steps.
-
-    Return the binary logarithm of the product of its decreases. Increases do not count.
-
-    Example:
-        >>> halvings([8.0, 4.0, 4.0, 8.0, 2.0])
-        3.0
-    """
-    return sum(math.log2(before / after) for before, after in pairwise(scales) if before > after > 0)
-
-
-def gauge_metrics(row: Row) -> Iterator[tuple[str, str | None, dict[str, float | None]]]:
-    """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name."""
-    for table, names in METRICS.items():
-        for name, values in (row.get(table) or {}).items():
-            yield table, name, dict(zip(names, map(number, values), strict=False))
-    logits = {name: number(value) for name, value in (row.get("logits") or {}).items()}
-    if logits:
-        log_z = logits.get("log_z")
-        yield "logits", None, {**logits, "log_z": None if log_z is None else abs(log_z)}
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Literal
 
-from narrowgauge.spec.computes import fallback_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.toml import load_toml
@@ -186,25 +185,3 @@ DETECTORS: dict[str, Detector] = {name: Detector(name, **row) for name, row in l
 
 KINDS_OF_ALARMS = frozenset(detector.kind for detector in DETECTORS.values())
 """Kinds of events that detectors raise."""
-
-
-def module_of(tensor: str) -> str:
-    """Return the module of a tensor ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
-    name = tensor.rpartition(":")[2]
-    module, _, last = name.rpartition(".")
-    return module if module and last in ("weight", "bias") else name
-
-
-def advice_values(tensor: str | None, storage: Storage | None, compute: str) -> dict[str, str]:
-    """Return the values of the placeholders in a detector's advice.
-
-    Example:
-        >>> advice_values("input:model.layers.0.mlp.down_proj", None, "float8-row")["compute"]
-        'float8-block'
-    """
-    return {
-        "tensor": tensor or "the tensor",
-        "module": module_of(tensor or "") or "the layer",
-        "storage": storage.fallback if storage is not None else "word",
-        "compute": fallback_of(compute),
-    }

@@ -22,8 +22,8 @@ from typing import Any, overload
 import numpy as np
 
 from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
-from narrowgauge.analysis.columns import column, numbers
-from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Detector, Facts, advice_values, is_off
+from narrowgauge.analysis.columns import column
+from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, is_off
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
@@ -31,7 +31,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences, told
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
+from narrowgauge.runs.schema import METRICS, Row, finite_number, gauge_metrics, number, step_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.toml import load_toml
@@ -157,10 +157,9 @@ def _notes(run: Run) -> Iterator[str]:
             getattr(run, name)
         except RecordError as error:
             yield f"the {name}: {error.message.rstrip('.')}"
-    steps = numbers(run, "steps", "step")
-    missing = len(steps) - len(column(run, "steps", "loss"))
+    missing = len(run.steps) - len(column(run, "steps", "loss"))
     if missing:
-        yield f"the loss of {missing} of the {counted(len(steps), 'step')}"
+        yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
 
 
 # ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -352,45 +351,33 @@ def _resumes(run: Run) -> Iterator[Reading]:
 
 
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
-    """Yield readings of the audit over all parameters, beyond the bounds of the single-tensor detectors."""
-    facts = Facts(storage=recipe.storage if recipe is not None else None)
-    for name in ("lost-updates", "lost-decay", "noise"):
-        detector, length = DETECTORS[name], 0
-        audited = numbers(run, "steps", detector.field)
-        places = np.flatnonzero(~np.isnan(audited))
-        noises = np.nan_to_num(numbers(run, "steps", "noise")[places])
-        for place, value, noise in zip(places.tolist(), audited[places].tolist(), noises.tolist(), strict=True):
-            trips = detector.trips(value, detector.threshold) and detector.applies({"noise": noise}, facts)
-            length = length + 1 if trips else 0
-            if length == detector.consecutive:
-                yield _of_audit(run, detector, facts, value, step_of(run.steps[place]))
-                break
-
-
-def _of_audit(run: Run, detector: Detector, facts: Facts, value: float, step: int) -> Reading:
-    words = {"value": value, "limit": detector.threshold, **advice_values(None, facts.storage, "")}
-    expected, bound = None, detector.threshold
-    advice = sentences(f"the model {detector.message}".format(**words), detector.advice.format(**words))
-    if detector.name == "lost-updates":
-        expected, bound = 1.0, 1.0 - MIN_EDQ
-        values = column(run, "steps", "edq").finite.tolist()
-        error = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-        advice += f" You trained at about {fmean(values):.2g} × lr (± {error:.2g}): start there with another storage."
-    return Reading(step, detector.stage, "", detector.name, value, expected, bound, advice)
+    """Yield readings of the audit over all parameters: what detectors read of one tensor, of the whole model."""
+    alarms, edqs = Alarms(recipe), column(run, "steps", "edq").finite.tolist()
+    for row in run.steps:
+        values = [row.get(name) for name in METRICS["updates"]]
+        is_audited = any(value is not None for value in values)
+        for event in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}) if is_audited else ():
+            reading = replace(_of_event(event.row()), tensor="")
+            if reading.what == "lost-updates":
+                error = student_t(len(edqs) - 1) * stdev(edqs) / math.sqrt(len(edqs))
+                words = (
+                    f" You trained at about {fmean(edqs):.2g} × lr (± {error:.2g}): start there with another storage."
+                )
+                reading = replace(reading, advice=reading.advice + words)
+            yield reading
 
 
 def _moments(run: Run) -> Iterator[Reading]:
     """Yield second moments whose sum differs from an exact float32 copy."""
-    place, lengths = list(METRICS["moments"]).index("bias"), dict[str, int]()
+    lengths: dict[str | None, int] = {}
     for row in rows_of(run, "gauges"):
-        for name, values in (row.get("moments") or {}).items():
-            bias = number(values[place]) if values and place < len(values) else None
-            if bias is None:
+        for table, name, metrics in gauge_metrics(row):
+            if table != "moments" or (bias := metrics.get("bias")) is None:
                 continue
             lengths[name] = lengths.get(name, 0) + 1 if is_off(bias) else 0
             if lengths[name] == _CONSECUTIVE:
                 bound = MAX_BIAS - 1 if bias > 1 else 1 - 1 / MAX_BIAS
-                yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))
+                yield KINDS["second-moments"].reading(name or "", bias, 1.0, bound, step_of(row))
 
 
 def _moved(run: Run) -> list[tuple[str, float, int, bool]]:

@@ -78,8 +78,10 @@ class Difference:
     @property
     def relative(self) -> float:
         """Return the difference over the larger value; infinite if rounding cannot explain it."""
-        relative = relative_difference(*self.values)
-        return math.inf if self.kind in EXACT or math.isnan(relative) else relative
+        first, second = self.values
+        if self.kind in EXACT or math.isnan(first) or math.isnan(second):
+            return math.inf
+        return abs(first - second) / (max(abs(first), abs(second)) or 1.0)
 
     @property
     def place(self) -> str:
@@ -113,17 +115,6 @@ class Parting(NamedTuple):
     is_hashed: bool
 
 
-def relative_difference(first: float, second: float) -> float:
-    """Return the difference of two values over the larger magnitude; NaN if either is NaN.
-
-    Example:
-        >>> relative_difference(2.0, 2.5), relative_difference(0.0, 0.0)
-        (0.2, 0.0)
-    """
-    largest = max(abs(first), abs(second))
-    return abs(first - second) / largest if largest else 0.0
-
-
 def same_value(first: Any, second: Any) -> bool:
     """Return whether two values are equal. NaN equals NaN."""
     return bool(first == second) or (first != first and second != second)
@@ -145,16 +136,6 @@ def _formats_of(run: Run) -> tuple[str, ...]:
         if all(name in FORMATS for name in names):
             return names
     return ("bfloat16",)
-
-
-def rounding_of(numel: int, u: float) -> float:
-    """Return the relative difference of a norm or mean of ``numel`` values that still counts as rounding.
-
-    Example:
-        >>> rounding_of(1024, 2.0**-8)
-        0.00390625
-    """
-    return max(ENVELOPE * u / math.sqrt(max(1, numel)), LEAST)
 
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,7 +186,7 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
     """
     if difference.kind in EXACT:
         return 0.0
-    rounding = rounding_of(difference.numel, u)
+    rounding = max(ENVELOPE * u / math.sqrt(max(1, difference.numel)), LEAST)
     if not is_later:
         return rounding
     step, level = levels.get(bool(difference.tensor), (-1, 0.0))

@@ -7,7 +7,6 @@ Any other line that does not parse is damaged and refused. JSON lacks NaN and in
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +19,6 @@ from narrowgauge.runs.schema import NOT_FINITE, TEXT, Row, wrong_value
 ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 """The kinds of rows. Each has a file: ``steps.jsonl`` and so on."""
 _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
-
-
-def line_of(row: Row) -> bytes:
-    """Return a row of JSON values (see :func:`json_value`) as a line of a file.
-
-    Example:
-        >>> line_of({"step": 1, "loss": "nan"})
-        b'{"step":1,"loss":"nan"}\\n'
-    """
-    return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 def read_rows(file: Path) -> list[Row]:

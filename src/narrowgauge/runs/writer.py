@@ -15,7 +15,7 @@ import tomli_w
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
-from narrowgauge.runs.lines import ROW_FILES, json_value, line_of, read_rows, rows_with_lengths, toml_value
+from narrowgauge.runs.lines import ROW_FILES, json_value, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, read_summary
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 
@@ -201,7 +201,8 @@ class RunWriter:
             os.ftruncate(self._descriptors[name], length)
 
     def _append(self, name: str, row: Row) -> None:
-        append_whole(self._descriptors[name], self._file(name), line_of(self._checked(name, row)))
+        line = json.dumps(self._checked(name, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        append_whole(self._descriptors[name], self._file(name), line.encode() + b"\n")
 
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""

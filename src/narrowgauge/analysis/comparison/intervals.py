@@ -100,24 +100,18 @@ def shown_loss(loss: float) -> str:
 
 
 def shown_difference(mean: float, half: float) -> str:
-    """Format a difference and its half interval: four decimals, or more if the half width justifies them.
+    """Format a difference and its half interval: four decimals, or exponents if both are tiny or one is huge.
 
     Example:
-        >>> shown_difference(0.00024, 0.00021).replace("\N{NO-BREAK SPACE}", " ")
-        '+0.00024 ± 0.00021'
+        >>> shown_difference(0.0024, 0.0021).replace("\N{NO-BREAK SPACE}", " ")
+        '+0.0024 ± 0.0021'
         >>> shown_difference(-0.00002, math.inf), shown_difference(3e30, math.inf), shown_difference(-0.0, math.inf)
         ('−2.0e-05', '+3.0e+30', '0.0000')
     """
-    has_half = math.isfinite(half)
     largest = max([abs(size) for size in (mean, half) if math.isfinite(size)], default=0.0)
-    # A much smaller interval needs no further digits of the difference.
-    fineness = max(half, abs(mean) / 20) if has_half else abs(mean)
-    decimals = 4
-    if 0 < fineness < 1:  # keep one significant digit, or two that begin with 1 or 2
-        first = -math.floor(math.log10(fineness))
-        decimals = min(7, max(4, first + (fineness * 10.0**first < 3)))
-    form = ".1e" if largest >= 1e5 or 0 < largest < 1e-4 else f".{decimals}f"
+    form = ".4f" if largest == 0 or 1e-3 <= largest < 1e5 else ".1e"
     size = f"{abs(mean):{form}}"
     # Zero after rounding has no sign.
     sign = "" if math.isfinite(mean) and not float(size) else MINUS if mean < 0 else "+"
+    has_half = math.isfinite(half)
     return f"{sign}{size}" + (f"\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{half:{form}}" if has_half else "")
