@@ -129,13 +129,7 @@ class Alarms:
         """Read a row of ``steps.jsonl``, and return the events that it raises. Pass rows in the order of their steps."""
         loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
         loss = math.nan if loss is None else loss
-        metrics = self._step_metrics(row)
-        trips = [
-            trip
-            for field, detector in _OF_STEPS
-            if (value := metrics.get(field)) is not None
-            for trip in self._read(detector, None, value, metrics)
-        ]
+        trips = self._trips("steps", None, self._step_metrics(row))
         spikes = {"loss-spike": self.judge.loss(loss), "gradient-spike": self.judge.norm(norm)}
         for name, spike in spikes.items():
             begins = self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None)
@@ -165,17 +159,22 @@ class Alarms:
         Args:
             row: the new row (see :data:`narrowgauge.runs.schema.GAUGE`). Pass rows in the order of their steps.
         """
-        trips = []
+        trips: list[_Trip] = []
         for table, name, metrics in gauge_metrics(row):
             if metrics.get("log_z") is not None:
                 metrics["log_z"] = abs(metrics["log_z"] or 0.0)
-            for detector in _BY_TABLE.get(table, ()):
-                if detector.tensors and (name or "").partition(":")[0] not in detector.tensors:
-                    continue
-                value = metrics.get(detector.field)
-                if value is not None and not math.isnan(value):
-                    trips += self._read(detector, name, value, metrics)
+            trips += self._trips(table, name, metrics)
         return self._events(int(row.get("step", 0)), trips)
+
+    def _trips(self, table: str, name: str | None, metrics: Metrics) -> list[_Trip]:
+        """Pass the metrics of one tensor to the detectors of its table. Return the trips that begin."""
+        trips = []
+        for detector in _BY_TABLE.get(table, ()):
+            value = metrics.get(detector.field)
+            is_read = not detector.tensors or (name or "").partition(":")[0] in detector.tensors
+            if is_read and value is not None and not math.isnan(value):
+                trips += self._read(detector, name, value, metrics)
+        return trips
 
     def _state(self, detector: Detector, name: str | None) -> _State:
         key = (detector.name, name)
@@ -226,6 +225,5 @@ class Alarms:
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
-    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
+    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits", "steps")
 }
-_OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")

@@ -52,7 +52,7 @@ class Detector:
 
     Args:
         kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`.
-        stage: a key of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
+        stage: one of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
         metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric needs several rows:
             ``halvings`` (of the loss scale, over ``window`` steps).
         threshold: limit of the metric. If ``relative``, a factor over a baseline of earlier values.

@@ -26,7 +26,7 @@ class Kind:
 
     Args:
         by: command or call that measures it.
-        stage: a key of :data:`narrowgauge.analysis.reading.STAGES`.
+        stage: one of :data:`narrowgauge.analysis.reading.STAGES`.
         value: meaning of the number.
         bound: of the value, or of its distance to the expected value.
         advice: a template for the measured values.

@@ -11,22 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.runs.finding import SEVERITIES, told
+from narrowgauge.runs.finding import told
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 
-STAGES: dict[str, str] = {
-    "start": "the weights and settings before the first step",
-    "between steps": "weights and states after one step and before the next",
-    "data": "the tokens of the step",
-    "forward": "the outputs of modules",
-    "loss": "the loss",
-    "gradient": "the gradients, and what sums them over ranks",
-    "clip": "the factor that clips the gradients",
-    "optimizer step": "the update of weights and states, or that it was left out",
-    "storage": "what the formats of weights and states kept of the update",
-    "evaluation": "the evaluation",
-}
-"""The stages of a step, in order."""
+SEVERITIES = ("error", "warning", "note")
+"""How serious a reading is. Error: training computes something else than it says, or stands still. Warning: something is lost
+that need not be. Note: nothing is lost, and it is worth a line."""
+STAGES = (
+    "start", "between steps", "data", "forward", "loss", "gradient", "clip", "optimizer step", "storage", "evaluation",
+)  # fmt: skip
+"""The stages of a step, in order. At the start there are the weights and settings before the first step. ``optimizer step`` is
+the update, or that it was left out. ``storage`` is what the formats of weights and states kept of the update."""
 STAGE_OF: dict[str, str] = {
     "held": "between steps", "tokens": "data", "batch_crc": "data", "input": "forward", "output": "forward", "loss": "loss",
     "output_grad": "gradient", "sent": "gradient",
@@ -35,7 +30,6 @@ STAGE_OF: dict[str, str] = {
     "state": "optimizer step", "val_loss": "evaluation",
 }  # fmt: skip
 """The stage of each compared column and kind of tensor, in the order of a step."""
-_ORDER = list(STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +38,14 @@ class Reading:
 
     Args:
         step: optimizer step, from 1; 0 is before the first.
-        stage: a key of :data:`STAGES`.
+        stage: one of :data:`STAGES`.
         tensor: ``KIND:NAME`` or a parameter's name; empty for the whole step.
         what: name of the quantity, detector or check.
         value: measured number; ``None`` if only bits are known to differ.
         expected: expected number, if any.
         bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.
         advice: meaning and next action, in sentences.
-        severity: a key of :data:`narrowgauge.runs.finding.SEVERITIES`.
+        severity: one of :data:`SEVERITIES`.
 
     Example:
         >>> Reading(40, "storage", "lm_head.weight", "lost-updates", 0.5, 1.0, 0.1).excess
@@ -92,8 +86,8 @@ def in_order(readings: Iterable[Reading]) -> list[Reading]:
         key=lambda r: (
             r.severity == "note",
             r.step,
-            _ORDER.index(r.stage),
-            list(SEVERITIES).index(r.severity),
+            STAGES.index(r.stage),
+            SEVERITIES.index(r.severity),
             -r.excess,
         ),
     )

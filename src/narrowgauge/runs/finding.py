@@ -1,15 +1,8 @@
-"""How findings are worded: their severity, and numbers, names and durations in sentences."""
+"""Numbers, names and durations in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-SEVERITIES: dict[str, str] = {
-    "error": "training computes something else than it says, or stands still",
-    "warning": "something is lost that need not be",
-    "note": "nothing is lost, and it is worth a line",
-}
-"""How serious a finding is, most serious first."""
 
 
 def sentences(message: str, advice: str = "") -> str:

@@ -23,6 +23,7 @@ from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_lo
 from narrowgauge.analysis.comparison.labels import run_labels
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.comparison.verdict import sentences
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.lines import json_value
 from narrowgauge.runs.record import Run
@@ -207,7 +208,7 @@ _WIDTHS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
 
 def _widest(rows: Mapping[str, Row], groups: Mapping[str, Sequence[RunStats]]) -> str | None:
     def width(label: str) -> tuple[bool, bool, float, int]:
-        recipe = groups[label][0].recipe
+        recipe = recipe_of(groups[label][0].run)
         bits = _WIDTHS.get(recipe.compute.name, 0) if recipe is not None else 0
         return not run_faults(groups[label]), bits > 0, round(rows[label]["bytes_per_param"] or 0.0, 1), bits
 

@@ -15,10 +15,8 @@ import numpy as np
 
 from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.labels import seed_of
-from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import finite_number, number
-from narrowgauge.spec.recipes import Recipe
 
 MAX_LOSS_RISE = 0.2
 """A run has diverged if its loss rises by more than this fraction from start to end."""
@@ -49,13 +47,11 @@ class RunStats:
 
     Args:
         label: label of its recipe, as printed.
-        recipe: as recorded; ``None`` for an unknown name, as from your own loop.
         divergence: how the run diverged; empty if it did not.
         late_edq: median of the last tenth of audited values (at least three), else the summary's value.
     """
 
     label: str
-    recipe: Recipe | None
     seed: int
     run: Run
     divergence: str
@@ -66,7 +62,7 @@ class RunStats:
         values = column(run, "steps", "edq").finite
         late = float(np.median(values[-max(3, len(values) // 10) :])) if len(values) else None
         late = finite_number((run.summary or {}).get("edq")) if late is None else late
-        return cls(label, recipe_of(run), seed_of(run), run, divergence(run), late)
+        return cls(label, seed_of(run), run, divergence(run), late)
 
     @property
     def counts(self) -> bool:
