@@ -7,14 +7,12 @@ must agree. Another seed always has another validation text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
-
-from narrowgauge.analysis.comparison.classification import Classification, Rank
+from narrowgauge.analysis.comparison.classification import Rank
 from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, seeds_needed, shown_loss
 from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.comparison.run_stats import RunStats
-from narrowgauge.analysis.settings import NOT_COMPARED
+from narrowgauge.analysis.settings import settings_diff
+from narrowgauge.runs.schema import Row
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,6 +58,7 @@ def _unresolved(comparison: Comparison) -> str:
     """Name the differences that these seeds do not resolve, and the number of seeds needed."""
     unsure = [recipe for recipe in comparison.classes.values() if recipe.usable_rank is Rank.INCONCLUSIVE]
     paired = [recipe.difference for recipe in unsure if recipe.difference is not None]
+    names = [f"{difference.recipe} ({difference.text})" for difference in paired]
     if not paired:
         return ""
     counts = [seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1 for difference in paired]
@@ -68,17 +67,13 @@ def _unresolved(comparison: Comparison) -> str:
     if most > MOST_SEEDS:
         advice = f"More than {MOST_SEEDS} seeds would tell: take longer runs."
     question = f"worse than {comparison.baseline} by more than 1 % of the loss or not"
-    return f"Not resolved, {question}: {_with_differences(unsure)}. {advice}"
+    return f"Not resolved, {question}: {listed(names)}. {advice}"
 
 
 def _not_to_be_used(comparison: Comparison) -> str:
     faulty = [recipe for recipe in comparison.classes.values() if recipe.faults]
     texts = [f"{recipe.label} {', '.join(recipe.faults)}" for recipe in faulty]
     return f"Not to be used: {'; '.join(texts)}." if faulty else ""
-
-
-def _with_differences(recipes: Iterable[Classification]) -> str:
-    return listed(f"{recipe.label} ({recipe.difference.text})" for recipe in recipes if recipe.difference is not None)
 
 
 def _not_audited(comparison: Comparison) -> str:
@@ -90,8 +85,9 @@ def _not_audited(comparison: Comparison) -> str:
 
 # ── what to know about the runs ─────────────────────────────────────────────────────────────────────────────────────
 
-# Settings that may differ between compared runs.
-_FREE = NOT_COMPARED - {"eval_batches"} | {"recipe", "seed", "warmup_steps"}
+_TABLES = ("config", "data", "machine")
+_FREE = ("recipe", "seed", "warmup_steps")
+"""Settings that may differ between compared runs."""
 
 
 def _runs(comparison: Comparison) -> list[RunStats]:
@@ -99,37 +95,22 @@ def _runs(comparison: Comparison) -> list[RunStats]:
 
 
 def _left_out(comparison: Comparison) -> str:
-    runs = [run for run in _runs(comparison) if not run.counts and not run.divergence]
+    runs = []
+    for run in _runs(comparison):
+        if not run.counts and not run.divergence:
+            steps, planned = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0, run.run.config.get("steps")
+            runs.append(f"{run.label}, seed {run.seed} ({steps}{f' of {planned}' if planned else ''} steps)")
     words = "Left out of every number, not finished or without a validation loss"
-    return f"{words}: {listed(map(_progress, runs))}." if runs else ""
-
-
-def _progress(run: RunStats) -> str:
-    steps = int(run.run.steps[-1].get("step", 0)) if run.run.steps else 0
-    requested = run.run.config.get("steps")
-    return f"{run.label}, seed {run.seed} ({steps}{f' of {requested}' if requested else ''} steps)"
+    return f"{words}: {listed(runs)}." if runs else ""
 
 
 def _differing(comparison: Comparison) -> str:
     """Name the settings that differ between runs of one seed, with their values. Skip settings that one run lacks."""
-    texts: dict[tuple[int, str], dict[str, None]] = {}
+    first: dict[int, Row] = {}
+    values: dict[str, dict[str, None]] = {}
     for run in _runs(comparison):
-        for name, value in _settings(run):
-            texts.setdefault((run.seed, name), {})[str(value)] = None
-    differing: dict[str, dict[str, None]] = {}
-    for (_, name), values in texts.items():
-        if len(values) > 1:
-            differing.setdefault(name, {}).update(values)
-    items = [f"{name} {', '.join(values)}" for name, values in differing.items()]
+        for setting in settings_diff(first.setdefault(run.seed, run.run.run), run.run.run):
+            if setting.table in _TABLES and setting.name not in _FREE:
+                values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
+    items = [f"{name} {', '.join(texts)}" for name, texts in values.items()]
     return f"The runs differ in more than recipe and seed ({'; '.join(items)})." if items else ""
-
-
-def _settings(run: RunStats) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that runs of one seed should share."""
-    yield from ((key, value) for key, value in run.run.config.items() if key not in _FREE)
-    for table, key, words in (
-        ("machine", "device", "device"), ("machine", "num_threads", "threads"), ("data", "fingerprint", "text with hash"),
-    ):  # fmt: skip
-        values = run.run.run.get(table)
-        if isinstance(values, Mapping) and key in values:
-            yield words, str(values[key])[:12]
