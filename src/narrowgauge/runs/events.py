@@ -9,7 +9,7 @@ the kind, the detector and the other columns instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from narrowgauge.errors import suggestion
 from narrowgauge.runs.finding import sentences
@@ -33,10 +33,8 @@ _LISTENERS: list[Callable[[Event], object]] = []
 class Event:
     """Something that happened in a run.
 
-    Invariant: ``Event.from_row(event.row()) == event``.
-
     Args:
-        kind: a key of :data:`KINDS`.
+        kind: one of :data:`KINDS`.
         step: optimizer steps done when it happened; 0 is before the first.
         message: one sentence.
         tensor, rank: the parameter and the rank concerned.
@@ -78,12 +76,6 @@ class Event:
     def sentence(self) -> str:
         """Return the message and the advice, without the last full stop."""
         return sentences(self.message, self.advice).removesuffix(".")
-
-    @classmethod
-    def from_row(cls, row: Row) -> Event:
-        """Return the event of a row. Ignore columns that an event does not have."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in {"message": "", **row}.items() if name in names})
 
 
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:

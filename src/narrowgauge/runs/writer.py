@@ -134,12 +134,10 @@ class RunWriter:
         """Append a row to ``evals.jsonl``."""
         self._append("evals", row)
 
-    def event(self, event: Event | Row) -> None:
+    def event(self, event: Event) -> None:
         """Append an event to ``events.jsonl``, then call the callbacks of ``ng.on_event``."""
-        row = event.row() if isinstance(event, Event) else event
-        happened = event if isinstance(event, Event) else Event.from_row(self._checked("events", row))
-        self._append("events", row)
-        emit(happened)
+        self._append("events", event.row())
+        emit(event)
 
     def gauge(self, row: Row) -> None:
         """Append a row to ``gauges.jsonl``, as ``ng.attach_gauges`` passes it to ``on_row``."""

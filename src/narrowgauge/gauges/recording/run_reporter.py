@@ -120,15 +120,14 @@ class Reporter:
             reading, prints.last = prints.last, None
             self.writer.fingerprint(reading)
 
-    def event(self, event: Event | Row, shown: bool = False) -> None:
+    def event(self, event: Event, shown: bool = False) -> None:
         """Write an event, and print it if ``shown``."""
         self.writer.event(event)
-        written = event if isinstance(event, Event) else Event.from_row(event)
-        if written.kind in KINDS_OF_ALARMS and written.kind not in self._alarms:
-            self._alarms.append(written.kind)
+        if event.kind in KINDS_OF_ALARMS and event.kind not in self._alarms:
+            self._alarms.append(event.kind)
         if shown:
-            self.console.say(f"{written.kind.replace('_', ' ')}: {written.sentence}.")
-        self._on_row("events", written.row())
+            self.console.say(f"{event.kind.replace('_', ' ')}: {event.sentence}.")
+        self._on_row("events", event.row())
 
     def lost_updates(self, alarms: list[Alarm], step: int, shown: bool = True) -> None:
         """Write an event for each alarm of the optimizer's audit. Print the worst if ``shown``."""
