@@ -187,16 +187,10 @@ def looked_at(run: Run) -> tuple[str, ...]:
 
 def unseen(run: Run) -> dict[str, str]:
     """Return the areas that the record does not show, each with a way to record it; empty text if there is none."""
-    loop = loop_of(run)
-    rows = [row for row in _compared(run) if isinstance(row.get("unseen"), dict)]
-    compared = [row["unseen"] for row in rows if row.get("compared")]
-    reasons = {
-        f"{part} of the compared steps": why
-        for row in rows
-        for part, why in row["unseen"].items()
-        if all(part in reasons_of_row for reasons_of_row in compared)
-    }
-    return {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)} | reasons
+    loop, last = loop_of(run), (_compared(run) or [{}])[-1].get("unseen")
+    reasons = last if isinstance(last, dict) else {}
+    areas = {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)}
+    return areas | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
 
 def _is_shown(run: Run, area: Row) -> bool:

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.analysis.diagnose import rows_of
 from narrowgauge.analysis.reading import STAGE_OF, Reading
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, step_of
 from narrowgauge.spec.formats import FORMATS
-from narrowgauge.spec.notation import parse
 
 COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skipped", "val_loss")
 """Compared columns of a step and its evaluation. Times and bytes differ between any two runs."""
@@ -127,10 +125,9 @@ def roundoff(*runs: Run) -> float:
 
 def _formats_of(run: Run) -> tuple[str, ...]:
     """Return the formats between two matmuls, from the recipe, or else from the graph of a forward pass."""
-    with suppress(NarrowgaugeError, KeyError, AttributeError):
-        recipe = parse(run.run.get("config", {}).get("recipe", ""))
+    recipe, model = recipe_of(run), run.run.get("model")
+    if recipe is not None:
         return recipe.compute.dtype, recipe.storage.visible
-    model = run.run.get("model")
     if isinstance(model, dict) and not model.get("unseen"):
         names = tuple(str(model.get("formats", "")).split(", "))
         if all(name in FORMATS for name in names):

@@ -45,7 +45,6 @@ class RunWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._run: Row = {}
         self._descriptors: dict[str, int] = {}
 
     @classmethod
@@ -66,7 +65,7 @@ class RunWriter:
         writer._open_rows()
         try:
             require_free(writer.path)  # another writer may have finished since
-            writer._write_settings({**toml_value(run), "schema_version": VERSION})
+            writer.amend(run)
         except BaseException:  # the empty files that stay are in nobody's way
             writer.close()
             raise
@@ -80,7 +79,7 @@ class RunWriter:
             RecordError: the run is missing, a newer version wrote it, or another process is writing it.
         """
         writer = cls(path)
-        writer._run = read_settings(writer.path)
+        read_settings(writer.path)
         writer._open_rows()
         try:
             for name in ROW_FILES:
@@ -120,11 +119,9 @@ class RunWriter:
         return lost
 
     def amend(self, run: Row) -> None:
-        """Replace ``run.toml``, for a resume that changes its settings.
-
-        ``run`` is as for :meth:`create`; ``schema_version`` stays.
-        """
-        self._write_settings({**toml_value(run), "schema_version": self._run["schema_version"]})
+        """Replace ``run.toml``, for a resume that changes its settings. ``run`` is as for :meth:`create`."""
+        content = {**toml_value(run), "schema_version": VERSION}
+        write_whole(self.path / "run.toml", tomli_w.dumps(content).encode(), AGAIN)
 
     def step(self, row: Row) -> None:
         """Append a row to ``steps.jsonl``; ``row["step"]`` is the number of steps done. Cost: about 20 µs."""
@@ -171,10 +168,6 @@ class RunWriter:
 
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.jsonl"
-
-    def _write_settings(self, run: Row) -> None:
-        self._run = run
-        write_whole(self.path / "run.toml", tomli_w.dumps(run).encode(), AGAIN)
 
     def _open_rows(self) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)

@@ -82,19 +82,14 @@ class Comparison:
         return ACCEPTABLE * abs(float(loss or 0.0))
 
     @property
-    def usable(self) -> list[Classification]:
-        """Return the recipes fit for use. With one seed each, return all without faults."""
-        is_unranked = not self.has_intervals
-        return [
+    def cheapest(self) -> Classification | None:
+        """Return the recipe of the lowest known cost that is fit for use. With one seed each, take all without faults."""
+        usable = [
             recipe
             for recipe in self.classes.values()
-            if recipe.is_fit or (is_unranked and recipe.usable_rank is Rank.NO_INTERVAL)
+            if recipe.is_fit or (not self.has_intervals and recipe.usable_rank is Rank.NO_INTERVAL)
         ]
-
-    @property
-    def cheapest(self) -> Classification | None:
-        """Return the usable recipe of the lowest known cost."""
-        sized = [recipe for recipe in self.usable if recipe.row["bytes_per_param"] is not None]
+        sized = [recipe for recipe in usable if recipe.row["bytes_per_param"] is not None]
         return min(sized, key=lambda recipe: recipe.cost, default=None)
 
     def table(self) -> Table:
@@ -106,8 +101,12 @@ class Comparison:
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
             *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
-            Column("peak MiB", lambda row: _shown(row["peak_memory_bytes"], "{:,.1f}", 2.0**-20), right=True),
-            Column("late EDQ", lambda row: _shown(self.classes[row["recipe"]].late_edq, "{:.3f}"), right=True),
+            Column(
+                "peak MiB",
+                lambda row: f"{memory / 2**20:,.1f}" if (memory := row["peak_memory_bytes"]) else "–",
+                right=True,
+            ),
+            Column("late EDQ", lambda row: self._shown_edq(row["recipe"]), right=True),
             Column("seeds", "num_seeds", right=True),
             Column(
                 "verdict",
@@ -116,6 +115,10 @@ class Comparison:
         )
         return Table(columns, list(self.rows))
 
+    def _shown_edq(self, label: str) -> str:
+        edq = self.classes[label].late_edq
+        return "–" if edq is None else f"{edq:.3f}"
+
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
         return "\n".join(self.verdict)
@@ -123,10 +126,6 @@ class Comparison:
     def json(self) -> bytes:
         """Return ``compare.json``: a list of rows, valid JSON for all values."""
         return json.dumps(json_value(self.rows), indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
-
-
-def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
-    return "–" if value is None else form.format(value * factor)
 
 
 def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:

@@ -34,11 +34,9 @@ def _cheapest(comparison: Comparison) -> str:
         if base is not None and len(comparison.classes) == 1:
             return f"{base} alone was run: validation loss {shown_loss(comparison.rows[0]['val_loss'])}."
         return "No two recipes have a finished run with a seed in common, so nothing can be compared."
-    if not comparison.usable:
-        return f"No recipe is fit for use here, {base} included."
     best = comparison.cheapest
     if best is None:
-        return "No record holds the bytes per parameter of these recipes, so none is named the cheapest."
+        return "No recipe is named the cheapest: none of known bytes per parameter is fit for use."
     reference = comparison.classes[base].row["bytes_per_param"]
     size = f"{best.row['bytes_per_param']:.2f} bytes per parameter"
     if best.label != base and reference is not None:
