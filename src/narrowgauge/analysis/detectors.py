@@ -4,7 +4,7 @@ A detector reads one metric of each row of ``steps.jsonl`` or ``gauges.jsonl``, 
 number of consecutive values beyond the limit. The limit is a number. Where no number fits all models, it is a factor over
 earlier values. A condition reads other metrics of the same tensor. A tripped detector is silent until the metric has
 recovered, so each occurrence raises one event. :class:`~narrowgauge.analysis.alarms.Alarms` and the documentation read this
-table. Its rows are in ``detectors.toml``.
+table. Its rows are in ``data/detectors.toml``.
 
 Thresholds are published numbers where there are any. Some published thresholds raise alarms in healthy runs. A condition
 restricts these. For example, a healthy cast to int8 or four bits rounds half of a tensor to zero (measured: up to 74 % of the
@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Literal
 
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import Storage
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data
 
 Metrics = Mapping[str, float | None]
 
@@ -102,26 +101,14 @@ class Detector:
         return not self.condition or CONDITIONS[self.condition](metrics, facts)
 
     def limit(self, baseline: float | None) -> float | None:
-        """Return the limit. Return ``None`` for a relative threshold with an unknown or zero baseline.
-
-        Example:
-            >>> grows = Detector("a", "outliers", "forward", "tensors.outlier", 4.0, "", "", "", relative=True, floor=16.0)
-            >>> grows.limit(None), grows.limit(3.0), grows.limit(20.0)
-            (None, 64.0, 80.0)
-        """
+        """Return the limit. Return ``None`` for a relative threshold with an unknown or zero baseline."""
         if not self.relative:
             return self.threshold
         least = 0.0 if baseline is None else max(baseline, self.floor)
         return self.threshold * least if baseline is not None and least > 0 else None
 
     def trips(self, value: float, limit: float) -> bool:
-        """Return whether a value is beyond the limit.
-
-        Example:
-            >>> low = Detector("a", "lost_updates", "storage", "updates.edq", 0.9, "", "", "", side="below", clears=1.05)
-            >>> low.trips(0.9, 0.9), low.trips(0.91, 0.9)
-            (True, False)
-        """
+        """Return whether a value is beyond the limit."""
         return value >= limit if self.side == "above" else value <= limit
 
     def recovers(self, value: float, limit: float) -> bool:
@@ -179,8 +166,9 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_TABLE = files("narrowgauge.analysis").joinpath("detectors.toml").read_text(encoding="utf-8")
-DETECTORS: dict[str, Detector] = {name: Detector(name, **row) for name, row in load_toml(_TABLE).items()}
+DETECTORS: dict[str, Detector] = {
+    name: Detector(name, **row) for name, row in load_data("detectors", "analysis").items()
+}
 """All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its z."""
 
 KINDS_OF_ALARMS = frozenset(detector.kind for detector in DETECTORS.values())

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -34,7 +33,7 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, finite_number, gauge_metrics, number, step_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -165,8 +164,7 @@ def _notes(run: Run) -> Iterator[str]:
 # ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_TABLE = files("narrowgauge.analysis").joinpath("areas.toml").read_text(encoding="utf-8")
-AREAS: dict[str, Row] = load_toml(_TABLE)
+AREAS: dict[str, Row] = load_data("areas", "analysis")
 """The areas that a record may show: the columns that show each, and how to record it in each kind of loop."""
 
 

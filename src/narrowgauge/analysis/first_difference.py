@@ -113,11 +113,6 @@ class Parting(NamedTuple):
     is_hashed: bool
 
 
-def same_value(first: Any, second: Any) -> bool:
-    """Return whether two values are equal. NaN equals NaN."""
-    return bool(first == second) or (first != first and second != second)
-
-
 def roundoff(*runs: Run) -> float:
     """Return the largest unit roundoff of tensors between two matmuls, over some runs; bfloat16's if unrecorded."""
     return max(max(FORMATS[name].epsilon for name in _formats_of(run)) / 2 for run in runs)
@@ -212,7 +207,8 @@ def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapp
     differences = []
     for column in COLUMNS:
         first_value, second_value = first.get(column), second.get(column)
-        if first_value is not None and second_value is not None and not same_value(first_value, second_value):
+        are_nan = first_value != first_value and second_value != second_value
+        if first_value is not None and second_value is not None and first_value != second_value and not are_nan:
             values = (math.nan, math.nan) if isinstance(first_value, str) else (float(first_value), float(second_value))
             differences.append(Difference(step, column, column, values=values, numel=_tokens_of(step, rows, prints)))
     return differences

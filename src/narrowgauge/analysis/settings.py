@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
@@ -17,7 +16,7 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data
 
 TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 """Compared tables of ``run.toml``."""
@@ -102,8 +101,7 @@ def _text(value: Any) -> str:
 # ── where settings act ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_TABLE = files("narrowgauge.analysis").joinpath("acts.toml").read_text(encoding="utf-8")
-ACTS: list[Row] = load_toml(_TABLE)["acts"]
+ACTS: list[Row] = load_data("acts", "analysis")["acts"]
 """Settings (``table.name`` or ``table.*``), the first ``stages`` where they show, and ``only_rounds`` if they only round."""
 
 

@@ -88,7 +88,6 @@ class SpikeJudge:
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)  # logarithms
         self._rejected: list[tuple[float, float | None]] = []
-        self._scales: dict[str, tuple[float, float]] = {}
 
     def loss(self, value: float) -> Spike | None:
         """Judge a step's mean loss, in nats. Return the spike or ``None``; record nothing."""
@@ -128,7 +127,6 @@ class SpikeJudge:
             self._rejected.clear()
 
     def _accept(self, loss: float, grad_norm: float | None) -> None:
-        self._scales.clear()
         if math.isfinite(loss):
             self._losses.append(loss)
         if grad_norm is not None and math.isfinite(grad_norm) and grad_norm > 0:
@@ -136,10 +134,8 @@ class SpikeJudge:
 
     def _scale(self, metric: Literal["loss", "gradient"]) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation."""
-        if metric not in self._scales:
-            values = list(self._losses if metric == "loss" else self._norms)
-            middle = median(values[-RECENT:])
-            deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
-            floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
-            self._scales[metric] = middle, max(deviation, floor)
-        return self._scales[metric]
+        values = list(self._losses if metric == "loss" else self._norms)
+        middle = median(values[-RECENT:])
+        deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
+        floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
+        return middle, max(deviation, floor)

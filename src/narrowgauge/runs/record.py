@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
@@ -136,11 +135,16 @@ def read_settings(path: Path) -> Row:
         raise RecordError(f"No run in {path}: {reason}.", advice)
     try:
         run: Row = load_toml(data.decode())
-        _require_whole("schema_version", run["schema_version"])
+        config = run["config"] if isinstance(run.get("config"), dict) else {}
+        numbers = {
+            "schema_version": run["schema_version"],
+            "seed": config.get("seed", 0),
+            "steps": config.get("steps", 0),
+        }
+        for key, value in numbers.items():
+            if not is_whole(value):
+                raise ValueError(f"its {key} = {short(value)} is not a whole number")
         _require_known(run["schema_version"], path)
-        config: Any = run.get("config")
-        for key in ("seed", "steps") if isinstance(config, dict) else ():
-            _require_whole(key, config.get(key, 0))
     except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
     return run
@@ -159,11 +163,6 @@ def latest_runs(path: Path, most: int = 3) -> str:
         if files:
             return f" The latest runs there: {', '.join(str(file.parent) for file in files[:most])}."
     return ""
-
-
-def _require_whole(key: str, value: Any) -> None:
-    if not is_whole(value):
-        raise ValueError(f"its {key} = {short(value)} is not a whole number")
 
 
 def _require_known(version: int, path: Path) -> None:

@@ -95,16 +95,10 @@ def _by_settings(runs: Sequence[Run]) -> list[str]:
 
 
 def _by_folder(runs: Sequence[Run]) -> list[str]:
-    """Return the comparison's folder if it distinguishes runs of one seed, else the run's name or path."""
-    folders: list[str] = []
-    for folders in (
-        [run.path.parent.name for run in runs],
-        [run.path.name for run in runs],
-        [str(r.path) for r in runs],
-    ):
-        if len({(folder, seed_of(run)) for folder, run in zip(folders, runs, strict=True)}) == len(runs):
-            break
-    return [f" ({folder})" for folder in folders]
+    """Return the comparison's folder if it distinguishes runs of one seed, else the run's path."""
+    folders = [run.path.parent.name for run in runs]
+    is_distinct = len({(folder, seed_of(run)) for folder, run in zip(folders, runs, strict=True)}) == len(runs)
+    return [f" ({folder if is_distinct else run.path})" for folder, run in zip(folders, runs, strict=True)]
 
 
 def listed(parts: Iterable[str]) -> str:

@@ -41,14 +41,12 @@ def _cheapest(comparison: Comparison) -> str:
     size = f"{best.row['bytes_per_param']:.2f} bytes per parameter"
     if best.label != base and reference is not None:
         size += f" instead of the {reference:.2f} of {base}"
-    difference = best.difference
-    if not comparison.has_intervals:
-        loss = f" Its loss differs by {difference.text}." if difference is not None else ""
-        return f"One seed each, so a difference may be chance: take 3. {best.label} costs least: {size}.{loss}"
-    loss = ""
+    loss, difference = "", best.difference
     if difference is not None:
-        seeds = difference.num_pairs
-        loss = f" Its loss differs from that of {base} by {difference.text} (95 % interval over {seeds} seeds)."
+        seeds = f" (95 % interval over {difference.num_pairs} seeds)" if difference.num_pairs > 1 else ""
+        loss = f" Its loss differs from that of {base} by {difference.text}{seeds}."
+    if not comparison.has_intervals:
+        return f"One seed each, so a difference may be chance: take 3. {best.label} costs least: {size}.{loss}"
     return f"{best.label} is the cheapest within the noise: {size}.{loss}"
 
 
