@@ -7,12 +7,13 @@ must agree. Another seed always has another validation text.
 
 from __future__ import annotations
 
+from itertools import combinations
+
 from narrowgauge.analysis.comparison.classification import Rank
 from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, seeds_needed, shown_loss
 from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.settings import settings_diff
-from narrowgauge.runs.schema import Row
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,10 +103,9 @@ def _left_out(comparison: Comparison) -> str:
 
 def _differing(comparison: Comparison) -> str:
     """Name the settings that differ between runs of one seed, with their values. Skip settings that one run lacks."""
-    first: dict[int, Row] = {}
     values: dict[str, dict[str, None]] = {}
-    for run in _runs(comparison):
-        for setting in settings_diff(first.setdefault(run.seed, run.run.run), run.run.run):
+    for first, second in combinations(_runs(comparison), 2):
+        for setting in settings_diff(first.run.run, second.run.run) if first.seed == second.seed else ():
             if setting.table in _TABLES and setting.name not in _FREE:
                 values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
     items = [f"{name} {', '.join(texts)}" for name, texts in values.items()]
