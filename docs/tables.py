@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from narrowgauge import errors
-from narrowgauge.analysis.detectors import SERIOUS
 from narrowgauge.analysis.kinds import kind_table
 from narrowgauge.runs import schema
-from narrowgauge.runs.arithmetic import PROBES
 from narrowgauge.spec import show
 from narrowgauge.spec.tables import Column, Row, Table
+from narrowgauge.spec.toml import load_data
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 REFERENCE = "<!-- reference -->"
@@ -82,14 +81,9 @@ def record(kind: str) -> str:
     return _markdown(rows, *heads, **{"unit": "unit", "what it is": "help"})
 
 
-def serious() -> str:
-    """Return the kinds of event that need attention at once."""
-    return _pairs(("kind", "why it is serious"), SERIOUS)
-
-
 def probes() -> str:
     """Return the properties that ``narrowgauge show arithmetic`` measures."""
-    rows = [{"name": row.name, "measures": row.measures, "affects": row.affects} for row in PROBES.values()]
+    rows = [{"name": name, **row} for name, row in load_data("probes", "runs").items()]
     heads = Column("property", "name"), Column("measured", "measures")
     return _markdown(rows, *heads, **{"a difference in a run": "affects"})
 
@@ -112,7 +106,6 @@ OWN: dict[str, Callable[[], str]] = {
     "watched": watched,
     "metrics": metrics,
     **{f"record_{kind}": partial(record, kind) for kind in schema.TABLES},
-    "serious": serious,
     "checks": checks,
     "probes": probes,
 }

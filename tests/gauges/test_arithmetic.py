@@ -10,9 +10,10 @@ import torch
 from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
-from narrowgauge.runs import arithmetic
-from narrowgauge.runs.arithmetic import Arithmetic, differences, read_arithmetic
+from narrowgauge.runs.arithmetic import differences
+from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.toml import load_data
 
 CPU = torch.device("cpu")
 
@@ -25,10 +26,10 @@ def test_the_number_of_threads_changes_sums_of_whole_tensors_alone() -> None:
             machines.append(measure_arithmetic(CPU))
     finally:
         torch.set_num_threads(before)
-    assert list(PROBES) == list(arithmetic.PROBES)
-    differing = differences(*machines)
-    assert list(differing.results) == ["sum of a tensor"] and differing.settings == {"threads": ("1", "2")}
-    assert differing.origin == "sums"
+    assert list(PROBES) == list(load_data("probes", "runs"))
+    one, other = ({"arithmetic": machine} for machine in machines)
+    assert list(differences(one, other)) == ["sum of a tensor"]
+    assert [machine["settings"]["threads"] for machine in machines] == ["1", "2"]
 
 
 def test_flushed_subnormals_are_seen() -> None:
@@ -39,15 +40,17 @@ def test_flushed_subnormals_are_seen() -> None:
         flushed = measure_arithmetic(CPU)
     finally:
         torch.set_flush_denormal(False)
-    assert "subnormals" in differences(kept, flushed).results
+    assert "subnormals" in differences({"arithmetic": kept}, {"arithmetic": flushed})
 
 
 def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Path) -> None:
     present = describe_process(CPU)
     RunWriter.create(tmp_path / "run", {"config": {}, **present}).close()
-    read = read_arithmetic(tmp_path / "run")
-    assert read.to_toml() == present["arithmetic"] and read.settings["torch"] == torch.__version__
-    other = {**present, "arithmetic": Arithmetic(read.settings, {**read.results, "softmax": "pairwise"}).to_toml()}
-    started = {**present, "arithmetic": Arithmetic(read.settings, {**read.results, "softmax": "fused"}).to_toml()}
+    table = read_run(tmp_path / "run").run["arithmetic"]
+    assert table == present["arithmetic"] and table["settings"]["torch"] == torch.__version__
+    started, other = (
+        {**present, "arithmetic": {**table, "results": {**table["results"], "softmax": text}}}
+        for text in ("fused", "pairwise")
+    )
     assert changes_since(present, present) == changes_since({**present, "arithmetic": "none"}, present) == []
     assert changes_since(started, other) == ["this machine's arithmetic is not that of the run's start, in: softmax"]

@@ -72,7 +72,7 @@ def report(make_run: MakeRun) -> str:
     )
     # One that is far beyond the others ends the axes of losses and of differences.
     runs.append(make_run("bfloat16/no-master", steps=60, loss=lambda step: 5.0 * step))
-    return render(compare_runs(runs, "bfloat16/word"))
+    return render(compare_runs(runs))
 
 
 def figures_of(source: str) -> int:

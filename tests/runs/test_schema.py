@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.events import Event
 from narrowgauge.runs.lines import ROW_FILES
 from narrowgauge.runs.schema import STEPWISE, TABLES, Column, Row, wrong_value
 from narrowgauge.runs.writer import RunWriter
@@ -53,7 +54,8 @@ def test_a_value_of_another_type_is_refused_by_the_check_and_by_the_writer(
     assert column.name in found and "which" in found
     with RunWriter.create(tmp_path / "run", {}) as writer:
         write = {
-            "steps": writer.step, "evals": writer.eval, "events": writer.event, "gauges": writer.gauge,
+            "steps": writer.step, "evals": writer.eval, "gauges": writer.gauge,
+            "events": lambda row: writer.event(Event(**{"message": "", **row})),
             "fingerprints": writer.fingerprint,
         }  # fmt: skip
         with pytest.raises(RecordError, match=f"Cannot write this row of {kind} to .*which (is|are) not"):

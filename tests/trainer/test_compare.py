@@ -235,7 +235,6 @@ def test_contradictions_are_refused_before_anything_is_created(base: TrainConfig
             r"called bfloat16/word \(A\)",
             lambda: define([parse(tmp_path / f"{name}.toml") for name in ("own", "other")], {}),
         ),
-        (NarrowgaugeError, "one seed, which gives no interval", lambda: define(RECIPES, {}, resolve=0.1)),
     ):
         with pytest.raises(error, match=says):
             call()

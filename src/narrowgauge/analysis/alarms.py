@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics, advice_values
-from narrowgauge.analysis.spikes import SpikeJudge, StepJudgement
+from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics
+from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.schema import METRICS, Row, number
+from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number
+from narrowgauge.spec.computes import fallback_of
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
@@ -119,62 +120,22 @@ class Alarms:
         self._loss_scales: deque[float] = deque(maxlen=DETECTORS["scale-halvings"].window + 1)
         self._states: dict[tuple[str, str | None], _State] = {}
 
-    @classmethod
-    def rebuilt(
-        cls,
-        recipe: str | Path | Recipe | None,
-        steps: Iterable[Row] = (),
-        gauges: Iterable[Row] = (),
-        *,
-        is_audited: bool = False,
-    ) -> Alarms:
-        """Return the alarms of a run that continues after a resume or a rollback.
+    def read(self, steps: Iterable[Row], gauges: Iterable[Row]) -> list[Event]:
+        """Read the rows of ``steps.jsonl`` and ``gauges.jsonl``, and return their events."""
+        events = [event for row in steps for event in self.on_step(row)]
+        return events + [event for row in gauges for event in self.on_gauges(row)]
 
-        Args:
-            recipe, is_audited: as of the class.
-            steps, gauges: remaining rows of ``steps.jsonl`` and ``gauges.jsonl``.
-
-        Returns:
-            The alarms after these rows. Their events are dropped.
-
-        Example:
-            >>> rows = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 31)]
-            >>> Alarms.rebuilt(None, rows).on_step({"step": 31, "loss": 5.0, "grad_norm": 1.0})[0].kind
-            'loss_spike'
-        """
-        alarms = cls(recipe, is_audited=is_audited)
-        for row in steps:
-            alarms.on_step(row)
-        for row in gauges:
-            alarms.on_gauges(row)
-        return alarms
-
-    def on_step(self, row: Row, judgement: StepJudgement | None = None) -> list[Event]:
-        """Read a row of ``steps.jsonl``, and return the events that it raises.
-
-        Args:
-            row: the new row. Pass rows in the order of their steps.
-            judgement: result of :attr:`judge` before the update; ``None`` judges now.
-        """
+    def on_step(self, row: Row) -> list[Event]:
+        """Read a row of ``steps.jsonl``, and return the events that it raises. Pass rows in the order of their steps."""
         loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
         loss = math.nan if loss is None else loss
-        if judgement is None:
-            judgement = StepJudgement(self.judge)
-            judgement.judge_loss(loss)
-            judgement.judge_norm(norm)
-        spikes = judgement.loss, judgement.gradient
-        metrics = self._step_metrics(row)
-        trips = [
-            trip
-            for field, detector in _OF_STEPS
-            if (value := metrics.get(field)) is not None
-            for trip in self._read(detector, None, value, metrics)
-        ]
-        for name, spike in zip(("loss-spike", "gradient-spike"), spikes, strict=True):
+        trips = self._trips("steps", None, self._step_metrics(row))
+        spikes = {"loss-spike": self.judge.loss(loss), "gradient-spike": self.judge.norm(norm)}
+        for name, spike in spikes.items():
             begins = self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None)
             if begins and spike is not None:
                 trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold, spike.message))
-        self.judge.add(loss, norm, spiked=any(spikes))
+        self.judge.add(loss, norm, spiked=any(spikes.values()))
         return self._events(int(row.get("step", 0)), trips)
 
     def _step_metrics(self, row: Row) -> Metrics:
@@ -182,12 +143,14 @@ class Alarms:
         loss, norm, scale = (number(row.get(name)) for name in ("loss", "grad_norm", "loss_scale"))
         # Gradients overflow while the run searches for a loss scale.
         is_searching = scale is not None and bool(row.get("skipped"))
-        is_wrong = not _is_finite(loss) or not (is_searching or _is_finite(norm))
+        known = [value for value in (loss, None if is_searching else norm) if value is not None]
+        is_wrong = not all(map(math.isfinite, known))
         metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
         if scale is not None:
             if row.get("step", 0) > SETTLING_STEPS:
                 self._loss_scales.append(scale)
-            metrics |= {"loss_scale": scale, "halvings": halvings(self._loss_scales)}
+            falls = [math.log2(before / after) for before, after in pairwise(self._loss_scales) if before > after > 0]
+            metrics |= {"loss_scale": scale, "halvings": sum(falls, 0.0)}
         return metrics
 
     def on_gauges(self, row: Row) -> list[Event]:
@@ -196,15 +159,20 @@ class Alarms:
         Args:
             row: the new row (see :data:`narrowgauge.runs.schema.GAUGE`). Pass rows in the order of their steps.
         """
-        trips = []
+        trips: list[_Trip] = []
         for table, name, metrics in gauge_metrics(row):
-            for detector in _BY_TABLE.get(table, ()):
-                if detector.tensors and (name or "").partition(":")[0] not in detector.tensors:
-                    continue
-                value = metrics.get(detector.field)
-                if value is not None and not math.isnan(value):
-                    trips += self._read(detector, name, value, metrics)
+            trips += self._trips(table, name, metrics)
         return self._events(int(row.get("step", 0)), trips)
+
+    def _trips(self, table: str, name: str | None, metrics: Metrics) -> list[_Trip]:
+        """Pass the metrics of one tensor to the detectors of its table. Return the trips that begin."""
+        trips = []
+        for detector in _BY_TABLE.get(table, ()):
+            value = metrics.get(detector.field)
+            is_read = not detector.tensors or (name or "").partition(":")[0] in detector.tensors
+            if is_read and value is not None and not math.isnan(value):
+                trips += self._read(detector, name, value, metrics)
+        return trips
 
     def _state(self, detector: Detector, name: str | None) -> _State:
         key = (detector.name, name)
@@ -240,8 +208,13 @@ class Alarms:
         detector, name = worst.detector, worst.tensor
         num_others = len({trip.tensor for trip in group}) - 1
         more = f"; the same holds for {num_others} more tensor{'s' if num_others > 1 else ''}" if num_others else ""
-        values: dict[str, object] = {"value": worst.value, "limit": worst.limit, "spike": worst.spike}
-        values |= advice_values(name, self.facts.storage, self.facts.compute)
+        storage, parameter = self.facts.storage, (name or "").rpartition(":")[2]
+        values: dict[str, object] = {
+            "value": worst.value, "limit": worst.limit, "spike": worst.spike, "tensor": name or "the tensor",
+            # as a recipe's pattern names it
+            "module": parameter.removesuffix(".weight").removesuffix(".bias") or "the layer",
+            "storage": storage.fallback if storage is not None else "word", "compute": fallback_of(self.facts.compute),
+        }  # fmt: skip
         message = f"{name or ''} {detector.message}{more}".strip().format(**values)
         return Event(
             detector.kind, step, message, name or None, worst.value, worst.limit, detector.advice.format(**values),
@@ -250,29 +223,5 @@ class Alarms:
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
-    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in METRICS
+    table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "steps")
 }
-_OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")
-
-
-def halvings(scales: Iterable[float]) -> float:
-    """Count how often a loss scale was halved, from its values in consecutive steps.
-
-    Return the binary logarithm of the product of its decreases. Increases do not count.
-
-    Example:
-        >>> halvings([8.0, 4.0, 4.0, 8.0, 2.0])
-        3.0
-    """
-    return sum(math.log2(before / after) for before, after in pairwise(scales) if before > after > 0)
-
-
-def gauge_metrics(row: Row) -> Iterator[tuple[str, str | None, dict[str, float | None]]]:
-    """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name."""
-    for table, names in METRICS.items():
-        for name, values in (row.get(table) or {}).items():
-            yield table, name, dict(zip(names, map(number, values), strict=False))
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)

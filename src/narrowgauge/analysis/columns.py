@@ -49,22 +49,14 @@ def column(run: Run, table: str, name: str) -> Series:
     return Series(steps, numbers) if is_known.all() else Series(steps[is_known], numbers[is_known])
 
 
-def numbers(run: Run, table: str, name: str) -> Array:
-    """Return a column with an entry per row; NaN without a finite number."""
-    return _read(run, table, name)[0]
-
-
 def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
     """Return a column, and a mask of the rows with an entry. Cache both on the run: many readers use them."""
     cache = vars(run).setdefault("columns", {})
     if (table, name) not in cache:
-        cache[table, name] = _floats(getattr(run, table), name)
+        rows: list[Row] = getattr(run, table)
+        places = [place for place, row in enumerate(rows) if row.get(name) is not None]
+        numbers, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
+        is_known[places] = True
+        numbers[places] = np.array([finite_number(rows[place][name]) for place in places], float)
+        cache[table, name] = numbers, is_known
     return cache[table, name]  # type: ignore[no-any-return]
-
-
-def _floats(rows: list[Row], name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
-    places = [place for place, row in enumerate(rows) if row.get(name) is not None]
-    column, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
-    is_known[places] = True
-    column[places] = np.array([finite_number(rows[place][name]) for place in places], float)
-    return column, is_known

@@ -4,7 +4,7 @@ A detector reads one metric of each row of ``steps.jsonl`` or ``gauges.jsonl``, 
 number of consecutive values beyond the limit. The limit is a number. Where no number fits all models, it is a factor over
 earlier values. A condition reads other metrics of the same tensor. A tripped detector is silent until the metric has
 recovered, so each occurrence raises one event. :class:`~narrowgauge.analysis.alarms.Alarms` and the documentation read this
-table. Its rows are in ``detectors.toml``.
+table. Its rows are in ``data/detectors.toml``.
 
 Thresholds are published numbers where there are any. Some published thresholds raise alarms in healthy runs. A condition
 restricts these. For example, a healthy cast to int8 or four bits rounds half of a tensor to zero (measured: up to 74 % of the
@@ -16,13 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Literal
 
-from narrowgauge.spec.computes import fallback_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import Storage
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data
 
 Metrics = Mapping[str, float | None]
 
@@ -42,20 +40,9 @@ class Facts:
     scales_loss: bool = False
     is_audited: bool = False
 
-    @property
-    def dithers_weights(self) -> bool:
-        """Return whether weights are known to use stochastic rounding. Then updates are preserved on average."""
-        return self.storage is not None and self.storage.weight.rounding == "stochastic"
-
-    @property
-    def keeps_remainders(self) -> bool:
-        """Return whether the storage is known to keep rounding residuals, in a buffer or on average."""
-        return self.storage is not None and (bool(self.storage.beside) or self.dithers_weights)
-
-    @property
-    def rounds_second_moments(self) -> bool:
-        """Return whether second moments are known to be rounded to nearest. Others do not freeze."""
-        return self.storage is not None and self.storage.exp_avg_sq.rounding == "nearest"
+    def rounding(self, part: str) -> str:
+        """Return how the storage rounds ``weight`` or ``exp_avg_sq``; empty if unknown."""
+        return "" if self.storage is None else getattr(self.storage, part).rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +51,7 @@ class Detector:
 
     Args:
         kind: kind of its events, a key of :data:`narrowgauge.runs.events.KINDS`.
-        stage: a key of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
+        stage: one of :data:`narrowgauge.analysis.reading.STAGES`. A stage of the tensor's kind takes precedence.
         metric: ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``. One step metric needs several rows:
             ``halvings`` (of the loss scale, over ``window`` steps).
         threshold: limit of the metric. If ``relative``, a factor over a baseline of earlier values.
@@ -114,26 +101,14 @@ class Detector:
         return not self.condition or CONDITIONS[self.condition](metrics, facts)
 
     def limit(self, baseline: float | None) -> float | None:
-        """Return the limit. Return ``None`` for a relative threshold with an unknown or zero baseline.
-
-        Example:
-            >>> grows = Detector("a", "outliers", "forward", "tensors.outlier", 4.0, "", "", "", relative=True, floor=16.0)
-            >>> grows.limit(None), grows.limit(3.0), grows.limit(20.0)
-            (None, 64.0, 80.0)
-        """
+        """Return the limit. Return ``None`` for a relative threshold with an unknown or zero baseline."""
         if not self.relative:
             return self.threshold
         least = 0.0 if baseline is None else max(baseline, self.floor)
         return self.threshold * least if baseline is not None and least > 0 else None
 
     def trips(self, value: float, limit: float) -> bool:
-        """Return whether a value is beyond the limit.
-
-        Example:
-            >>> low = Detector("a", "lost_updates", "storage", "updates.edq", 0.9, "", "", "", side="below", clears=1.05)
-            >>> low.trips(0.9, 0.9), low.trips(0.91, 0.9)
-            (True, False)
-        """
+        """Return whether a value is beyond the limit."""
         return value >= limit if self.side == "above" else value <= limit
 
     def recovers(self, value: float, limit: float) -> bool:
@@ -165,15 +140,15 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
     # Updates are rounded to nearest (noise at most 1), and the optimizer's audit does not raise the event. With stochastic
     # rounding the EDQ of a small tensor is uncertain. The audit knows its error.
     "rounded": lambda metrics, facts: (
-        (metrics.get("noise") or 0.0) <= 1.05 and not facts.dithers_weights and not facts.is_audited
+        (metrics.get("noise") or 0.0) <= 1.05 and facts.rounding("weight") != "stochastic" and not facts.is_audited
     ),
     # Second moments are rounded to nearest, or differ from their exact reference. Stochastically rounded moments seldom
     # change, but are right on average.
-    "frozen": lambda metrics, facts: facts.rounds_second_moments or is_off(metrics.get("bias")),
+    "frozen": lambda metrics, facts: facts.rounding("exp_avg_sq") == "nearest" or is_off(metrics.get("bias")),
     # No residual, master copy or stochastic rounding keeps the rounding error of a weight. Most intended changes are lost, and
     # the EDQ is still good: below MIN_EDQ, the event is lost_updates.
     "bare": lambda metrics, facts: (
-        not facts.keeps_remainders
+        not (facts.storage is not None and (facts.storage.beside or facts.rounding("weight") == "stochastic"))
         and (metrics.get("lost_fraction") or 0.0) >= MAX_UNCHANGED
         and (metrics.get("edq") or 0.0) >= MIN_EDQ
     ),
@@ -191,43 +166,10 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_TABLE = files("narrowgauge.analysis").joinpath("detectors.toml").read_text(encoding="utf-8")
-DETECTORS: dict[str, Detector] = {name: Detector(name, **row) for name, row in load_toml(_TABLE).items()}
+DETECTORS: dict[str, Detector] = {
+    name: Detector(name, **row) for name, row in load_data("detectors", "analysis").items()
+}
 """All detectors by name. :class:`~narrowgauge.analysis.spikes.SpikeJudge` judges spikes. Their threshold is its z."""
 
-SERIOUS: dict[str, str] = {
-    "lost_updates": "training slows or stops, and the loss curve does not show why",
-    "frozen_moments": "step sizes no longer follow the gradients; they shrink or grow for the rest of the run",
-    "underflow": "the operand of a matmul is mostly rounding noise",
-    "overflow": "the operand of a matmul is saturated, and mostly rounding noise",
-    "attention": "collapsed attention does not recover by itself",
-    "loss_scale": "gradients overflow repeatedly; the loss diverges some tens of steps later (GLM-130B: 30)",
-    "loss_spike": "the model may not recover, and checkpoints from before the spike will be deleted",
-    "dead_layer": "a part of the model takes memory and time and learns nothing",
-    "nonfinite": "every step from here on may be lost",
-}
-"""Kinds of events that need immediate attention, each with the reason. The others may become serious, or cost little:
-unchanged_weights, lost_decay, noise, outliers, gradient_spike, growth. Healthy runs with small batches have gradient
-spikes."""
-
-
-def module_of(tensor: str) -> str:
-    """Return the module of a tensor ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
-    name = tensor.rpartition(":")[2]
-    module, _, last = name.rpartition(".")
-    return module if module and last in ("weight", "bias") else name
-
-
-def advice_values(tensor: str | None, storage: Storage | None, compute: str) -> dict[str, str]:
-    """Return the values of the placeholders in a detector's advice.
-
-    Example:
-        >>> advice_values("input:model.layers.0.mlp.down_proj", None, "float8-row")["compute"]
-        'float8-block'
-    """
-    return {
-        "tensor": tensor or "the tensor",
-        "module": module_of(tensor or "") or "the layer",
-        "storage": storage.fallback if storage is not None else "word",
-        "compute": fallback_of(compute),
-    }
+KINDS_OF_ALARMS = frozenset(detector.kind for detector in DETECTORS.values())
+"""Kinds of events that detectors raise."""

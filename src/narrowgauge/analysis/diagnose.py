@@ -11,30 +11,29 @@ at, and the areas that this record cannot show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from importlib.resources import files
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
 from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
-from narrowgauge.analysis.columns import column, numbers
-from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Detector, Facts, advice_values, is_off
+from narrowgauge.analysis.columns import column
+from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, is_off
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, body_lines, in_order, of_all
+from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.finding import counted, sentences, told
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
+from narrowgauge.runs.schema import METRICS, Row, finite_number, gauge_metrics, number, step_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -48,54 +47,43 @@ _CONSECUTIVE = 3
 """Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
 FEWEST_STEPS = 50
 """Minimum number of applied steps before an unmoved weight is a reading."""
-STAGE_OF_TENSOR: dict[str, str] = {
-    "input": "forward", "output": "forward", "output_grad": "gradient", "grad": "gradient", "weight": "storage",
-    "exp_avg": "storage", "exp_avg_sq": "storage",
-}  # fmt: skip
-"""Stage of a tensor's reading, by the tensor's kind."""
-STAGE_OF_OTHERS: dict[str, str] = {
-    **dict.fromkeys(CHANGES, "between steps"), "replicas": "optimizer step",
-    "divergence": "loss", "checkpoint_damaged": "storage", "corruption": "between steps",
+STAGE_OF_KIND: dict[str, str] = {
+    **dict.fromkeys((*CHANGES, "corruption"), "between steps"), "replicas": "optimizer step", "divergence": "loss",
+    "checkpoint_damaged": "storage",
 }  # fmt: skip
 """Stage of an event without a detector or check, by its ``detector`` or ``kind``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Readings):
     """Hold the findings about one run; ``print`` shows a table.
 
     Args:
-        name: name of the run.
+        run: the record.
+
+    Attributes:
         readings: beyond their bound. Sorted by step, stage, and excess (largest first).
         unseen: areas that the record cannot show, each with the one flag or call that records it; empty text if none does.
-        looked_at: areas that the record shows.
+        areas: areas that the record shows.
         num_steps, num_applied: recorded steps, and steps with an applied update.
         notes: unreadable parts of the record, a sentence each.
     """
 
-    name: str
-    readings: tuple[Reading, ...]
-    unseen: Mapping[str, str]
-    looked_at: tuple[str, ...] = ()
-    num_steps: int = 0
-    num_applied: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Return whether no reading is beyond its bound."""
-        return not self.readings
+    def __init__(self, run: Run) -> None:
+        skipped = skipped_steps(run)
+        super().__init__(recorded_readings(run, skipped), unseen=unseen(run))
+        self.name, self.areas, self.notes = run.path.name or run.path.resolve().name, looked_at(run), list(_notes(run))
+        self.num_steps, self.num_applied = len(run.steps), len(run.steps) - len(skipped)
+        self.lines = [f"{self.name}: {self.verdict}"]
 
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        skipped = self.num_steps - self.num_applied
-        watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
         if not self.readings:
-            return f"Nothing found: {watched}; looked at {', '.join(self.looked_at) or 'nothing'}."
+            watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
+            return f"Nothing found: {watched}; looked at {', '.join(self.areas) or 'nothing'}."
+        skipped, number, step = self.num_steps - self.num_applied, len(self.readings), self.readings[0].step
         is_skipped = any(reading.what == "skipped-steps" for reading in self.readings)
         first = f"{skipped:,} of {counted(self.num_steps, 'step')} were skipped; " if is_skipped else ""
-        number, step = len(self.readings), self.readings[0].step
         if number == 1:
             return f"{first}1 reading is beyond its bound, at step {step}."
         return f"{first}{number} readings are beyond their bound, from step {step} on."
@@ -108,15 +96,13 @@ class Diagnosis:
             "num_steps": self.num_steps,
             "num_applied": self.num_applied,
             "readings": [reading.to_dict() for reading in self.readings],
-            "looked_at": list(self.looked_at),
-            "unseen": dict(self.unseen),
-            "notes": list(self.notes),
+            "looked_at": list(self.areas),
+            "unseen": self.unseen,
+            "notes": self.notes,
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.verdict}", *body_lines(self.readings, "", self.unseen)]
-        lines += [f"Not recorded: {note}." for note in self.notes]
-        return "\n".join(lines)
+        return "\n".join([super().__str__(), *(f"Not recorded: {note}." for note in self.notes)])
 
 
 @overload
@@ -157,17 +143,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         from narrowgauge.analysis.two_runs import compare_two
 
         return compare_two(_read(run), _read(other))
-    record = _read(run)
-    skipped = skipped_steps(record)
-    return Diagnosis(
-        record.path.name or record.path.resolve().name,
-        tuple(in_order(recorded_readings(record, skipped))),
-        unseen(record),
-        looked_at(record),
-        len(record.steps),
-        len(record.steps) - len(skipped),
-        tuple(_notes(record)),
-    )
+    return Diagnosis(_read(run))
 
 
 def _read(run: str | Path | Run) -> Run:
@@ -180,33 +156,16 @@ def _notes(run: Run) -> Iterator[str]:
             getattr(run, name)
         except RecordError as error:
             yield f"the {name}: {error.message.rstrip('.')}"
-    steps = numbers(run, "steps", "step")
-    missing = len(steps) - len(column(run, "steps", "loss"))
+    missing = len(run.steps) - len(column(run, "steps", "loss"))
     if missing:
-        yield f"the loss of {missing} of the {counted(len(steps), 'step')}"
+        yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
 
 
 # ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Area(NamedTuple):
-    """Describe an area that a record may show.
-
-    Args:
-        reads: columns as ``table.column``. Any of them shows the area.
-        trainer, recorder, log: how to record it with ``narrowgauge train``, with ``ng.RunRecorder``, or in the log of another
-            framework; empty if impossible.
-    """
-
-    name: str
-    reads: list[str]
-    trainer: str
-    recorder: str
-    log: str
-
-
-_TABLE = files("narrowgauge.analysis").joinpath("areas.toml").read_text(encoding="utf-8")
-AREAS: list[Area] = [Area(name, **row) for name, row in load_toml(_TABLE).items()]
+AREAS: dict[str, Row] = load_data("areas", "analysis")
+"""The areas that a record may show: the columns that show each, and how to record it in each kind of loop."""
 
 
 def loop_of(run: Run) -> str:
@@ -217,30 +176,23 @@ def loop_of(run: Run) -> str:
 def looked_at(run: Run) -> tuple[str, ...]:
     """Return the areas that the record shows, with the number of moved elements if known."""
     moved = _moved(run)
-    areas = [area.name for area in AREAS if _is_shown(run, area)]
+    areas = [name for name, area in AREAS.items() if _is_shown(run, area)]
     if moved:
-        total = sum(count for _, count in moved.values())
-        share = sum(share * count for share, count in moved.values()) / max(1, total)
+        share = sum(share * count for _, share, count, _ in moved) / max(1, sum(count for _, _, count, _ in moved))
         areas.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
     return tuple(areas)
 
 
 def unseen(run: Run) -> dict[str, str]:
     """Return the areas that the record does not show, each with a way to record it; empty text if there is none."""
-    loop = loop_of(run)
-    rows = [row for row in _compared(run) if isinstance(row.get("unseen"), dict)]
-    compared = [row["unseen"] for row in rows if row.get("compared")]
-    reasons = {
-        f"{part} of the compared steps": why
-        for row in rows
-        for part, why in row["unseen"].items()
-        if all(part in reasons_of_row for reasons_of_row in compared)
-    }
-    return {area.name: getattr(area, loop) for area in AREAS if not _is_shown(run, area)} | reasons
+    loop, last = loop_of(run), (_compared(run) or [{}])[-1].get("unseen")
+    reasons = last if isinstance(last, dict) else {}
+    areas = {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)}
+    return areas | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
 
-def _is_shown(run: Run, area: Area) -> bool:
-    for table, _, name in (place.partition(".") for place in area.reads):
+def _is_shown(run: Run, area: Row) -> bool:
+    for table, _, name in (place.partition(".") for place in area["reads"]):
         if name == "recomputed":
             return any(row.get("compared") for row in _compared(run))
         if any(row.get(name) is not None for row in rows_of(run, table)):
@@ -291,10 +243,9 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     if "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None):
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
-    raised = [event.row() for row in run.steps for event in alarms.on_step(row)]
-    raised += [event.row() for row in rows_of(run, "gauges") for event in alarms.on_gauges(row)]
     kinds = {event.get("kind") for event in recorded}
-    return recorded + [event for event in raised if event["kind"] not in kinds]
+    raised = alarms.read(run.steps, rows_of(run, "gauges"))
+    return recorded + [event.row() for event in raised if event.kind not in kinds]
 
 
 def _of_event(event: Row) -> Reading:
@@ -312,12 +263,13 @@ def _of_event(event: Row) -> Reading:
 def _stage(event: Row, kind: str, detector: str) -> str:
     if event.get("stage") in STAGES:
         return str(event["stage"])
-    if detector in DETECTORS:
-        tensor, colon, _ = str(event.get("tensor") or "").partition(":")
-        return STAGE_OF_TENSOR.get(tensor, DETECTORS[detector].stage) if colon else DETECTORS[detector].stage
-    if detector in KINDS:
-        return KINDS[detector].stage
-    of_kind = {row.kind: row.stage for row in DETECTORS.values()} | STAGE_OF_OTHERS
+    tensor, colon, _ = str(event.get("tensor") or "").partition(":")
+    if colon and tensor in STAGE_OF:
+        return STAGE_OF[tensor]
+    by_name = DETECTORS.get(detector) or KINDS.get(detector)
+    if by_name is not None:
+        return by_name.stage
+    of_kind = {row.kind: row.stage for row in DETECTORS.values()} | STAGE_OF_KIND
     return of_kind.get(detector) or of_kind.get(kind) or ("optimizer step" if step_of(event) else "start")
 
 
@@ -350,7 +302,6 @@ def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
             more += f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
-            more += ". Look at the gradients that are not finite" if spikes < len(skipped) else ""
             yield kind.reading("", len(skipped), 0, bound, skipped[0], count=len(run.steps), more=more)
     failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
         skipped
@@ -392,76 +343,54 @@ def _resumes(run: Run) -> Iterator[Reading]:
 
 
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
-    """Yield readings of the audit over all parameters, beyond the bounds of the single-tensor detectors."""
-    facts = Facts(storage=recipe.storage if recipe is not None else None)
-    for name in ("lost-updates", "lost-decay", "noise"):
-        detector, length = DETECTORS[name], 0
-        audited = numbers(run, "steps", detector.field)
-        places = np.flatnonzero(~np.isnan(audited))
-        noises = np.nan_to_num(numbers(run, "steps", "noise")[places])
-        for place, value, noise in zip(places.tolist(), audited[places].tolist(), noises.tolist(), strict=True):
-            trips = detector.trips(value, detector.threshold) and detector.applies({"noise": noise}, facts)
-            length = length + 1 if trips else 0
-            if length == detector.consecutive:
-                yield _of_audit(run, detector, facts, value, step_of(run.steps[place]))
-                break
-
-
-def _of_audit(run: Run, detector: Detector, facts: Facts, value: float, step: int) -> Reading:
-    words = {"value": value, "limit": detector.threshold, **advice_values(None, facts.storage, "")}
-    expected, bound = None, detector.threshold
-    advice = sentences(f"the model {detector.message}".format(**words), detector.advice.format(**words))
-    if detector.name == "lost-updates":
-        expected, bound = 1.0, 1.0 - MIN_EDQ
-        values = column(run, "steps", "edq").finite.tolist()
-        error = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-        advice += f" You trained at about {fmean(values):.2g} × lr (± {error:.2g}): start there with another storage."
-    return Reading(step, detector.stage, "", detector.name, value, expected, bound, advice)
+    """Yield readings of the audit over all parameters: what detectors read of one tensor, of the whole model."""
+    alarms, edqs = Alarms(recipe), column(run, "steps", "edq").finite.tolist()
+    for row in run.steps:
+        values = [row.get(name) for name in METRICS["updates"]]
+        is_audited = any(value is not None for value in values)
+        for event in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}) if is_audited else ():
+            reading = replace(_of_event(event.row()), tensor="")
+            if reading.what == "lost-updates":
+                error = student_t(len(edqs) - 1) * stdev(edqs) / math.sqrt(len(edqs))
+                words = (
+                    f" You trained at about {fmean(edqs):.2g} × lr (± {error:.2g}): start there with another storage."
+                )
+                reading = replace(reading, advice=reading.advice + words)
+            yield reading
 
 
 def _moments(run: Run) -> Iterator[Reading]:
     """Yield second moments whose sum differs from an exact float32 copy."""
-    place, lengths = list(METRICS["moments"]).index("bias"), dict[str, int]()
+    lengths: dict[str | None, int] = {}
     for row in rows_of(run, "gauges"):
-        for name, values in (row.get("moments") or {}).items():
-            bias = number(values[place]) if values and place < len(values) else None
-            if bias is None:
+        for table, name, metrics in gauge_metrics(row):
+            if table != "moments" or (bias := metrics.get("bias")) is None:
                 continue
             lengths[name] = lengths.get(name, 0) + 1 if is_off(bias) else 0
             if lengths[name] == _CONSECUTIVE:
                 bound = MAX_BIAS - 1 if bias > 1 else 1 - 1 / MAX_BIAS
-                yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))
+                yield KINDS["second-moments"].reading(name or "", bias, 1.0, bound, step_of(row))
 
 
-def _moved(run: Run) -> dict[str, tuple[float, int]]:
-    """Return the moved fraction of elements since the start and their number, by trained tensor."""
+def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
+    """Return each trained tensor: the moved fraction of its elements since the start, their number, and if it is 16-bit."""
     moved = (run.summary or {}).get("moved")
-    if not isinstance(moved, dict):
-        return {}
-    return {
-        name: (float(pair[0]), int(pair[1]))
-        for name, pair in moved.items()
-        if isinstance(pair, list) and len(pair) == 3
-    }
+    rows = moved.items() if isinstance(moved, dict) else ()
+    return [
+        (name, float(row[0]), int(row[1]), bool(row[2]))
+        for name, row in rows
+        if isinstance(row, list) and len(row) == 3
+    ]
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """Yield 16-bit tensors with mostly unmoved elements, and any tensor that never moved despite a gradient."""
-    applied, moved = len(run.steps) - len(skipped), _moved(run)
-    if applied < FEWEST_STEPS:
-        return
-    is_narrow = {name: bool(pair[2]) for name, pair in ((run.summary or {}).get("moved") or {}).items()}
-    kind = KINDS["weights-unmoved"]
-    for is_still in (True, False):
-        names = [
-            n
-            for n, (share, _) in moved.items()
-            if (share == 0) is is_still and (is_still or (is_narrow[n] and share < kind.bound))
-        ]
-        if names:
-            total = sum(moved[name][1] for name in names)
-            share = sum(moved[name][0] * moved[name][1] for name in names) / max(1, total)
-            more = f", in {counted(len(names), 'tensor')}"
-            yield kind.reading(
-                of_all(names), share, None, kind.bound, max(map(step_of, run.steps)), steps=applied, more=more
-            )
+    applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
+    moved = _moved(run) if applied >= FEWEST_STEPS else []
+    still = [row for row in moved if row[1] == 0]
+    for rows in (still, [row for row in moved if 0 < row[1] < kind.bound and row[3]]):
+        if rows:
+            share = sum(share * count for _, share, count, _ in rows) / max(1, sum(count for _, _, count, _ in rows))
+            more, step = f", in {counted(len(rows), 'tensor')}", max(map(step_of, run.steps))
+            names = told((row[0] for row in rows), 1)
+            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more)

@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from narrowgauge.analysis.diagnose import rows_of
 from narrowgauge.analysis.reading import STAGE_OF, Reading
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, step_of
 from narrowgauge.spec.formats import FORMATS
-from narrowgauge.spec.notation import parse
 
-COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skipped")
-"""Compared columns of a step's row. Times and bytes differ between any two runs."""
+COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skipped", "val_loss")
+"""Compared columns of a step and its evaluation. Times and bytes differ between any two runs."""
 EXACT = frozenset({"held", "tokens", "batch_crc", "lr", "loss_scale", "skipped"})
 """Values that rounding cannot change."""
 _KINDS = list(STAGE_OF)
@@ -58,7 +56,6 @@ class Difference:
         values: of both runs. For a tensor: its norms. NaN if only bits are known.
         numel: elements of the tensor; for a column, tokens of the step; 0 if unknown.
         ranks: the differing ranks; empty if all differ or unknown.
-        note: disagreement among the ranks of one run, in words.
         only_in: 0 or 1: the only run with this tensor.
     """
 
@@ -69,7 +66,6 @@ class Difference:
     values: tuple[float, float] = (math.nan, math.nan)
     numel: int = 0
     ranks: tuple[int, ...] = ()
-    note: str = ""
     only_in: int | None = None
 
     @property
@@ -80,8 +76,10 @@ class Difference:
     @property
     def relative(self) -> float:
         """Return the difference over the larger value; infinite if rounding cannot explain it."""
-        relative = relative_difference(*self.values)
-        return math.inf if self.kind in EXACT or math.isnan(relative) else relative
+        first, second = self.values
+        if self.kind in EXACT or math.isnan(first) or math.isnan(second):
+            return math.inf
+        return abs(first - second) / (max(abs(first), abs(second)) or 1.0)
 
     @property
     def place(self) -> str:
@@ -115,24 +113,6 @@ class Parting(NamedTuple):
     is_hashed: bool
 
 
-def relative_difference(first: float, second: float) -> float:
-    """Return the difference of two values over the larger magnitude; NaN if either is NaN.
-
-    Example:
-        >>> relative_difference(2.0, 2.5), relative_difference(0.0, 0.0)
-        (0.2, 0.0)
-    """
-    largest = max(abs(first), abs(second))
-    return abs(first - second) / largest if largest else 0.0
-
-
-def same_value(first: Any, second: Any) -> bool:
-    """Return whether two values are equal. NaN equals NaN. Checksums of two lengths, from two versions, count as equal."""
-    if isinstance(first, str) and isinstance(second, str) and len(first) != len(second):
-        return True
-    return bool(first == second) or (first != first and second != second)
-
-
 def roundoff(*runs: Run) -> float:
     """Return the largest unit roundoff of tensors between two matmuls, over some runs; bfloat16's if unrecorded."""
     return max(max(FORMATS[name].epsilon for name in _formats_of(run)) / 2 for run in runs)
@@ -140,10 +120,9 @@ def roundoff(*runs: Run) -> float:
 
 def _formats_of(run: Run) -> tuple[str, ...]:
     """Return the formats between two matmuls, from the recipe, or else from the graph of a forward pass."""
-    with suppress(NarrowgaugeError, KeyError, AttributeError):
-        recipe = parse(run.run.get("config", {}).get("recipe", ""))
+    recipe, model = recipe_of(run), run.run.get("model")
+    if recipe is not None:
         return recipe.compute.dtype, recipe.storage.visible
-    model = run.run.get("model")
     if isinstance(model, dict) and not model.get("unseen"):
         names = tuple(str(model.get("formats", "")).split(", "))
         if all(name in FORMATS for name in names):
@@ -151,41 +130,29 @@ def _formats_of(run: Run) -> tuple[str, ...]:
     return ("bfloat16",)
 
 
-def rounding_of(numel: int, u: float) -> float:
-    """Return the relative difference of a norm or mean of ``numel`` values that still counts as rounding.
-
-    Example:
-        >>> rounding_of(1024, 2.0**-8)
-        0.00390625
-    """
-    return max(ENVELOPE * u / math.sqrt(max(1, numel)), LEAST)
-
-
 # ── the search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_parting(first_run: Run, second_run: Run) -> Parting:
     """Find the first difference of two runs, and the first difference beyond rounding."""
-    rows = _by_step(first_run.steps), _by_step(second_run.steps)
-    prints = _by_step(rows_of(first_run, "fingerprints")), _by_step(rows_of(second_run, "fingerprints"))
+    runs = first_run, second_run
+    rows = [_columns_by_step(run) for run in runs]
+    prints = [_by_step(rows_of(run, "fingerprints")) for run in runs]
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
-    extra = list(_evaluations(first_run, second_run, rows))
-    u, first, first_bound = roundoff(first_run, second_run), None, 0.0
+    num_common = len({step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps})
+    u, first, first_bound = roundoff(*runs), None, 0.0
     levels: dict[bool, tuple[int, float]] = {}
-    for step in sorted({*common, *hashed, *(difference.step for difference in extra)}):
-        differences = [difference for difference in extra if difference.step == step]
-        differences += _columns(step, rows, prints) if step in common else []
-        scales = _loss_scale(rows[0], step), _loss_scale(rows[1], step)
-        differences += _tensors(step, prints[0][step], prints[1][step], scales) if step in hashed else []
-        differences = sorted(_with_ranks(differences), key=lambda row: (_KINDS.index(row.kind), not row.tensor))
+    for step in sorted(common | hashed):
+        differences = _columns(step, rows, prints) if step in common else []
+        differences += _tensors(step, rows, prints) if step in hashed else []
+        named = {difference.stage for difference in differences if difference.tensor}
+        differences = [row for row in differences if row.tensor or not row.ranks or row.stage not in named]
+        differences.sort(key=lambda row: (_KINDS.index(row.kind), not row.tensor))
         if not differences and first is None:
             continue
         bounds = [_bound(difference, u, levels, first is not None) for difference in differences]
-        beyond = [
-            (difference, bound)
-            for difference, bound in zip(differences, bounds, strict=True)
-            if difference.relative > bound
-        ]
+        pairs = zip(differences, bounds, strict=True)
+        beyond = [(difference, bound) for difference, bound in pairs if difference.relative > bound]
         if first is None:
             first, first_bound = differences[0], bounds[0]
         if beyond:
@@ -193,15 +160,15 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
             if at is not first:  # rounding came before, so the order within the step means little
                 alike = [pair for pair in beyond if pair[0].stage == at.stage]
                 at, bound = max(alike, key=lambda pair: pair[0].relative / max(pair[1], 1e-300))
-            return Parting(first, at, bound, len(common), step in hashed)
+            return Parting(first, at, bound, num_common, step in hashed)
         for source, is_read in ((True, step in hashed), (False, step in common)):
             if is_read:
                 levels[source] = step, max((d.relative for d in differences if bool(d.tensor) is source), default=0.0)
-    ends = [(run.summary or {}).get("weights_fingerprint") for run in (first_run, second_run)]
+    ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
     if first is None and None not in ends and ends[0] != ends[1]:
         first = Difference(max(common, default=0), "weight", "weights_fingerprint")
-        return Parting(first, first, 0.0, len(common), False)
-    return Parting(first, None, first_bound, len(common), first is not None and first.step in hashed)
+        return Parting(first, first, 0.0, num_common, False)
+    return Parting(first, None, first_bound, num_common, first is not None and first.step in hashed)
 
 
 def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, float]], is_later: bool) -> float:
@@ -209,8 +176,10 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
 
     ``levels`` hold that step and its largest difference, for tensors and for columns.
     """
-    rounding = 0.0 if difference.kind in EXACT else rounding_of(difference.numel, u)
-    if not is_later or difference.kind in EXACT:
+    if difference.kind in EXACT:
+        return 0.0
+    rounding = max(ENVELOPE * u / math.sqrt(max(1, difference.numel)), LEAST)
+    if not is_later:
         return rounding
     step, level = levels.get(bool(difference.tensor), (-1, 0.0))
     if step < 0 or (difference.tensor and step != difference.step - 1):
@@ -224,12 +193,22 @@ def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
     return {step_of(row): row for row in reversed(rows)}
 
 
+def _columns_by_step(run: Run) -> dict[int, Row]:
+    """Return the rows of each step, with the loss of its evaluation."""
+    steps, evals = _by_step(run.steps), _by_step(run.evals)
+    return {
+        step: {**steps.get(step, {}), "val_loss": evals.get(step, {}).get("val_loss")}
+        for step in steps.keys() | evals.keys()
+    }
+
+
 def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
     first, second = rows[0][step], rows[1][step]
     differences = []
     for column in COLUMNS:
         first_value, second_value = first.get(column), second.get(column)
-        if first_value is not None and second_value is not None and not same_value(first_value, second_value):
+        are_nan = first_value != first_value and second_value != second_value
+        if first_value is not None and second_value is not None and first_value != second_value and not are_nan:
             values = (math.nan, math.nan) if isinstance(first_value, str) else (float(first_value), float(second_value))
             differences.append(Difference(step, column, column, values=values, numel=_tokens_of(step, rows, prints)))
     return differences
@@ -249,26 +228,28 @@ def _loss_scale(rows: Mapping[int, Row], step: int) -> float:
     return next((scale for scale in scales if scale), 1.0)
 
 
-def _tensors(step: int, first_row: Row, second_row: Row, scales: tuple[float, float]) -> list[Difference]:
+def _tensors(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
     """Compare the norms of tensors whose hashes differ, those of gradients at loss scale 1."""
-    first, second = first_row["tensors"], second_row["tensors"]
-    differences = [*_lacking(step, first, second), *_ranks(step, first_row, second_row)]
+    first, second = (prints[run][step]["tensors"] for run in (0, 1))
+    ranks = [*_ranks(step, prints[0][step], prints[1][step])]
+    odd = {row.stage: row.ranks for row in reversed(ranks) if row.ranks}
+    differences = [*_lacking(step, first, second), *ranks]
     for key, entry in first.items():
         if key in second and entry[0] != second[key][0]:
             kind = key.partition(":")[0]
             if kind == "tokens":  # integers have no norm
                 differences.append(Difference(step, kind, "bits", key))
             else:
-                first_scale, second_scale = scales if kind in ("sent", "grad") else (1.0, 1.0)
-                norms = entry[1] / first_scale, second[key][1] / second_scale
+                scales = [_loss_scale(row, step) if kind in ("sent", "grad") else 1.0 for row in rows]
+                norms = entry[1] / scales[0], second[key][1] / scales[1]
                 differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
-    return differences
+    return [replace(row, ranks=row.ranks or odd.get(row.stage, ())) for row in differences]
 
 
 def _lacking(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the first tensor of each kind that only one run has, if both recorded most of that kind."""
-    for kind in ("held", "output", "sent", "grad", "weight", "exp_avg", "exp_avg_sq", "state"):
-        names = [[key for key in difference if key.startswith(f"{kind}:")] for difference in (first, second)]
+    for kind in _KINDS:
+        names = [[key for key in tensors if key.startswith(f"{kind}:")] for tensors in (first, second)]
         shared = set(names[0]) & set(names[1])
         lacking = [key for key in dict.fromkeys([*names[0], *names[1]]) if key not in shared]
         if lacking and (kind == "held" or len(shared) >= _SHARED * (len(shared) + len(lacking))):
@@ -292,35 +273,6 @@ def _ranks(step: int, first_row: Row, second_row: Row) -> Iterator[Difference]:
             break
     parted = [parted_in(row) for row in (first_row, second_row)]
     if bool(parted[0][0]) != bool(parted[1][0]):
-        key, odd, words = parted[0] if parted[0][0] else parted[1]
-        yield Difference(step, key.partition(":")[0], "ranks-differ", key, ranks=odd, note=words)
-
-
-def _with_ranks(differences: list[Difference]) -> list[Difference]:
-    """Add ranks and notes to tensors of the same stage. Drop rank-only differences if a tensor is named."""
-    joined = []
-    for difference in differences:
-        alike = [peer for peer in differences if peer.stage == difference.stage]
-        if difference.ranks and not difference.tensor and any(peer.tensor for peer in alike):
-            continue
-        ranks = next((peer.ranks for peer in alike if peer.ranks), ())
-        note = next((peer.note for peer in alike if peer.note), "")
-        values = difference.values
-        if difference.note and math.isnan(values[0]):
-            values = next(
-                (peer.values for peer in alike if peer.kind == difference.kind and not math.isnan(peer.values[0])),
-                values,
-            )
-        joined.append(replace(difference, ranks=ranks, note=note, values=values) if difference.tensor else difference)
-    return joined
-
-
-def _evaluations(first_run: Run, second_run: Run, rows: Sequence[Mapping[int, Row]]) -> Iterator[Difference]:
-    """Yield the first differing evaluation."""
-    losses = [{step_of(row): number(row.get("val_loss")) for row in run.evals} for run in (first_run, second_run)]
-    for step in sorted(losses[0].keys() & losses[1].keys()):
-        first, second = losses[0][step], losses[1][step]
-        if first is not None and second is not None and not same_value(first, second):
-            numel = _tokens_of(step, rows, ({}, {}))
-            yield Difference(step, "val_loss", "val_loss", values=(first, second), numel=numel)
-            return
+        key, odd, _ = parted[0] if parted[0][0] else parted[1]
+        if key != "clip:factor" or not (first.get("clip") and second.get("clip")):
+            yield Difference(step, key.partition(":")[0], "ranks-differ", key, ranks=odd)

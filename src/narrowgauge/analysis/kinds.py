@@ -1,20 +1,19 @@
 """Kinds of readings: a table with the measured value, its bound, the bound's source, and the advice.
 
-``kinds.toml`` has a row for each number of ``ng.check``, the check of the optimizer's step, the counts over a record, and the
-comparison of two runs. Detectors (:mod:`narrowgauge.analysis.detectors`) are rows of the same table. Their rows also say when
+``data/kinds.toml`` has a row for each number of ``ng.check``, the check of the optimizer's step, the counts over a record, and
+the comparison of two runs. Detectors (:mod:`narrowgauge.analysis.detectors`) are rows of the same table. Their rows also say when
 an alarm begins. ``narrowgauge show checks`` prints all rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data
 
 STEP = "audit_every"
 """Kinds that the check of the optimizer's step reads."""
@@ -26,7 +25,7 @@ class Kind:
 
     Args:
         by: command or call that measures it.
-        stage: a key of :data:`narrowgauge.analysis.reading.STAGES`.
+        stage: one of :data:`narrowgauge.analysis.reading.STAGES`.
         value: meaning of the number.
         bound: of the value, or of its distance to the expected value.
         advice: a template for the measured values.
@@ -57,8 +56,7 @@ class Kind:
         return Reading(step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity)
 
 
-_TABLE = files("narrowgauge.analysis").joinpath("kinds.toml").read_text(encoding="utf-8")
-KINDS: dict[str, Kind] = {name: Kind(name, **row) for name, row in load_toml(_TABLE).items()}
+KINDS: dict[str, Kind] = {name: Kind(name, **row) for name, row in load_data("kinds", "analysis").items()}
 
 
 def kind_rows() -> list[Row]:

@@ -11,30 +11,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.runs.finding import SEVERITIES, told
+from narrowgauge.runs.finding import told
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 
-STAGES: dict[str, str] = {
-    "start": "the weights and settings before the first step",
-    "between steps": "weights and states after one step and before the next",
-    "data": "the tokens of the step",
-    "forward": "the outputs of modules",
-    "loss": "the loss",
-    "gradient": "the gradients, and what sums them over ranks",
-    "clip": "the factor that clips the gradients",
-    "optimizer step": "the update of weights and states, or that it was left out",
-    "storage": "what the formats of weights and states kept of the update",
-    "evaluation": "the evaluation",
-}
-"""The stages of a step, in order."""
+SEVERITIES = ("error", "warning", "note")
+"""How serious a reading is. Error: training computes something else than it says, or stands still. Warning: something is lost
+that need not be. Note: nothing is lost, and it is worth a line."""
+STAGES = (
+    "start", "between steps", "data", "forward", "loss", "gradient", "clip", "optimizer step", "storage", "evaluation",
+)  # fmt: skip
+"""The stages of a step, in order. At the start there are the weights and settings before the first step. ``optimizer step`` is
+the update, or that it was left out. ``storage`` is what the formats of weights and states kept of the update."""
 STAGE_OF: dict[str, str] = {
-    "held": "between steps", "tokens": "data", "batch_crc": "data", "output": "forward", "loss": "loss", "sent": "gradient",
+    "held": "between steps", "tokens": "data", "batch_crc": "data", "input": "forward", "output": "forward", "loss": "loss",
+    "output_grad": "gradient", "sent": "gradient",
     "grad": "gradient", "grad_norm": "gradient", "clip": "clip", "lr": "optimizer step", "loss_scale": "optimizer step",
     "skipped": "optimizer step", "weight": "optimizer step", "exp_avg": "optimizer step", "exp_avg_sq": "optimizer step",
     "state": "optimizer step", "val_loss": "evaluation",
 }  # fmt: skip
-"""The stage of each compared column and kind of fingerprint, in the order of a step."""
-_ORDER = list(STAGES)
+"""The stage of each compared column and kind of tensor, in the order of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +38,14 @@ class Reading:
 
     Args:
         step: optimizer step, from 1; 0 is before the first.
-        stage: a key of :data:`STAGES`.
+        stage: one of :data:`STAGES`.
         tensor: ``KIND:NAME`` or a parameter's name; empty for the whole step.
         what: name of the quantity, detector or check.
         value: measured number; ``None`` if only bits are known to differ.
         expected: expected number, if any.
         bound: largest allowed ``|value - expected|``. Without ``expected``, the limit of ``value``.
         advice: meaning and next action, in sentences.
-        severity: a key of :data:`narrowgauge.runs.finding.SEVERITIES`.
+        severity: one of :data:`SEVERITIES`.
 
     Example:
         >>> Reading(40, "storage", "lm_head.weight", "lost-updates", 0.5, 1.0, 0.1).excess
@@ -91,8 +86,8 @@ def in_order(readings: Iterable[Reading]) -> list[Reading]:
         key=lambda r: (
             r.severity == "note",
             r.step,
-            _ORDER.index(r.stage),
-            list(SEVERITIES).index(r.severity),
+            STAGES.index(r.stage),
+            SEVERITIES.index(r.severity),
             -r.excess,
         ),
     )
@@ -109,7 +104,7 @@ def of_all(names: Iterable[str]) -> str:
 
 
 def reading_table(readings: Sequence[Reading], title: str = "") -> Table:
-    """Return readings as a table. :func:`advice_lines` returns their advice.
+    """Return readings as a table, without their advice.
 
     Example:
         >>> print(reading_table([Reading(40, "storage", "a.weight", "lost-updates", 0.5, 1.0, 0.1)]).plain(), end="")
@@ -125,20 +120,8 @@ def reading_table(readings: Sequence[Reading], title: str = "") -> Table:
     return Table(columns, [reading.to_dict() for reading in readings], title)
 
 
-def advice_lines(readings: Sequence[Reading], most: int = 3) -> list[str]:
-    """Return the advice of the first readings, one line per ``what``.
-
-    Example:
-        >>> advice_lines([Reading(7, "loss", "", "loss-spike", 9.0, None, 3.0, "The loss jumped.")])
-        ['loss-spike: The loss jumped.']
-    """
-    lines = {reading.what: f"{reading.what}: {reading.advice}" for reading in reversed(readings) if reading.advice}
-    order = dict.fromkeys(reading.what for reading in readings)
-    return [lines[kind] for kind in order if kind in lines][:most]
-
-
-MAX_ROWS = 10
-"""Maximum number of printed rows. JSON has all rows."""
+MAX_ROWS, MAX_ADVICE = 10, 6
+"""Maximum number of printed rows, and of printed lines of advice. JSON has all."""
 
 
 class Readings(Sequence[Reading]):
@@ -204,17 +187,16 @@ class Readings(Sequence[Reading]):
         return f"Readings({[reading.what for reading in self.readings]})"
 
     def __str__(self) -> str:
-        return "\n".join([*self.lines, *body_lines(self.readings, self.looked_at, self.unseen)])
-
-
-def body_lines(readings: Sequence[Reading], looked_at: str, unseen: Mapping[str, str]) -> list[str]:
-    """Return the table of readings, their advice and the skipped checks, as lines."""
-    if not readings:
-        lines = [f"Nothing found: {looked_at}."] if looked_at else []
-    else:
-        lines = reading_table(readings[:MAX_ROWS]).plain().splitlines()
-        more = len(readings) - MAX_ROWS
-        lines += [f"and {more} more readings (--json)"] if more > 0 else []
-        lines += advice_lines(readings, 6)
-    areas = [f"{area} ({flag})" if flag else area for area, flag in unseen.items()]
-    return lines + ([f"Not looked at: {', '.join(areas)}."] if areas else [])
+        lines, more = list(self.lines), len(self.readings) - MAX_ROWS
+        if self.readings:
+            lines += reading_table(self.readings[:MAX_ROWS]).plain().splitlines()
+            lines += [f"and {more} more readings (--json)"] if more > 0 else []
+            advice: dict[str, str] = {}
+            for reading in self.readings:
+                if reading.advice:
+                    advice.setdefault(reading.what, f"{reading.what}: {reading.advice}")
+            lines += list(advice.values())[:MAX_ADVICE]
+        elif self.looked_at:
+            lines.append(f"Nothing found: {self.looked_at}.")
+        areas = [f"{area} ({flag})" if flag else area for area, flag in self.unseen.items()]
+        return "\n".join(lines + ([f"Not looked at: {', '.join(areas)}."] if areas else []))

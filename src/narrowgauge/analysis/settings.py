@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs import arithmetic
@@ -17,13 +16,13 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.toml import load_data
 
 TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 """Compared tables of ``run.toml``."""
 
 NOT_COMPARED = frozenset({
-    "out", "stop_after", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
+    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
     "log_to", "gauges_every", "audit_every", "verify_every", "fingerprints_every",
 })  # fmt: skip
 """Settings that do not affect the bits of training."""
@@ -71,9 +70,8 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
                 moved = table == "config" and difference.name in same and are_paths
                 if not repeats and not moved:
                     yield difference
-    parted = arithmetic.differences(arithmetic.arithmetic_of(first_run), arithmetic.arithmetic_of(second_run))
-    for name, texts in parted.results.items():
-        yield SettingDifference(name, texts, f"arithmetic.{parted.origin}")
+    for name, texts in arithmetic.differences(first_run, second_run).items():
+        yield SettingDifference(name, texts, "arithmetic")
 
 
 _PLACES = {"data": ("data",), "model": ("model",)}
@@ -103,20 +101,12 @@ def _text(value: Any) -> str:
 # ── where settings act ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Acts(NamedTuple):
-    """List settings (``table.name`` or ``table.*``), their first visible stages, and whether they only change rounding."""
-
-    settings: list[str]
-    stages: list[str]
-    only_rounds: bool = False
-
-
-_TABLE = files("narrowgauge.analysis").joinpath("acts.toml").read_text(encoding="utf-8")
-ACTS: list[Acts] = [Acts(**row) for row in load_toml(_TABLE)["acts"]]
+ACTS: list[Row] = load_data("acts", "analysis")["acts"]
+"""Settings (``table.name`` or ``table.*``), the first ``stages`` where they show, and ``only_rounds`` if they only round."""
 
 
 def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:
     """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``."""
-    rows = [row for row in ACTS if stage in row.stages and (is_rounding or not row.only_rounds)]
-    settings = {setting for row in rows for setting in row.settings}
+    rows = [row for row in ACTS if stage in row["stages"] and (is_rounding or not row.get("only_rounds"))]
+    settings = {setting for row in rows for setting in row["settings"]}
     return tuple(d for d in differences if settings & {f"{d.table}.{d.name}", f"{d.table}.*", d.table})

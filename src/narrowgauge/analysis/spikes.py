@@ -23,8 +23,8 @@ from typing import Literal
 
 WINDOW, RECENT = 100, 30
 """Number of steps for the noise estimate, and number of latest steps for the level."""
-FEWEST, FEWEST_EARLY = 20, 3
-"""Minimum number of steps for medians, and for any spike of the loss."""
+FEWEST = 20
+"""Minimum number of steps before a spike."""
 Z = 8.0
 """Robust standard deviations above the level that make a spike. Healthy calibration runs reach 5 for the loss."""
 LOSS_FLOOR = 0.01
@@ -64,9 +64,8 @@ class SpikeJudge:
 
     Invariant: the decision depends only on the sequence of :meth:`add` calls. Asking changes nothing. A spike lies more than
     :data:`Z` robust standard deviations above the median of the last :data:`RECENT` steps without spikes. A non-finite value is
-    never a spike; it has its own kind of event. In the first :data:`FEWEST` steps the loss falls too fast for a median. There a
-    loss is a spike if it exceeds the largest of at least three losses by a fifth and by a nat. A gradient norm is never a spike
-    there.
+    never a spike; it has its own kind of event. In the first :data:`FEWEST` steps the loss falls too fast for a median, and
+    nothing is a spike.
 
     Cost: about 15 µs per step.
 
@@ -89,11 +88,10 @@ class SpikeJudge:
         self._losses: deque[float] = deque(maxlen=WINDOW)
         self._norms: deque[float] = deque(maxlen=WINDOW)  # logarithms
         self._rejected: list[tuple[float, float | None]] = []
-        self._scales: dict[str, tuple[float, float]] = {}
 
     def loss(self, value: float) -> Spike | None:
         """Judge a step's mean loss, in nats. Return the spike or ``None``; record nothing."""
-        if len(self._losses) < FEWEST_EARLY or not math.isfinite(value):
+        if len(self._losses) < FEWEST or not math.isfinite(value):
             return None
         middle, scale = self._scale("loss")
         z = (value - middle) / scale
@@ -129,7 +127,6 @@ class SpikeJudge:
             self._rejected.clear()
 
     def _accept(self, loss: float, grad_norm: float | None) -> None:
-        self._scales.clear()
         if math.isfinite(loss):
             self._losses.append(loss)
         if grad_norm is not None and math.isfinite(grad_norm) and grad_norm > 0:
@@ -137,46 +134,8 @@ class SpikeJudge:
 
     def _scale(self, metric: Literal["loss", "gradient"]) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation."""
-        if metric not in self._scales:
-            values = list(self._losses if metric == "loss" else self._norms)
-            if len(values) < FEWEST:
-                highest = max(values)
-                return highest, max(1.0, 0.2 * abs(highest)) / Z
-            middle = median(values[-RECENT:])
-            deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
-            floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
-            self._scales[metric] = middle, max(deviation, floor)
-        return self._scales[metric]
-
-
-class StepJudgement:
-    """Judge one step once, for the optimizer, the record, the recovery and the detectors.
-
-    The loss is known before the update, the gradient norm after it. So they are judged one after the other.
-
-    Attributes:
-        loss, gradient: the spikes; ``None`` without a spike or before judging.
-
-    Example:
-        >>> judge = SpikeJudge()
-        >>> for step in range(40):
-        ...     judge.add(3.0 + 0.01 * (step % 5), 0.5, spiked=False)
-        >>> judgement = StepJudgement(judge)
-        >>> round(judgement.judge_loss(3.0), 2), judgement.judge_loss(9.0)  # a limit of the gradient norm
-        (5.0, -1.0)
-    """
-
-    def __init__(self, judge: SpikeJudge) -> None:
-        self._judge = judge
-        self.loss: Spike | None = None
-        self.gradient: Spike | None = None
-
-    def judge_loss(self, value: float) -> float:
-        """Judge the loss. Return the largest gradient norm at which to apply the update; -1 if the loss is a spike."""
-        self.loss = self._judge.loss(value)
-        return self._judge.norm_limit() if self.loss is None else -1.0
-
-    def judge_norm(self, value: float | None) -> Spike | None:
-        """Judge the gradient norm before clipping, after the loss. Return the loss's or the gradient's spike, or ``None``."""
-        self.gradient = self._judge.norm(value)
-        return self.loss or self.gradient
+        values = list(self._losses if metric == "loss" else self._norms)
+        middle = median(values[-RECENT:])
+        deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
+        floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
+        return middle, max(deviation, floor)

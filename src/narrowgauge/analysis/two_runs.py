@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.analysis.diagnose import loop_of
@@ -14,7 +14,6 @@ from narrowgauge.analysis.settings import SettingDifference, acting_at, settings
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import step_of
 
 _NAMED = 6
 _DAMAGE = "other code or damaged memory. Repeat one run once: damage does not come twice."
@@ -27,19 +26,15 @@ class TwoRuns:
 
     Args:
         names: names of the runs.
-        readings: the first difference beyond its bound, or else the first. It expects the first run's value.
-        parting: the difference behind the first reading.
+        parting: the first differences.
         settings: recorded settings, data and software that differ.
-        acting: members of ``settings`` that can act at the stage of the first difference.
         is_complete: both runs finished with equal hashes of the final weights.
         notes: limits of the comparison, a sentence each.
     """
 
     names: tuple[str, str]
-    readings: tuple[Reading, ...]
     parting: Parting
     settings: tuple[SettingDifference, ...] = ()
-    acting: tuple[SettingDifference, ...] = ()
     is_complete: bool = False
     notes: tuple[str, ...] = ()
 
@@ -49,9 +44,20 @@ class TwoRuns:
         return self.parting.beyond or self.parting.first
 
     @property
+    def readings(self) -> tuple[Reading, ...]:
+        """Return the difference as a reading that expects the first run's value."""
+        return () if self.difference is None else (self.difference.reading(self.parting.bound),)
+
+    @property
+    def acting(self) -> tuple[SettingDifference, ...]:
+        """Return the settings that differ and can act at the stage of the difference."""
+        at = self.difference
+        return () if at is None else acting_at(self.settings, at.stage, self.is_rounding)
+
+    @property
     def is_rounding(self) -> bool:
         """Return whether the runs differ only within rounding."""
-        return bool(self.readings) and self.parting.beyond is None
+        return self.difference is not None and self.parting.beyond is None
 
     @property
     def verdict(self) -> str:
@@ -63,15 +69,13 @@ class TwoRuns:
             if not self.parting.num_common and not self.parting.is_hashed:
                 return "Cannot compare the records because they have no step in common."
             return f"The same in all that both recorded ({common})."
-        size = "by rounding" if self.is_rounding else "beyond rounding" if at is not self.parting.first else ""
+        size = " by rounding" if self.is_rounding else " beyond rounding" if at is not self.parting.first else ""
         ranks = f" of {in_words(at.ranks)}" if at.ranks else ""
-        words = ["The runs first differ", *([size] if size else []), f"at step {at.step}, in {at.place}{ranks}."]
-        return " ".join(words)
+        return f"The runs first differ{size} at step {at.step}, in {at.place}{ranks}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values for JSON."""
-        at, first = self.difference, self.parting.first
-        acts = set(map(str, self.acting))
+        at, first, acting = self.difference, self.parting.first, self.acting
         return {
             "runs": list(self.names),
             "verdict": self.verdict,
@@ -80,15 +84,7 @@ class TwoRuns:
             "ranks": list(at.ranks) if at else [],
             "is_rounding": self.is_rounding,
             "rounding_since": first.step if first is not None and first is not at else None,
-            "settings": [
-                {
-                    "name": setting.name,
-                    "table": setting.table,
-                    "values": list(setting.values),
-                    "acts": str(setting) in acts,
-                }
-                for setting in self.settings
-            ],
+            "settings": [asdict(setting) | {"acts": setting in acting} for setting in self.settings],
             "num_common": self.parting.num_common,
             "notes": list(self.notes),
         }
@@ -101,24 +97,22 @@ class TwoRuns:
 
 
 def _sentences(pair: TwoRuns) -> Iterator[str]:
-    at, first = pair.difference, pair.parting.first
-    inactive = [setting for setting in pair.settings if setting not in pair.acting]
+    at, first, acting = pair.difference, pair.parting.first, pair.acting
+    inactive = [setting for setting in pair.settings if setting not in acting]
     if at is None:
         if pair.settings:
             yield f"Recorded settings that differ: {_listed(pair.settings)}."
         return
-    if at.note:
-        yield f"{at.note[:1].upper()}{at.note[1:].rstrip('.')}."
-    elif at.only_in is not None:
+    if at.only_in is not None:
         yield f"Only {pair.names[at.only_in]} has {at.tensor}."
-    if math.isfinite(at.relative) and at.values != (at.values[0], at.values[0]):
+    if math.isfinite(at.relative) and at.values[0] != at.values[1]:
         is_known = math.isfinite(pair.parting.bound)
         bound = f"rounding reaches {pair.parting.bound:.2g}" if is_known else "the step before was not hashed"
         yield f"The relative difference is {at.relative:.2g}; {bound}."
     if first is not None and first is not at:
         yield f"By rounding they differ since step {first.step}, first in {first.place}."
-    if pair.acting:
-        yield f"Recorded settings that differ and can act there: {_listed(pair.acting)}."
+    if acting:
+        yield f"Recorded settings that differ and can act there: {_listed(acting)}."
     else:
         yield f"No recorded setting that differs can act there: {_VARIES if pair.is_rounding else _DAMAGE}"
     if inactive:
@@ -132,43 +126,27 @@ def _listed(settings: Sequence[SettingDifference]) -> str:
 
 def compare_two(first_run: Run, second_run: Run) -> TwoRuns:
     """Find the first difference of two runs from their records, finished or not."""
-    parting = find_parting(first_run, second_run)
-    at, settings = parting.beyond or parting.first, tuple(settings_diff(first_run.run, second_run.run))
-    ends = [(run.summary or {}).get("weights_fingerprint") for run in (first_run, second_run)]
-    names = (
-        (first_run.path.name, second_run.path.name)
-        if first_run.path.name != second_run.path.name
-        else (str(first_run.path), str(second_run.path))
+    runs, parting = (first_run, second_run), find_parting(first_run, second_run)
+    ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
+    names = first_run.path.name, second_run.path.name
+    return TwoRuns(
+        names if names[0] != names[1] else (str(first_run.path), str(second_run.path)),
+        parting,
+        tuple(settings_diff(first_run.run, second_run.run)),
+        None not in ends and ends[0] == ends[1],
+        tuple(_notes(runs, parting)),
     )
-    if at is None:
-        return TwoRuns(
-            names,
-            (),
-            parting,
-            settings,
-            (),
-            None not in ends and ends[0] == ends[1],
-            tuple(_notes(first_run, second_run)),
-        )
-    acting = acting_at(settings, at.stage, parting.beyond is None)
-    notes = (*_notes(first_run, second_run), *_to_record(first_run, second_run, parting))
-    return TwoRuns(names, (at.reading(parting.bound),), parting, settings, acting, False, notes)
 
 
-def _notes(first_run: Run, second_run: Run) -> Iterator[str]:
-    lengths = [len(run.steps) for run in (first_run, second_run)]
-    common = {step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps}
-    if common and lengths[0] != lengths[1]:
-        yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {len(common)} are common"
-    if not all(run.run.get("config") or run.run.get("versions") for run in (first_run, second_run)):
+def _notes(runs: Sequence[Run], parting: Parting) -> Iterator[str]:
+    lengths = [len(run.steps) for run in runs]
+    if parting.num_common and lengths[0] != lengths[1]:
+        yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {parting.num_common} are common"
+    if not all(run.run.get("config") or run.run.get("versions") for run in runs):
         yield "neither settings nor versions are recorded of both"
-
-
-def _to_record(first_run: Run, second_run: Run, parting: Parting) -> Iterator[str]:
-    """Name the one flag whose record would identify the tensor."""
     at = parting.beyond or parting.first
-    if at is None or at.tensor or parting.is_hashed or at.stage in ("start", "data", "evaluation"):
-        return
-    loops = {loop_of(run) for run in (first_run, second_run)}
-    flag = "--fingerprints-every 1" if loops == {"trainer"} else "ng.RunRecorder(…, fingerprints_every=1)"
-    yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"
+    if at is not None and at.what in ("loss", "grad_norm") and not parting.is_hashed:
+        flag = "ng.RunRecorder(…, fingerprints_every=1)"
+        if all(loop_of(run) == "trainer" for run in runs):
+            flag = "--fingerprints-every 1"
+        yield f"the tensor is not recorded: repeat both up to step {at.step} with {flag}"

@@ -31,9 +31,9 @@ from narrowgauge.runs.atomic_io import (
     digest,
     disk_error,
     disk_errors,
-    hidden_error,
     load_json,
     sync,
+    system_error,
 )
 
 SCHEMA_VERSION = 4
@@ -245,8 +245,7 @@ def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeEr
     """Return the error of a failed save, in one line: the error of the first failed rank."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
-    if isinstance(cause, Exception) and not isinstance(cause, OSError) and "os error" in str(cause):
-        cause = hidden_error(cause)
+    cause = system_error(cause) or cause
     reported = RecordError(f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume.")
     if isinstance(cause, OSError):
         reported = disk_error(path, cause)

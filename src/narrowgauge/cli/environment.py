@@ -1,4 +1,4 @@
-"""Describe this machine for an issue report, and compare its arithmetic with a run's or another machine's."""
+"""Describe this machine for an issue report, and measure its arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import click
 import narrowgauge
 from narrowgauge.errors import ChipError
 from narrowgauge.machine import installed_version, instruction_sets, processor_name
-from narrowgauge.runs.arithmetic import PROBES, Arithmetic, differences, read_arithmetic
 from narrowgauge.spec import tables
 
 
@@ -29,38 +28,8 @@ def collect() -> dict[str, str]:
     }
 
 
-def print_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:
-    """Print the arithmetic of this machine, or the differences between two machines.
-
-    Args:
-        paths: run folders, or files of ``--json``. With two of them nothing is measured.
-        device: the device to measure; ``None`` for the training device.
-    """
-    if len(paths) > 2:
-        raise click.UsageError("Two machines are compared at most.", click.get_current_context())
-    if len(paths) == 2 and device is not None:
-        raise click.UsageError("--device was given, and nothing is measured.", click.get_current_context())
-    machines = [read_arithmetic(path) for path in paths]
-    if len(machines) < 2:
-        machines.insert(0, _measure(device))
-    if len(machines) == 1:
-        table = machines[0].to_toml()
-        lines = [f"{name}: {text}" for name, text in {**table["settings"], **table["results"]}.items()]
-        return tables.write_json(table) if as_json else click.echo("\n".join(lines))
-    parted = differences(*machines)
-    affects = {name: PROBES[name].affects if name in PROBES else "" for name in parted.results}
-    if as_json:
-        rows = [{"probe": name, "results": texts, "affects": affects[name]} for name, texts in parted.results.items()]
-        return tables.write_json({"differences": rows, "settings": parted.settings})
-    for name, (first, second) in parted.results.items():
-        click.echo(f"{name}: {first} and {second}. It affects {affects[name]}.")
-    click.echo(f"{len(parted.results) or 'None'} of {parted.num_compared} measured properties differ.")
-    for name, (first, second) in parted.settings.items():
-        click.echo(f"setting {name}: {first} and {second}")
-    return None
-
-
-def _measure(device: str | None) -> Arithmetic:
+def print_arithmetic(device: str | None, as_json: bool) -> None:
+    """Print the arithmetic of this machine, measured on ``device``; ``None`` for the training device."""
     import torch
 
     from narrowgauge.gauges.arithmetic import measure_arithmetic
@@ -69,4 +38,7 @@ def _measure(device: str | None) -> Arithmetic:
         raise ChipError(
             'no CUDA device here, and device = "cuda" was asked for.', "Leave --device out to measure this CPU."
         )
-    return measure_arithmetic(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    table = measure_arithmetic(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    if as_json:
+        return tables.write_json(table)
+    return click.echo("\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items()))

@@ -153,20 +153,17 @@ def show_environment(as_json: bool) -> None:
 
 
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
-@click.argument("paths", metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device of narrowgauge train]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object, which can be given as a FILE.")
-def show_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
-
-    With a RUN folder, or a FILE of --json, print what differs between the two and what a run notices of it; with two of them,
-    compare these, and measure nothing.
+@flags.json_object
+def show_arithmetic(device: str | None, as_json: bool) -> None:
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers. Runs record it; diff shows
+    where two machines differ.
     """
     from narrowgauge.cli.environment import print_arithmetic
 
-    print_arithmetic(paths, device, as_json)
+    print_arithmetic(device, as_json)
 
 
 @main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())
@@ -236,13 +233,6 @@ def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
     help="Seeds per recipe; 3 give useful intervals.  [default: 1]",
 )
 @click.option(
-    "--resolve",
-    type=float,
-    metavar="X",
-    help="Difference of losses to tell from none: recipes are called as good only where they are certainly no worse than by X; "
-    "otherwise the verdict says how many seeds it takes.  [default: 1 % of the loss]",
-)
-@click.option(
     "--out", metavar="DIR", type=click.Path(path_type=Path),
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
@@ -250,7 +240,6 @@ def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
 def compare(
     recipes: list[Recipe],
     seeds: int,
-    resolve: float | None,
     out: Path | None,
     as_json: bool,
     **settings: Any,
@@ -263,8 +252,8 @@ def compare(
     from narrowgauge.trainer import compare as comparing
 
     keep_pages()
-    configs = comparing.define(recipes, flags.given(settings), seeds=seeds, resolve=resolve)
-    comparison, page = comparing.run_comparison(configs, out, resolve, sys.stderr if as_json else sys.stdout)
+    configs = comparing.define(recipes, flags.given(settings), seeds=seeds)
+    comparison, page = comparing.run_comparison(configs, out, sys.stderr if as_json else sys.stdout)
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())
@@ -282,7 +271,7 @@ def compare(
 def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or the log of
     another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder;
-    or a table (CSV, JSON rows, an export of Weights & Biases).
+    or a table (CSV).
     """
     from narrowgauge.analysis.comparison.comparison import compare_runs
     from narrowgauge.report import publishing

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.machine import processor_name
-from narrowgauge.runs.arithmetic import UNAVAILABLE, Arithmetic
+from narrowgauge.runs.arithmetic import UNAVAILABLE
 
 _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
@@ -82,17 +82,18 @@ PROBES: dict[str, Callable[[Tensor], Tensor]] = {
 """Each operation by its name in ``probes.toml``. It takes the fixed numbers on the measured device."""
 
 
-def measure_arithmetic(device: torch.device) -> Arithmetic:
-    """Measure the arithmetic of a device under the present settings.
+def measure_arithmetic(device: torch.device) -> dict[str, dict[str, str]]:
+    """Measure the arithmetic of a device under the present settings: the table ``arithmetic`` of ``run.toml``.
 
     Cost: about 10 ms on a CPU.
     Example:
-        >>> measure_arithmetic(torch.device("cpu")).settings["torch"] == torch.__version__
+        >>> measure_arithmetic(torch.device("cpu"))["settings"]["torch"] == torch.__version__
         True
     """
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         x = fixed_numbers().to(device)
-        return Arithmetic(settings_in_force(device), {name: _bits(probe, x) for name, probe in PROBES.items()})
+        results = {name: _bits(probe, x) for name, probe in PROBES.items()}
+        return {"settings": settings_in_force(device), "results": results}
 
 
 def _bits(probe: Callable[[Tensor], Tensor], x: Tensor) -> str:

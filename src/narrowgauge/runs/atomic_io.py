@@ -35,8 +35,9 @@ AGAIN = "give the same command again"
 """Advice after a full disk: for files of a run, and for files that are created again."""
 
 
-def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
+def disk_error(path: Path, error: Exception, then: str = RESUME) -> RecordError:
     """Return a ``RecordError`` for an error of the operating system. On a full disk it gives the free bytes."""
+    error = system_error(error) or OSError(str(error))
     if error.errno not in _FULL:
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", "Check the path and who may write there.")
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -46,18 +47,22 @@ def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
     )
 
 
-def hidden_error(error: Exception) -> OSError:
-    """Return the operating system's error that another error's message quotes, as safetensors does."""
+def system_error(error: BaseException) -> OSError | None:
+    """Return an error of the operating system, also one that another error's message quotes, as safetensors does."""
     number = re.search(r"os error (\d+)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
+    if isinstance(error, OSError):
+        return error
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path, then: str = RESUME) -> Iterator[None]:
-    """Turn every ``OSError`` of the block into the ``RecordError`` of :func:`disk_error`."""
+    """Turn every error of the operating system in the block into the ``RecordError`` of :func:`disk_error`."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        if system_error(error) is None:
+            raise
         raise disk_error(path, error, then) from error
 
 
@@ -118,10 +123,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
                 path.rmdir()
             os.rename(temporary, path)
             sync(path.parent)
-        except Exception as error:
-            if "os error" in str(error):  # safetensors hides the system's error, such as a full disk
-                raise hidden_error(error) from error
-            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -9,41 +9,22 @@ the kind, the detector and the other columns instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from narrowgauge.errors import suggestion
 from narrowgauge.runs.finding import sentences
 from narrowgauge.runs.schema import Row
 
-KINDS: dict[str, str] = {
-    "start": "the run began",
-    "resume": "the run resumed from a checkpoint",
-    "stop": "the run was stopped before its last step, by request or signal",
-    "finish": "the last step was done",
-    "note": "a default or a change that the user may want to know of",
-    "warning": "a loss of accuracy that has no kind of its own",
-    "skip": "an update was not applied, because a gradient was not finite or the step was a spike",
-    "divergence": "training makes no progress: 25 steps in a row failed, or --on-spike stopped it",
-    "lost_updates": "a storage loses part of the updates",
-    "unchanged_weights": "most weights of a storage that keeps nothing beside them stand still, before its EDQ falls",
-    "lost_decay": "a storage loses most of the weight decay",
-    "noise": "a storage adds more rounding noise than update",
-    "frozen_moments": "second moments no longer follow the gradients",
-    "underflow": "a cast rounds much of a tensor to zero",
-    "overflow": "a cast saturates much of a tensor",
-    "outliers": "a tensor's largest values grow much faster than the others",
-    "attention": "attention logits grow, or attention collapses to one position",
-    "loss_scale": "the loss scale collapses",
-    "loss_spike": "the loss jumped far above recent steps",
-    "gradient_spike": "the gradient norm jumped far above recent steps",
-    "growth": "a weight grows far beyond what it was",
-    "dead_layer": "a layer no longer learns",
-    "nonfinite": "a tensor holds values that are not finite",
-    "corruption": "memory of a rank is damaged, and the run stopped before it used the damage",
-    "checkpoint": "a checkpoint was written",
-    "checkpoint_damaged": "a checkpoint did not match its manifest and was not used",
-}
-"""Every kind of event and its meaning."""
+KINDS = frozenset({
+    # the course of a run
+    "start", "resume", "stop", "finish", "checkpoint", "note", "skip",
+    # what goes wrong in it
+    "warning", "divergence", "corruption", "checkpoint_damaged",
+    # symptoms, each with detectors in analysis/data/detectors.toml
+    "lost_updates", "unchanged_weights", "lost_decay", "noise", "frozen_moments", "underflow", "overflow", "outliers",
+    "attention", "loss_scale", "loss_spike", "gradient_spike", "growth", "dead_layer", "nonfinite",
+})  # fmt: skip
+"""Every kind of event."""
 
 _LISTENERS: list[Callable[[Event], object]] = []
 
@@ -52,10 +33,8 @@ _LISTENERS: list[Callable[[Event], object]] = []
 class Event:
     """Something that happened in a run.
 
-    Invariant: ``Event.from_row(event.row()) == event``.
-
     Args:
-        kind: a key of :data:`KINDS`.
+        kind: one of :data:`KINDS`.
         step: optimizer steps done when it happened; 0 is before the first.
         message: one sentence.
         tensor, rank: the parameter and the rank concerned.
@@ -97,12 +76,6 @@ class Event:
     def sentence(self) -> str:
         """Return the message and the advice, without the last full stop."""
         return sentences(self.message, self.advice).removesuffix(".")
-
-    @classmethod
-    def from_row(cls, row: Row) -> Event:
-        """Return the event of a row. Ignore columns that an event does not have."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in {"message": "", **row}.items() if name in names})
 
 
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:

@@ -1,15 +1,8 @@
-"""How findings are worded: their severity, and numbers, names and durations in sentences."""
+"""Numbers, names and durations in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-SEVERITIES: dict[str, str] = {
-    "error": "training computes something else than it says, or stands still",
-    "warning": "something is lost that need not be",
-    "note": "nothing is lost, and it is worth a line",
-}
-"""How serious a finding is, most serious first."""
 
 
 def sentences(message: str, advice: str = "") -> str:
@@ -36,19 +29,15 @@ def duration(seconds: float) -> str:
     """Return a waiting time, rounded.
 
     Example:
-        >>> [duration(seconds) for seconds in (0.4, 42, 89, 200, 3599, 3600, 9000, 200_000)]
-        ['1 s', '42 s', '1 min 29 s', '3 min 20 s', '1 h', '1 h', '2 h 30 min', '2 d 8 h']
+        >>> [duration(seconds) for seconds in (0.4, 42, 200, 9000)]
+        ['1 s', '42 s', '3 min 20 s', '2 h 30 min']
     """
-    least = max(1, round(seconds))
-    for size, unit, below, part, most in (
-        (86400, "d", 3600, "h", 24),
-        (3600, "h", 60, "min", 60),
-        (60, "min", 1, "s", 60),
-    ):
-        if least >= size - below / 2:
-            count, rest = divmod(round(least / below), most)
-            return f"{count} {unit}" + (f" {rest} {part}" if rest else "")
-    return f"{least} s"
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def told(names: Iterable[str], most: int = 3) -> str:

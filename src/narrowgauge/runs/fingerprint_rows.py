@@ -1,7 +1,6 @@
 """The rows of ``fingerprints.jsonl``: find the rank that differs from the others.
 
 Where ranks must hold the same value, the value of the majority is right. If two ranks disagree, both are equally suspect.
-Clip factors are the exception: the rank that clips nothing is wrong.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from narrowgauge.runs.schema import Row
-
-APPLIED_NO_CLIP = "applied no clip"
 
 
 def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
@@ -27,18 +24,6 @@ def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(values) if value not in (None, most))
 
 
-def _unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
-    """Return the ranks that clipped nothing although others clipped. The factors multiply each rank's gradients.
-
-    Example:
-        >>> _unclipped_ranks([0.5, 1.0]), _unclipped_ranks([1.0, 1.0]), _unclipped_ranks([0.5, 0.25])
-        ((1,), (), ())
-    """
-    largest = max((factor for factor in factors if factor is not None), default=None)
-    odd = tuple(rank for rank, factor in enumerate(factors) if factor == largest and factor is not None)
-    return odd if len(odd) < len(factors) and largest == 1.0 else ()
-
-
 def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     """Find where the ranks of one run disagree in a step, by its row of ``fingerprints.jsonl``.
 
@@ -47,18 +32,16 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
         without its full stop. Empty if ranks agree wherever they must.
     Example:
         >>> parted_in({"step": 4, "ranks": {"clip": [0.5, 1.0]}})[2]
-        'the factor that clips the gradients differs in step 4: 0.5 on rank 0, 1 on rank 1; rank 1 applied no clip'
+        'the factor that clips the gradients differs in step 4: 0.5 on rank 0, 1 on rank 1'
         >>> shards = {"weight:a": [7, None, 5, None, 5, None], "weight:a of ranks 1, 3 and 5": [None, 8, None, 6, None, 6]}
         >>> parted_in({"step": 4, "parted": shards})[2]
         'weight a differs on ranks 0 and 1 from the others after step 4'
     """
     factors = (row.get("ranks") or {}).get("clip") or []
     if len(set(map(repr, factors))) > 1:
-        unclipped = _unclipped_ranks(factors)
-        odd = unclipped or odd_ranks(factors)
         texts = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
-        suffix = f"; {in_words(odd)} {APPLIED_NO_CLIP}" if unclipped else ""
-        return "clip:factor", odd, f"the factor that clips the gradients differs in step {row['step']}: {texts}{suffix}"
+        message = f"the factor that clips the gradients differs in step {row['step']}: {texts}"
+        return "clip:factor", odd_ranks(factors), message
     held_counts = (row.get("ranks") or {}).get("held") or []
     changed = tuple(rank for rank, number in enumerate(held_counts) if number)
     if changed and len(changed) < len(held_counts):

@@ -10,9 +10,7 @@ usual names of each of our columns, the best first. Nothing is guessed from valu
 from __future__ import annotations
 
 import csv
-import io
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -45,8 +43,8 @@ _STEPS = ("train/global_step", "trainer/global_step", "global_step", "step", "it
 SOURCE = "source"
 """The table of ``Run.run`` that names the log of another framework's run."""
 
-Value = tuple[str, Any, Any]
-"""A name, a step, and a value."""
+Series = dict[str, dict[int, Any]]
+"""The values of each name by step; the last of one step counts."""
 
 
 def named(names: Iterable[str], column: str) -> str | None:
@@ -60,87 +58,57 @@ def named(names: Iterable[str], column: str) -> str | None:
     return next((name for pattern in NAMES[column] for name in plain if fnmatchcase(plain[name], pattern)), None)
 
 
-# ── rows: JSON and tables ───────────────────────────────────────────────────────────────────────────────────────────
+# ── readers: each raises ValueError for a damaged file ──────────────────────────────────────────────────────────────────
 
 
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8-sig", errors="replace")
-
-
-def _read_json(file: Path) -> Iterator[Value]:
-    """Yield the numbers of rows: a list of objects, an object a line, or ``log_history`` of Hugging Face's Trainer."""
-    text = _text(file)
-    if file.name == "trainer_state.json":
-        state = load_json(text)
-        rows = state.get("log_history") if isinstance(state, dict) else None
-    elif text.lstrip().startswith("["):
-        rows = load_json(text)
-    else:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+def _read_state(file: Path) -> Series:
+    """Read ``log_history`` of Hugging Face's Trainer."""
+    state = load_json(file.read_bytes())
+    rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it holds no list of objects")
-    return _values(rows)
+    return _series(rows)
 
 
-def _read_csv(file: Path) -> Iterator[Value]:
-    """Yield the numbers of a table, or of a chart exported by Weights & Biases.
-
-    Lightning's CSVLogger counts steps from 0: its step 9 is our step 10.
-    """
-    table = csv.DictReader(io.StringIO(_text(file), newline=""), strict=True)
-    try:
-        rows = list(table)
-    except csv.Error as error:
-        raise ValueError(f"line {table.line_num}: {error}") from error
+def _read_csv(file: Path) -> Series:
+    """Read a table. Lightning's CSVLogger counts steps from 0: its step 9 is our step 10."""
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
+        table = csv.DictReader(text, strict=True)
+        try:
+            rows = list(table)
+        except csv.Error as error:
+            raise ValueError(f"line {table.line_num}: {error}") from error
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")
-    first = 1 if file.name == "metrics.csv" else 0
-    return ((name, step + first, value) for name, step, value in _values(rows))
+    return _series(rows, first=1 if file.name == "metrics.csv" else 0)
 
 
-def _values(rows: list[Row]) -> Iterator[Value]:
-    names = list(dict.fromkeys(str(name) for row in rows for name in row))
-    by_lower_name = {name.strip().lower(): name for name in names}
-    step_name = next((by_lower_name[name] for name in _STEPS if name in by_lower_name), None)
+def _series(rows: list[Row], first: int = 0) -> Series:
+    names = {str(name).strip().lower(): name for row in rows for name in row}
+    step_name = next((names.pop(name) for name in _STEPS if name in names), None)
     if step_name is None:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
-    metrics: dict[str, str] = {}
-    for name in names:
-        metric = name.rpartition(" - ")[2].strip()  # exported charts put "NAME OF THE RUN - " before it
-        if name == step_name or name.endswith(("__MIN", "__MAX")):
-            continue
-        if metric in metrics.values():
-            raise ValueError(f"it holds several runs with {metric}, and one was asked about: export one")
-        metrics[name] = metric
-    ours = {step_name, *(name for name in metrics if any(named([metrics[name]], column) for column in NAMES))}
+    series: Series = {}
     for row in rows:
-        step = _number(row, step_name, ours)
-        if step is None:
-            continue  # a row of another kind: some tables count evaluations separately
-        for name, metric in metrics.items():
-            if (value := _number(row, name, ours)) is not None:
-                yield metric, step, value
+        step = _number(step_name, row.get(step_name))
+        if step is not None and not is_whole(step):
+            raise ValueError(f"column '{step_name}' holds {short(step)}, which is not a whole number")
+        for name in names.values():
+            if step is not None and row.get(name) not in (None, ""):
+                series.setdefault(name, {})[int(step) + first] = row[name]
+    return series
 
 
-def _number(row: Row, name: str, ours: set[str]) -> float | None:
-    """Return the number in a row's column. Return ``None`` if there is none: refuse text in one of ``ours``."""
-    value = row.get(name)
-    if value is None or value == "":
-        return None
+def _number(name: str, value: Any) -> float | None:
     try:
-        return float(value)
+        return None if value in (None, "") else float(value)
     except (TypeError, ValueError):
-        if name in ours:
-            raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
-        return None
+        raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
 
 
-# ── TensorBoard ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_events(file: Path) -> Iterator[Value]:
-    """Yield the scalars of TensorBoard. Skip a truncated last record, as in a run in progress."""
+def _read_events(file: Path) -> Series:
+    """Read the scalars of TensorBoard. Skip a truncated last record, as in a run in progress."""
     try:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.compat.tensorflow_stub import errors
@@ -150,64 +118,56 @@ def _read_events(file: Path) -> Iterator[Value]:
         raise RecordError(
             f"Cannot read {file}: the package tensorboard is not installed.", "pip install tensorboard."
         ) from error
-    records = PyRecordReader_New(str(file))
+    records, series = PyRecordReader_New(str(file)), Series()
     try:
         while True:
             records.GetNext()
             event = event_pb2.Event.FromString(records.record())
             for value in event.summary.value:
                 if value.HasField("simple_value"):
-                    yield value.tag, event.step, float(value.simple_value)
+                    series.setdefault(value.tag, {})[event.step] = float(value.simple_value)
                 elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
                     array = make_ndarray(value.tensor)
                     if array.dtype.kind in "fiu":
-                        yield value.tag, event.step, float(array)
+                        series.setdefault(value.tag, {})[event.step] = float(array)
     except errors.OutOfRangeError:
-        return
+        pass
     except errors.DataLossError as error:
         if "runcated" not in str(error):
             raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
     finally:
         records.file_handle.close()
+    return series
 
 
 # ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Value]]] = {
-    "trainer_state.json": _read_json,
+_READERS: dict[str, Callable[[Path], Series]] = {
+    "trainer_state.json": _read_state,
     "metrics.csv": _read_csv,
     "*.tfevents.*": _read_events,
     "*.csv": _read_csv,
-    "*.json": _read_json,
-    "*.jsonl": _read_json,
 }
-"""The reader of each pattern of file names. It raises ``ValueError`` if a file is damaged."""
-_OF_FOLDERS = ("trainer_state.json", "metrics.csv", "*.tfevents.*")
-"""Patterns of logs that are looked for in a folder, which then names the run; the first that matches."""
-LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, TensorBoard event file, table (.csv) or rows of .json or .jsonl"
+"""The reader of each pattern of file names. All but tables are looked for in a folder, which then names the run."""
+LOGS = "Hugging Face trainer_state.json, Lightning metrics.csv, TensorBoard event file, or table (.csv)"
 """All logs, to follow "a"."""
 
 
-def _pattern_of(file: Path) -> str | None:
-    return next((pattern for pattern in _READERS if fnmatchcase(file.name.lower(), pattern)), None)
+def _pattern_of(file: Path) -> str:
+    return next((pattern for pattern in _READERS if fnmatchcase(file.name.lower(), pattern)), "")
 
 
 def _files(path: Path) -> list[Path]:
     """Return the files of the log at a path; none if no log is there."""
     if path.is_file():
         return [path] if _pattern_of(path) else []
-    for pattern in _OF_FOLDERS:
+    for pattern in list(_READERS)[:-1]:
         # The newest checkpoint of Hugging Face's Trainer repeats earlier rows.
-        checkpoints = sorted(path.glob(f"checkpoint-*/{pattern}"), key=_checkpoint_step)
+        checkpoints = sorted(path.glob(f"checkpoint-*/{pattern}"), key=lambda file: (len(file.parent.name), file))
         if files := sorted(file for file in path.glob(pattern) if file.is_file()) or checkpoints[-1:]:
             return files
     return []
-
-
-def _checkpoint_step(file: Path) -> int:
-    number = file.parent.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1
 
 
 def is_log(path: Path) -> bool:
@@ -225,10 +185,13 @@ def read_log(path: Path) -> dict[str, Any] | None:
         files = _files(path)
         if not files:
             return None
-        pattern = _pattern_of(files[0]) or ""
+        pattern = _pattern_of(files[0])
         try:
-            values = _by_name(value for file in files for value in _READERS[pattern](file))
-            steps, evals = _rows(values, "steps"), _rows(values, "evals")
+            values: Series = {}
+            for file in files:
+                for name, series in _READERS[pattern](file).items():
+                    values.setdefault(name, {}).update(series)
+            steps, evals = _rows(values, STEP), _rows(values, EVAL)
             config, is_finished = _progress(files[0])
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{files[0]} is damaged: {error}.", "Restore the file from a copy.") from error
@@ -241,7 +204,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
     if evals:
         summary["val_loss"] = evals[-1].get("val_loss")
     return {
-        "path": path.parent if path.is_file() and pattern in _OF_FOLDERS else path,
+        "path": path.parent if path.is_file() and pattern != "*.csv" else path,
         "run": {"config": config, SOURCE: {"file": str(files[-1])}},
         "steps": steps,
         "evals": evals,
@@ -258,24 +221,16 @@ def _progress(file: Path) -> tuple[Row, bool]:
     return {}, True
 
 
-def _by_name(values: Iterable[Value]) -> dict[str, dict[int, Any]]:
-    """Collect the values of each name by step; the last of one step counts. Losses that begin at step 0 are of step 1."""
-    series: dict[str, dict[int, Any]] = {}
-    for name, step, value in values:
-        if not is_whole(step):
-            raise ValueError(f"{name} has step {short(step)}, which is not a whole number")
-        series.setdefault(name, {})[int(step)] = value
-    first = named(series, "loss")
-    if first is not None and min(series[first]) == 0:
-        return {name: {step + 1: value for step, value in steps.items()} for name, steps in series.items()}
-    return series
+def _rows(values: Series, columns: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of some columns, ascending. A row lacks the columns not logged at its step.
 
-
-def _rows(values: Mapping[str, Mapping[int, Any]], table: str) -> list[Row]:
-    """Return the rows of ``"steps"`` or ``"evals"``, ascending. A row lacks the columns not logged at its step."""
+    Losses that begin at step 0 are of step 1.
+    """
+    loss = named(values, "loss")
+    first = 1 if loss is not None and min(values[loss]) == 0 else 0
     by_step: dict[int, Row] = {}
     for column in NAMES:
-        name = named(values, column) if column in (STEP if table == "steps" else EVAL) else None
+        name = named(values, column) if column in columns else None
         for step, value in values[name].items() if name is not None else ():
-            by_step.setdefault(step, {"step": step})[column] = value
+            by_step.setdefault(step + first, {"step": step + first})[column] = _number(name or "", value)
     return [by_step[step] for step in sorted(by_step)]

@@ -7,8 +7,6 @@ Any other line that does not parse is damaged and refused. JSON lacks NaN and in
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,27 +21,8 @@ ROW_FILES = ("steps", "evals", "events", "gauges", "fingerprints")
 _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 
-def line_of(row: Row) -> bytes:
-    """Return a row of JSON values (see :func:`json_value`) as a line of a file.
-
-    Example:
-        >>> line_of({"step": 1, "loss": "nan"})
-        b'{"step":1,"loss":"nan"}\\n'
-    """
-    return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-
-
 def read_rows(file: Path) -> list[Row]:
     """Return the rows of a file. Drop a torn last line, refuse a damaged line."""
-    data, kind = read_bytes(file) or b"", file.stem
-    lines = data.split(b"\n")[:-1]
-    with contextlib.suppress(ValueError, RecursionError):
-        # Parsing all lines at once takes half as long.
-        rows: list[Any] = json.loads(b"[%b]" % b",".join(lines))
-        if len(rows) == len(lines) and all(isinstance(row, dict) for row in rows):
-            rows = [restored(row) for row in rows] if any(name in data for name in _QUOTED) else rows
-            if not any(wrong_value(kind, row) for row in rows):
-                return rows
     return [row for _, row in rows_with_lengths(file)]
 
 
@@ -53,7 +32,8 @@ def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(lines, 1):
         row: Any = None
         try:
-            row = restored(load_json(line))
+            row = load_json(line)
+            row = restored(row) if any(name in line for name in _QUOTED) else row
             problem = wrong_value(file.stem, row) if isinstance(row, dict) else "no object"
         except (ValueError, RecursionError) as error:
             problem = f"no row ({error})"

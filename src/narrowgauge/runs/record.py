@@ -20,11 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
-from narrowgauge.runs.foreign_logs import LOGS, SOURCE, read_log
+from narrowgauge.runs.foreign_logs import SOURCE, read_log
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
@@ -100,7 +99,7 @@ def read_run(path: str | Path) -> Run:
 
     Args:
         path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
-            or their folder. Or a table: CSV, an export of Weights & Biases, JSON rows.
+            or their folder. Or a table (CSV).
 
     Returns:
         Its content.
@@ -132,15 +131,20 @@ def read_settings(path: Path) -> Row:
     data = read_bytes(file)
     if data is None:
         reason = "the folder has no run.toml" if path.is_dir() else "there is no such folder or file"
-        advice = f"Name the folder that was given as --out, or a {LOGS}."
-        raise RecordError(f"No run in {path}: {reason}.", f"{advice}{latest_runs(path)}")
+        advice = f"Name the folder that was given as --out.{latest_runs(path)}"
+        raise RecordError(f"No run in {path}: {reason}.", advice)
     try:
         run: Row = load_toml(data.decode())
-        _require_whole("schema_version", run["schema_version"])
+        config = run["config"] if isinstance(run.get("config"), dict) else {}
+        numbers = {
+            "schema_version": run["schema_version"],
+            "seed": config.get("seed", 0),
+            "steps": config.get("steps", 0),
+        }
+        for key, value in numbers.items():
+            if not is_whole(value):
+                raise ValueError(f"its {key} = {short(value)} is not a whole number")
         _require_known(run["schema_version"], path)
-        config: Any = run.get("config")
-        for key in ("seed", "steps") if isinstance(config, dict) else ():
-            _require_whole(key, config.get(key, 0))
     except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
     return run
@@ -159,11 +163,6 @@ def latest_runs(path: Path, most: int = 3) -> str:
         if files:
             return f" The latest runs there: {', '.join(str(file.parent) for file in files[:most])}."
     return ""
-
-
-def _require_whole(key: str, value: Any) -> None:
-    if not is_whole(value):
-        raise ValueError(f"its {key} = {short(value)} is not a whole number")
 
 
 def _require_known(version: int, path: Path) -> None:

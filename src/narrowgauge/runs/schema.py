@@ -14,7 +14,7 @@ of a kind. The counts are integers, so a reader may add them in any order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +42,6 @@ class Column:
     type: Type
     help: str
     unit: str = ""
-    tag: str = ""
     label: str = ""
     show: Callable[[Any], str] = str
     metrics: tuple[Column, ...] = ()
@@ -54,16 +53,6 @@ class Column:
     def cell(self, row: Row) -> str:
         """Return the row's value in a table; a dash where it has none."""
         return "–" if row.get(self.name) is None else self.show(row[self.name])
-
-
-def lost_share(edq: float) -> str:
-    """Return the fraction of updates lost on average, by an EDQ. Stochastic storages may exceed 1: nothing was lost.
-
-    Example:
-        >>> lost_share(0.25), lost_share(1.01)
-        ('75.0%', '0.0%')
-    """
-    return f"{max(0.0, 1 - edq):.1%}"
 
 
 # ── what gauges measure ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -86,10 +75,14 @@ in the first bin, larger ones in the last. Zeros and non-finite values are not c
 # ── one table per file ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _lost_share(edq: float) -> str:
+    return f"{max(0.0, 1 - edq):.1%}"  # stochastic storages may store more than all of an update
+
+
 def _column(name: str, row: Row, metrics: Row | None = None) -> Column:
     entries = tuple(_column(metric, entry) for metric, entry in (metrics or {}).items())
     text = row.pop("format", "{}")
-    return Column(name, **row, show=lost_share if text == "lost share" else text.format, metrics=entries)
+    return Column(name, **row, show=_lost_share if text == "lost share" else text.format, metrics=entries)
 
 
 def _tables(data: Row) -> dict[str, dict[str, Column]]:
@@ -159,6 +152,8 @@ TEXT = frozenset(column.name for column in EVENT.values() if column.type == "tex
 """Columns in which ``"nan"`` is text and not a number."""
 STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
+_TOTALS = ("tokens", "seconds", "peak_memory_bytes")
+"""Numbers of a step that no curve needs."""
 _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
 
 
@@ -214,6 +209,18 @@ def short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def gauge_metrics(row: Row) -> Iterator[tuple[str, str | None, dict[str, float | None]]]:
+    """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name.
+
+    Example:
+        >>> list(gauge_metrics({"step": 1, "moments": {"w": [1.25, None]}}))
+        [('moments', 'w', {'bias': 1.25, 'frozen_fraction': None})]
+    """
+    for table, names in METRICS.items():
+        for name, values in (row.get(table) or {}).items():
+            yield table, name, dict(zip(names, map(number, values), strict=False))
+
+
 def numbers_of(kind: str, row: Row) -> dict[str, float]:
     """Return the numbers of a row under their tags, as experiment trackers draw them.
 
@@ -225,15 +232,14 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
         >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
         ({'validation/loss': 2.5}, {'edq/w': 1.0})
     """
-    numbers: dict[str, Any] = {}
     if kind == "events":
         numbers = {f"events/{row['kind']}": 1.0 if row.get("value") is None else row["value"]}
+    elif kind == "evals":
+        numbers = {"validation/loss": row.get("val_loss")}
     elif kind == "gauges":
-        for table, metrics in METRICS.items():
-            for metric in (metric for metric in metrics.values() if metric.tag):
-                for tensor in row.get(table, {}):
-                    numbers[metric.tag.format(tensor)] = metric_of(row, table, tensor, metric.name)
+        tables = gauge_metrics(row)
+        numbers = {f"edq/{tensor}": metrics.get("edq") for table, tensor, metrics in tables if table == "updates"}
     else:
-        columns = {"steps": STEP, "evals": EVAL}[kind]
-        numbers = {column.tag: row.get(column.name) for column in columns.values() if column.tag}
+        names = [name for name in row if name in STEP and STEP[name].type == "number" and name not in _TOTALS]
+        numbers = {f"train/{name}": row[name] for name in names}
     return {tag: float(value) for tag, value in numbers.items() if value is not None}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import tomli_w
@@ -16,7 +15,7 @@ import tomli_w
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
-from narrowgauge.runs.lines import ROW_FILES, json_value, line_of, read_rows, rows_with_lengths, toml_value
+from narrowgauge.runs.lines import ROW_FILES, json_value, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 
@@ -46,7 +45,6 @@ class RunWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._run: Row = {}
         self._descriptors: dict[str, int] = {}
 
     @classmethod
@@ -62,20 +60,13 @@ class RunWriter:
         """
         writer = cls(path)
         require_free(writer.path)
-        is_new = not writer.path.exists()
         with disk_errors(writer.path, AGAIN):
             writer.path.mkdir(parents=True, exist_ok=True)
+        writer._open_rows()
         try:
-            writer._open_rows()
             require_free(writer.path)  # another writer may have finished since
-            writer._write_settings({**toml_value(run), "schema_version": VERSION})
-        except BaseException:
-            if not (writer.path / "run.toml").exists():
-                for name in _FILES if writer._descriptors else ():
-                    (writer.path / name).unlink(missing_ok=True)
-                if is_new:
-                    with suppress(OSError):  # another writer may use it by now
-                        writer.path.rmdir()
+            writer.amend(run)
+        except BaseException:  # the empty files that stay are in nobody's way
             writer.close()
             raise
         return writer
@@ -88,7 +79,7 @@ class RunWriter:
             RecordError: the run is missing, a newer version wrote it, or another process is writing it.
         """
         writer = cls(path)
-        writer._run = read_settings(writer.path)
+        read_settings(writer.path)
         writer._open_rows()
         try:
             for name in ROW_FILES:
@@ -122,11 +113,9 @@ class RunWriter:
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
-        """Replace ``run.toml``, for a resume that changes its settings.
-
-        ``run`` is as for :meth:`create`; ``schema_version`` stays.
-        """
-        self._write_settings({**toml_value(run), "schema_version": self._run["schema_version"]})
+        """Replace ``run.toml``, for a resume that changes its settings. ``run`` is as for :meth:`create`."""
+        content = {**toml_value(run), "schema_version": VERSION}
+        write_whole(self.path / "run.toml", tomli_w.dumps(content).encode(), AGAIN)
 
     def step(self, row: Row) -> None:
         """Append a row to ``steps.jsonl``; ``row["step"]`` is the number of steps done. Cost: about 20 µs."""
@@ -136,12 +125,10 @@ class RunWriter:
         """Append a row to ``evals.jsonl``."""
         self._append("evals", row)
 
-    def event(self, event: Event | Row) -> None:
+    def event(self, event: Event) -> None:
         """Append an event to ``events.jsonl``, then call the callbacks of ``ng.on_event``."""
-        row = event.row() if isinstance(event, Event) else event
-        happened = event if isinstance(event, Event) else Event.from_row(self._checked("events", row))
-        self._append("events", row)
-        emit(happened)
+        self._append("events", event.row())
+        emit(event)
 
     def gauge(self, row: Row) -> None:
         """Append a row to ``gauges.jsonl``, as ``ng.attach_gauges`` passes it to ``on_row``."""
@@ -176,10 +163,6 @@ class RunWriter:
     def _file(self, name: str) -> Path:
         return self.path / f"{name}.jsonl"
 
-    def _write_settings(self, run: Row) -> None:
-        self._run = run
-        write_whole(self.path / "run.toml", tomli_w.dumps(run).encode(), AGAIN)
-
     def _open_rows(self) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         for name in ROW_FILES:
@@ -203,7 +186,8 @@ class RunWriter:
             os.ftruncate(self._descriptors[name], length)
 
     def _append(self, name: str, row: Row) -> None:
-        append_whole(self._descriptors[name], self._file(name), line_of(self._checked(name, row)))
+        line = json.dumps(self._checked(name, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        append_whole(self._descriptors[name], self._file(name), line.encode() + b"\n")
 
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""

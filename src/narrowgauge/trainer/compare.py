@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs, require_resolvable
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
@@ -69,7 +69,6 @@ def compare(
     *,
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
-    resolve: float | None = None,
 ) -> Comparison:
     """Compare recipes in your own training loop.
 
@@ -86,14 +85,12 @@ def compare(
         seeds: how many, from 0 on, or a sequence of seeds.
         out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None`` keeps nothing. If the function
             raises, the finished runs stay there for ``narrowgauge report``.
-        resolve: as for :func:`compare_runs`.
 
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
 
     Raises:
         NarrowgaugeError: no recipe or seed, duplicates, a function without a loss, or a row with values that are not numbers.
-        RecipeError: ``resolve`` is not above 0 and finite.
         RecordError: ``out`` is not empty.
 
     Example:
@@ -108,7 +105,6 @@ def compare(
         >>> comparison.baseline
         'bfloat16/master'
     """
-    require_resolvable(resolve)
     names = [recipes] if isinstance(recipes, str) else list(recipes)
     require_distinct([parsed_recipe(recipe) or recipe for recipe in names])
     labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
@@ -123,7 +119,7 @@ def compare(
                 folder = Path(out or temporary) / run_name(label, seed)
                 _record(train_function, name, seed, folder)
                 runs.append(read_run(folder))
-    comparison = compare_runs(runs, resolve=resolve)
+    comparison = compare_runs(runs)
     if out is not None:
         publish(comparison, Path(out))
     return comparison
@@ -156,14 +152,11 @@ def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed
 # ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def define(
-    recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1, resolve: float | None = None
-) -> list[TrainConfig]:
+def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int = 1) -> list[TrainConfig]:
     """Return the checked settings of each run of a comparison, seed by seed. ``out`` is the name of the run's folder.
 
     Args:
         settings: fields of ``TrainConfig`` that all runs share.
-        resolve: the loss difference that the verdict must resolve. Runs do not depend on it.
 
     Raises:
         NarrowgaugeError: a setting is invalid.
@@ -174,9 +167,6 @@ def define(
     base = replace(base, model=checked.model, data=checked.data)
     require_distinct(recipes)
     numbers = seed_numbers(seeds)
-    require_resolvable(resolve)
-    if resolve is not None and len(numbers) < 2:
-        raise NarrowgaugeError(f"Cannot resolve {resolve:g} with one seed, which gives no interval.", "Add --seeds 3.")
     for recipe in recipes:
         replace(base, recipe=recipe).validated()
     return [
@@ -201,7 +191,6 @@ def _require_same(folder: Path, config: TrainConfig) -> None:
 def run_comparison(
     configs: Sequence[TrainConfig],
     out: str | Path | None = None,
-    resolve: float | None = None,
     stream: TextIO | None = None,
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
@@ -252,7 +241,7 @@ def run_comparison(
     )
 
     say(f"Token frequencies alone have a loss of {prepare_tokens(configs[0]).unigram_loss():.4f}.")
-    comparison = compare_runs(runs, resolve=resolve)
+    comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
 
 

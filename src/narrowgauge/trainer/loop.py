@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
@@ -167,10 +166,10 @@ def _run(session: Session, record: Record, console: Console) -> None:
         try:
             while session.step < config.steps:
                 # Unless spikes are only reported, the step is judged before its update, so that a spike changes no weight.
-                judgement = None if config.on_spike == "report" else StepJudgement(record.alarms.judge)
+                judge = None if config.on_spike == "report" else record.alarms.judge
                 record.reader.begin()
-                columns = train_step(session, judgement)
-                row = record.step({**columns, "tokens": record.tokens + config.tokens_per_step}, judgement)
+                columns = train_step(session, judge)
+                row = record.step({**columns, "tokens": record.tokens + config.tokens_per_step})
                 record.fingerprint(session.fingerprints)
                 is_last = session.step == config.steps
                 if _is_due(session.step, config.eval_every) and not is_last:
@@ -208,8 +207,8 @@ def _run(session: Session, record: Record, console: Console) -> None:
             session.saver.leave()
             if session.reduction is not None:
                 session.reduction.close()  # its hooks on parameters would keep the process group
-            if record.serious:
-                kinds = ", ".join(kind.replace("_", " ") for kind in record.serious)
+            if record.alarm_kinds:
+                kinds = ", ".join(kind.replace("_", " ") for kind in record.alarm_kinds)
                 console.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from narrowgauge.analysis.spikes import StepJudgement
+from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
@@ -27,10 +27,10 @@ from narrowgauge.trainer.random_numbers import random_numbers
 from narrowgauge.trainer.session import Session
 
 
-def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
+def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
     """Take one optimizer step, and return the columns of its row that the record does not read itself.
 
-    ``judgement`` judges the step before the update. A spike gets no update.
+    ``judge`` judges the step before the update. A spike gets no update.
     """
     config, optimizer = session.config, session.optimizer
     rate = config.learning_rate(session.step + 1)
@@ -43,8 +43,10 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     with session.fingerprints.sending(session.reduction):
         total = differentiate(session)
     session.fingerprints.gradients()
-    if judgement is not None:
-        optimizer.skip_above = judgement.judge_loss(float(total))
+    spike = None
+    if judge is not None:
+        spike = judge.loss(float(total))
+        optimizer.skip_above = judge.norm_limit() if spike is None else -1.0
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record of this step.
@@ -60,7 +62,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         "peak_memory_bytes": peak_memory_bytes(),
         "batch_crc": session.batch_crc,
     }
-    if judgement is not None and (spike := judgement.judge_norm(columns["grad_norm"])) is not None:
+    if judge is not None and (spike := spike or judge.norm(columns["grad_norm"])) is not None:
         columns["spike"] = asdict(spike)
     return columns
 

@@ -42,19 +42,19 @@ def sized(runs: list[Run], size: float | None) -> list[Run]:
         (-0.1, 0.02, Rank.BETTER),
         (0.01, 0.02, Rank.WITHIN_NOISE),
         # All of the interval within a thousandth of a loss of 4, on either side of zero.
-        (0.0005, 0.0001, Rank.NEGLIGIBLE),
+        (0.0005, 0.0001, Rank.WITHIN_NOISE),
         (0.1, math.inf, Rank.NO_INTERVAL),
     ],
 )
 def test_the_interval_of_a_difference_decides_its_rank(mean: float, half: float, found: Rank) -> None:
-    assert rank(PairedDifference("a", mean, half, 3), 0.004) is found
+    assert rank(PairedDifference("a", mean, half, 3), 4.0) is found
 
 
 # A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2: its rank, and the names of its faults.
 RANKS: list[tuple[list[Run], Rank, list[str]]] = [
     (word(4.01, 4.09, 4.2), Rank.WITHIN_NOISE, []),
     # +0.0005 on 4.1 is an eighth of a thousandth: certain, and too small to matter.
-    (word(4.0005, 4.1005, 4.2005), Rank.NEGLIGIBLE, []),
+    (word(4.0005, 4.1005, 4.2005), Rank.WITHIN_NOISE, []),
     (word(3.9, 4.001, 4.1), Rank.BETTER, []),
     # Certain, below a hundredth of the loss: a price, not a fault.
     (word(4.02, 4.121, 4.22), Rank.WORSE, []),
@@ -78,7 +78,7 @@ def test_runs_have_a_rank_and_faults(group: list[Run], found: Rank, faults: list
     one = compared(MASTER, group).classes["bfloat16/word"]
     assert one.rank is found and len(one.faults) == len(faults)
     assert all(fault.startswith(name) for fault, name in zip(one.faults, faults, strict=True))
-    is_fit = found in (Rank.WITHIN_NOISE, Rank.NEGLIGIBLE, Rank.BETTER) and not faults
+    is_fit = found in (Rank.WITHIN_NOISE, Rank.BETTER) and not faults
     assert one.is_fit is is_fit
     assert one.usable_rank is (None if faults else found)
 
@@ -90,29 +90,25 @@ UNSURE = seeds("bfloat16/compact", (4.2, 4.0, 4.2))
 
 
 @pytest.mark.parametrize(
-    ("groups", "cheapest", "cheaper_open"),
+    ("groups", "cheapest"),
     [
-        ([MASTER, word(4.01, 4.09, 4.2), COMPACT], "bfloat16/compact", []),
+        ([MASTER, word(4.01, 4.09, 4.2), COMPACT], "bfloat16/compact"),
         # Equal bytes are ordered by time; less than a tenth of a byte is no saving.
-        ([MASTER, word(*EQUAL), seeds("float8-row/word", EQUAL, step_seconds=0.3)], "float8-row/word", []),
-        ([MASTER, sized(word(*EQUAL), 8.04), sized(seeds("mine", EQUAL, step_seconds=0.3), 8.0)], "mine", []),
-        ([MASTER, word(4.1, 4.2, 4.31)], "bfloat16/master", []),
-        ([MASTER, word(*EQUAL, edq=(1.0, 0.3, 0.3, 0.3))], "bfloat16/master", []),
+        ([MASTER, word(*EQUAL), seeds("float8-row/word", EQUAL, step_seconds=0.3)], "float8-row/word"),
+        ([MASTER, sized(word(*EQUAL), 8.04), sized(seeds("mine", EQUAL, step_seconds=0.3), 8.0)], "mine"),
+        ([MASTER, word(4.1, 4.2, 4.31)], "bfloat16/master"),
+        ([MASTER, word(*EQUAL, edq=(1.0, 0.3, 0.3, 0.3))], "bfloat16/master"),
         # Two seeds, +0.0866 ± 0.1372 on 1.28: it may be worse by more than 1 %, or no worse.
-        (
-            [seeds("bfloat16/master", (1.216, 1.344)), seeds("float8-row/word", (1.2918, 1.4414))],
-            "bfloat16/master",
-            ["float8-row/word"],
-        ),
-        ([MASTER, word(*EQUAL), UNSURE], "bfloat16/word", ["bfloat16/compact"]),
-        ([MASTER, word(*EQUAL), sized(seeds("mine", (4.2, 4.0, 4.2)), 12.0)], "bfloat16/word", []),
-        ([sized(seeds("a", EQUAL), None), sized(seeds("b", EQUAL), None)], None, []),
-        ([seeds("bfloat16/master", EQUAL, edq=(0.1,) * 3), word(*EQUAL, edq=(0.1,) * 3)], None, []),
+        ([seeds("bfloat16/master", (1.216, 1.344)), seeds("float8-row/word", (1.2918, 1.4414))], "bfloat16/master"),
+        ([MASTER, word(*EQUAL), UNSURE], "bfloat16/word"),
+        ([sized(seeds("a", EQUAL), None), sized(seeds("b", EQUAL), None)], None),
+        ([seeds("bfloat16/master", EQUAL, edq=(0.1,) * 3), word(*EQUAL, edq=(0.1,) * 3)], None),
     ],
 )
-def test_the_cheapest_is_fit_and_what_might_be_cheaper_is_named(
-    groups: list[list[Run]], cheapest: str | None, cheaper_open: list[str]
-) -> None:
+def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str | None) -> None:
     found = compared(*groups)
     assert (found.cheapest.label if found.cheapest else None) == cheapest
-    assert [one.label for one in found.cheaper_open] == cheaper_open
+
+
+def test_what_might_be_cheaper_is_named_with_the_seeds_that_would_tell() -> None:
+    assert any("bfloat16/compact" in line and "--seeds " in line for line in compared(MASTER, UNSURE).verdict)

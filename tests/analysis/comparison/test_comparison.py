@@ -11,7 +11,6 @@ import pytest
 
 from analysis.comparison.made_runs import COLUMNS, MASTER, made, seeds
 from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.errors import RecipeError
 from narrowgauge.runs.record import Run
 
 
@@ -68,10 +67,3 @@ def test_among_equal_sizes_the_baseline_is_the_wider_compute_then_the_first(
 def test_what_loses_its_updates_is_no_baseline() -> None:
     runs = [*seeds("bfloat16/master", (4.0, 4.1), edq=(0.2, 0.2, 0.2)), *seeds("bfloat16/word", (4.0, 4.1))]
     assert compare_runs(runs).baseline == "bfloat16/word"
-
-
-def test_a_baseline_may_be_named_and_must_be_there() -> None:
-    runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1))]
-    assert compare_runs(runs, "bf16/word").baseline == "bfloat16/word"
-    with pytest.raises(RecipeError, match=r"bfloat16/wrd was requested.*Did you mean 'bfloat16/word'"):
-        compare_runs(runs, "bfloat16/wrd")

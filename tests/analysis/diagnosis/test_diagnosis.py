@@ -104,7 +104,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "float8-delayed/word", tensors(f"input:{DOWN}", overflow=0.05, sqnr_db=4.0), 90, "forward", f"input:{DOWN}", "overflow",
     ),
     "a weight that jumps": (
-        "bfloat16/word", tensors(f"weight:{WEIGHT}", amax=4000.0), 90, "storage", f"weight:{WEIGHT}", "weight-jump",
+        "bfloat16/word", tensors(f"weight:{WEIGHT}", amax=4000.0), 90, "optimizer step", f"weight:{WEIGHT}", "weight-jump",
     ),
     "a gradient of zeros": (
         "bfloat16/word", tensors(f"grad:{WEIGHT}", rms=0.0), 110, "gradient", f"grad:{WEIGHT}", "dead-gradient",
@@ -221,7 +221,7 @@ def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
     assert "the optimizer's step" in found.unseen and found.unseen["the clip of the compared steps"] == "no limit"
     run.steps[3]["recomputed"] = {"compared": 9, "beyond": 0, "unseen": {}}
     found = ng.diagnose(run)
-    assert "the optimizer's step" in found.looked_at and not any("compared" in area for area in found.unseen)
+    assert "the optimizer's step" in found.areas and not any("compared" in area for area in found.unseen)
     run.steps[1]["recomputed"] = "damaged"
     assert ng.diagnose(run).ok
 

@@ -18,12 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.analysis.columns import column
-from narrowgauge.analysis.comparison.classification import LATE, Classification, Rank, acceptable, classify, run_faults
+from narrowgauge.analysis.comparison.classification import ACCEPTABLE, Classification, Rank, classify, run_faults
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
-from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
+from narrowgauge.analysis.comparison.labels import run_labels
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.comparison.verdict import sentences
-from narrowgauge.errors import RecipeError, RecordError, suggestion
+from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.errors import RecordError
+from narrowgauge.runs.lines import json_value
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row
 from narrowgauge.spec.tables import Column, Table
@@ -36,7 +38,6 @@ class Comparison:
     Args:
         classes: classification of each recipe, by its label.
         baseline: baseline of all comparisons; ``None`` if no run counts.
-        resolve: the difference of losses to resolve; ``None`` for 1 % of the loss.
 
     Example:
         >>> from pathlib import Path
@@ -47,7 +48,6 @@ class Comparison:
 
     classes: Mapping[str, Classification]
     baseline: str | None
-    resolve: float | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Return at most eight sentences."""
+        """Return at most six sentences."""
         return tuple(sentences(self))
 
     @property
@@ -79,28 +79,18 @@ class Comparison:
     def acceptable(self) -> float:
         """Return the acceptable excess over the baseline's loss, in nats."""
         loss = None if self.baseline is None else self.classes[self.baseline].row["val_loss"]
-        return acceptable(float(loss or 0.0), self.resolve)
-
-    @property
-    def usable(self) -> list[Classification]:
-        """Return the recipes fit for use. With one seed each, return all without faults."""
-        unranked = None if self.has_intervals else Rank.NO_INTERVAL
-        return [
-            recipe for recipe in self.classes.values() if recipe.is_fit or (unranked and recipe.usable_rank is unranked)
-        ]
+        return ACCEPTABLE * abs(float(loss or 0.0))
 
     @property
     def cheapest(self) -> Classification | None:
-        """Return the usable recipe of the lowest known cost."""
-        sized = [recipe for recipe in self.usable if recipe.row["bytes_per_param"] is not None]
+        """Return the recipe of the lowest known cost that is fit for use. With one seed each, take all without faults."""
+        usable = [
+            recipe
+            for recipe in self.classes.values()
+            if recipe.is_fit or (not self.has_intervals and recipe.usable_rank is Rank.NO_INTERVAL)
+        ]
+        sized = [recipe for recipe in usable if recipe.row["bytes_per_param"] is not None]
         return min(sized, key=lambda recipe: recipe.cost, default=None)
-
-    @property
-    def cheaper_open(self) -> list[Classification]:
-        """Return recipes that cost less than the cheapest and might be as good. These seeds do not decide it."""
-        best = self.cheapest
-        unsure = [recipe for recipe in self.classes.values() if recipe.usable_rank is Rank.INCONCLUSIVE]
-        return [recipe for recipe in unsure if best is None or recipe.cost < best.cost]
 
     def table(self) -> Table:
         """Return the rows as the table of the terminal and the page."""
@@ -111,8 +101,12 @@ class Comparison:
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
             *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
-            Column("peak MiB", lambda row: _shown(row["peak_memory_bytes"], "{:,.1f}", 2.0**-20), right=True),
-            *(self._late_column(key) for key in LATE),
+            Column(
+                "peak MiB",
+                lambda row: f"{memory / 2**20:,.1f}" if (memory := row["peak_memory_bytes"]) else "–",
+                right=True,
+            ),
+            Column("late EDQ", lambda row: self._shown_edq(row["recipe"]), right=True),
             Column("seeds", "num_seeds", right=True),
             Column(
                 "verdict",
@@ -121,13 +115,9 @@ class Comparison:
         )
         return Table(columns, list(self.rows))
 
-    def _late_column(self, key: str) -> Column:
-        title, form = {
-            "edq": ("late EDQ", "{:.3f}"),
-            "noise": ("noise", "{:.3f}"),
-            "lost_fraction": ("lost", "{:.1%}"),
-        }[key]
-        return Column(title, lambda row: _shown(self.classes[row["recipe"]].late[key], form), right=True)
+    def _shown_edq(self, label: str) -> str:
+        edq = self.classes[label].late_edq
+        return "–" if edq is None else f"{edq:.3f}"
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -135,15 +125,7 @@ class Comparison:
 
     def json(self) -> bytes:
         """Return ``compare.json``: a list of rows, valid JSON for all values."""
-        plain = [
-            {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
-            for row in self.rows
-        ]
-        return json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
-
-
-def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
-    return "–" if value is None else form.format(value * factor)
+        return json.dumps(json_value(self.rows), indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
 
 
 def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
@@ -152,40 +134,25 @@ def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
         return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
     if row["diverged"]:
         return "diverged"
-    unfinished = [run.run for run in runs if run.run.summary is None]
-    if not unfinished:
-        return "not recorded"
-    losses = [loss for run in unfinished for loss in column(run, "evals", "val_loss").finite[-1:].tolist()]
-    steps = ", ".join(str(run.steps[-1].get("step", 0) if run.steps else 0) for run in unfinished)
-    requested = unfinished[0].config.get("steps")
-    so_far = f"{shown_loss(statistics.fmean(losses))} so far, " if losses else ""
-    return f"{so_far}unfinished: step {steps}{f' of {requested}' if requested else ''}"
+    return "unfinished" if any(run.run.summary is None for run in runs) else "not recorded"
 
 
-def compare_runs(
-    runs: Sequence[Run],
-    baseline: str | None = None,
-    *,
-    resolve: float | None = None,
-) -> Comparison:
+def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs by recipe and seed.
 
     Invariant: torch is not needed, nothing is written, and the same runs give the same sentences.
 
-    By default the baseline is the most precise recipe with a finished run, no divergence and no lost updates. Recipes without
+    The baseline is the most precise recipe with a finished run, no divergence and no lost updates. Recipes without
     low-precision matmuls come first. Then more bytes per parameter, then the wider compute, then the order decide. The losses
-    never decide, or the intervals would not hold (see the module).
+    never decide, or the intervals would not hold (see the module). A recipe is as good as the baseline only if it is certainly
+    no worse than by 1 % of the loss. Otherwise the verdict gives the number of seeds needed.
 
     Args:
         runs: finished or not, in any order.
-        baseline: a recipe among them.
-        resolve: the difference of losses to resolve, in nats. A recipe is as good as the baseline only if it is certainly no
-            worse than by this. Otherwise the verdict gives the number of seeds needed. ``None`` means 1 % of the loss.
     Returns:
         The comparison.
     Raises:
         RecordError: there is no run, or a run's record is damaged.
-        RecipeError: no run has the baseline's recipe, or ``resolve`` is not positive and finite.
     Example:
         >>> from pathlib import Path
         >>> def run(recipe, seed, loss, size):
@@ -200,19 +167,12 @@ def compare_runs(
     """
     if not runs:
         raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
-    require_resolvable(resolve)
     groups: dict[str, list[RunStats]] = {}
     for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(RunStats.of(run, label))
     rows = {label: _row(label, group) for label, group in groups.items()}
-    chosen = _requested_baseline(baseline, groups) if baseline is not None else _widest(rows, groups)
-    return Comparison(classify(groups, rows, chosen, resolve), chosen, resolve)
-
-
-def require_resolvable(resolve: float | None) -> None:
-    """Raise unless ``resolve`` is ``None`` or positive and finite."""
-    if resolve is not None and not 0 < resolve < math.inf:
-        raise RecipeError(f"resolve = {resolve} was requested.", "Give a difference of losses above 0, such as 0.005.")
+    baseline = _widest(rows, groups)
+    return Comparison(classify(groups, rows, baseline), baseline)
 
 
 def _row(label: str, group: Sequence[RunStats]) -> Row:
@@ -225,7 +185,8 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         return reduce(values) if values else None
 
     losses = [float(s["val_loss"]) for s in counted]
-    durations = [run.curve.step_seconds for run in group if run.run.summary is not None]
+    timed = [column(run.run, "steps", "seconds").finite for run in group if run.run.summary is not None]
+    durations = [statistics.median(seconds.tolist()) for seconds in timed if len(seconds)]
     return {
         "recipe": label,
         "val_loss": statistics.fmean(losses) if losses else None,
@@ -233,22 +194,12 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "tokens_per_second": over(ended, "tokens_per_second", statistics.median),
         "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
-        "step_seconds": statistics.median(values) if (values := [d for d in durations if d is not None]) else None,
+        "step_seconds": statistics.median(durations) if durations else None,
         "peak_memory_bytes": over(ended, "peak_memory_bytes", max),
-        **{key: over(counted, key, statistics.fmean) for key in LATE},
+        **{key: over(counted, key, statistics.fmean) for key in ("edq", "noise", "lost_fraction")},
         "diverged": any(run.divergence for run in group),
         "num_seeds": len(losses),
     }
-
-
-def _requested_baseline(name: str, groups: Mapping[str, Sequence[RunStats]]) -> str:
-    for label in (name, recipe_name(name)):
-        if label in groups:
-            return label
-    raise RecipeError(
-        f"the baseline {name} was requested, and the runs are of {', '.join(groups)}.",
-        suggestion(name, groups) or "Name one of them.",
-    )
 
 
 _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
@@ -256,7 +207,7 @@ _WIDTHS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 def _widest(rows: Mapping[str, Row], groups: Mapping[str, Sequence[RunStats]]) -> str | None:
     def width(label: str) -> tuple[bool, bool, float, int]:
-        recipe = groups[label][0].recipe
+        recipe = recipe_of(groups[label][0].run)
         bits = _WIDTHS.get(recipe.compute.name, 0) if recipe is not None else 0
         return not run_faults(groups[label]), bits > 0, round(rows[label]["bytes_per_param"] or 0.0, 1), bits
 

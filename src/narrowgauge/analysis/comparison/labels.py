@@ -77,38 +77,28 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         for run in runs
     ]
     for distinguish in (_by_settings, _by_folder):
-        for label in sorted(_repeated(labels, runs)):
+        pairs = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
+        for label in sorted({label for label, seed in pairs if pairs.count((label, seed)) > 1}):
             places = [place for place, name in enumerate(labels) if name == label]
             for place, suffix in zip(places, distinguish([runs[place] for place in places]), strict=True):
                 labels[place] = label + suffix
     return labels
 
 
-def _repeated(labels: Sequence[str], runs: Sequence[Run]) -> set[str]:
-    """Return labels that two runs of one seed share."""
-    pairs = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
-    return {label for label, seed in pairs if pairs.count((label, seed)) > 1}
-
-
 def _by_settings(runs: Sequence[Run]) -> list[str]:
-    """Return the differing settings as one text per run; empty texts if too many differ.
-
-    Settings that all runs record come first: your own loop records few of the trainer's settings.
-    """
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in ("recipe", "seed", "out"))
-    differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
-    shared = [key for key in differing if all(key in run.config for run in runs)]
-    named = (shared or differing) if len(shared or differing) <= MOST_SETTINGS else []
-    return ["".join(f", {key} {run.config[key]}" for key in named if key in run.config) for run in runs]
+    """Return the differing settings that all runs record, as one text per run; empty texts if too many differ."""
+    shared = [key for key in runs[0].config if all(key in run.config for run in runs)]
+    differing = [key for key in shared if len({repr(run.config[key]) for run in runs}) > 1]
+    differing = [key for key in differing if key not in ("recipe", "seed", "out")]
+    named = differing if len(differing) <= MOST_SETTINGS else []
+    return ["".join(f", {key} {run.config[key]}" for key in named) for run in runs]
 
 
 def _by_folder(runs: Sequence[Run]) -> list[str]:
-    """Return the comparison's folder if it distinguishes runs of one seed, else the run's own folder."""
-    above = [(run.path.parent.name, seed_of(run)) for run in runs]
-    if len(set(above)) == len(runs):
-        return [f" ({folder})" for folder, _ in above]
-    names = [run.path.name for run in runs]
-    return [f" ({name if len(set(names)) == len(runs) else run.path})" for run, name in zip(runs, names, strict=True)]
+    """Return the comparison's folder if it distinguishes runs of one seed, else the run's path."""
+    folders = [run.path.parent.name for run in runs]
+    is_distinct = len({(folder, seed_of(run)) for folder, run in zip(folders, runs, strict=True)}) == len(runs)
+    return [f" ({folder if is_distinct else run.path})" for folder, run in zip(folders, runs, strict=True)]
 
 
 def listed(parts: Iterable[str]) -> str:

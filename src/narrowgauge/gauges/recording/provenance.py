@@ -51,7 +51,7 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
             **({"ranks": num_ranks} if num_ranks > 1 else {}),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         },
-        arithmetic.TABLE: measure_arithmetic(device).to_toml(),
+        arithmetic.TABLE: measure_arithmetic(device),
     }
 
 

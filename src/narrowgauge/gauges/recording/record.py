@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.analysis.detectors import SERIOUS
-from narrowgauge.analysis.spikes import StepJudgement
+from narrowgauge.analysis.detectors import KINDS_OF_ALARMS
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -59,7 +58,7 @@ class Record(AbstractContextManager["Record"]):
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
         is_bad: the last step was skipped for another reason than the search for a loss scale.
-        serious: kinds of the serious events.
+        alarm_kinds: kinds of the alarms so far.
         undo: what leaves the model and the optimizer as they were.
     """
 
@@ -82,7 +81,7 @@ class Record(AbstractContextManager["Record"]):
         self.reader, self.alarms, self.undo = StepReader(), Alarms(recipe), ExitStack()
         self.gauges: Gauges | None = None
         self.num_steps, self.tokens, self.seconds = 0, 0, 0.0
-        self.is_bad, self.serious = False, list[str]()
+        self.is_bad, self.alarm_kinds = False, list[str]()
         self._num_failed, self._seconds_before, self._began = 0, 0.0, time.perf_counter()
 
     def watch(self, model: nn.Module, optimizer: Any, *, every: int = 20) -> Gauges | None:
@@ -133,17 +132,17 @@ class Record(AbstractContextManager["Record"]):
     def _rebuild(self) -> Run:
         """Restore the detectors from the run folder, which rank 0 reads. Return its content."""
         run = self.here.of_first(lambda: read_run(self.folder))
-        self.alarms = Alarms.rebuilt(self.recipe, run.steps, run.gauges, is_audited=self.reader.ours is not None)
+        self.alarms = Alarms(self.recipe, is_audited=self.reader.ours is not None)
+        self.alarms.read(run.steps, run.gauges)
         return run
 
     # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, columns: Mapping[str, Any], judgement: StepJudgement | None = None) -> Row:
+    def step(self, columns: Mapping[str, Any]) -> Row:
         """Record an optimizer step, and return its row. Call it before the schedule's step.
 
         Args:
             columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
-            judgement: set if the step was judged before its update.
         """
         reader, scaler = self.reader, None if self.reader.ours is None else self.reader.ours.loss_scaler
         row = reader.row(self.num_steps + 1, numbers(columns, "step"), tokens_before=self.tokens)
@@ -152,7 +151,7 @@ class Record(AbstractContextManager["Record"]):
         if self.writer is not None:
             self.writer.step(row)
             self._on_row("steps", row)
-        for event in self.alarms.on_step(row, judgement):
+        for event in self.alarms.on_step(row):
             self.event(event, shown=True)
         spike, is_skipped = row.get("spike"), bool(row.get("skipped"))
         # The scale of the step; the scaler may have lowered it since.
@@ -196,8 +195,8 @@ class Record(AbstractContextManager["Record"]):
 
     def event(self, event: Event, shown: bool = False) -> None:
         """Write an event, and show it if ``shown``."""
-        if event.kind in SERIOUS and event.kind not in self.serious:
-            self.serious.append(event.kind)
+        if event.kind in KINDS_OF_ALARMS and event.kind not in self.alarm_kinds:
+            self.alarm_kinds.append(event.kind)
         if self.writer is not None:
             self.writer.event(event)
             if shown:
