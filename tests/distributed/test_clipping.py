@@ -64,8 +64,9 @@ def test_clipped_gradients_have_the_same_bits_on_any_ranks(tmp_path: Path) -> No
 def summed(reduction: str = "reproducible") -> nn.Linear:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
-    ng.reduce_gradients_with(model, reduction)
-    model(torch.randn(5, 64)).square().sum().backward()
+    inputs = torch.randn(5, 64)
+    with ng.reduce_gradients_with(model, reduction).micro_batch():
+        model(inputs).square().sum().backward()
     return model
 
 

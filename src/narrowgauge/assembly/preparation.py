@@ -22,7 +22,7 @@ from narrowgauge.assembly.parameter_rounding import round_parameters
 from narrowgauge.assembly.resumption import carry_state
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
-from narrowgauge.distributed.reduction import inner_of, reduce_gradients_with
+from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul.fsdp_gather import gather_codes
@@ -117,19 +117,19 @@ def prepare(
         loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is float16. Pass the loss through its
             ``scale`` before ``backward()``.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated with ``shard="none"``. Two
-            axes are replicas of a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole, or
-            sharded by the caller.
+            axes are replicas of a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole;
+            DistributedDataParallel may wrap it afterwards.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         narrow_gather: gather weights as the codes of their matmuls, in ``int8-row`` and ``float8-tensor``: half of bfloat16's
-            bytes, the same bits. It needs a mesh, or a model sharded by the caller.
-        average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up. Use that if each loss is a
+            bytes, the same bits. It needs a mesh.
+        average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them up. Use that if each loss is a
             micro-batch's part of the step's loss. The same bits on any number of ranks need it.
         options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks,
-        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each backward pass of a step with several
-        micro-batches. The ``state_dict()`` of both suffices to resume with the same bits. The model's is the plain model's.
+        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward pass. The ``state_dict()``
+        of both suffices to resume with the same bits. The model's is the plain model's.
     Raises:
         RecipeError: an unknown recipe, rule or option, or a model that the recipe cannot train. The model is unchanged then.
 
@@ -143,30 +143,29 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    policy, inner = parse(recipe), inner_of(model)
+    policy = parse(recipe)
     settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     options |= {name: value for name, value in settings.items() if value is not None}
     optimizer = _checked_class(optimizer, rule, options)
-    sharding.settle(inner)
-    extra_options = {name: _extra_options(name, options_of) for name, p in inner.named_parameters() if p.requires_grad}
+    extra_options = {name: _extra_options(name, options_of) for name, p in model.named_parameters() if p.requires_grad}
     require_trainable(model, policy, mesh, shard)
 
     if mesh is not None:
-        sharding.make_equal(inner, mesh)
-    factors = _unit_scaled(inner, policy, seed)
-    values = round_parameters(inner, policy)
+        sharding.make_equal(model, mesh)
+    factors = _unit_scaled(model, policy, seed)
+    values = round_parameters(model, policy)
     if policy.dtype == "float64":
-        _widen_buffers(inner)
-    linears = narrow_linears(inner, policy, seed)
-    keep_ranks_apart(inner)
+        _widen_buffers(model)
+    linears = narrow_linears(model, policy, seed)
+    keep_ranks_apart(model)
     if mesh is not None and shard != "none":
-        values = _shard(inner, values, mesh, offload)
-    _propagate_scales(inner, policy)
-    compute_in_scope(inner, policy)
+        values = _shard(model, values, mesh, offload)
+    _propagate_scales(model, policy)
+    compute_in_scope(model, policy)
 
     if loss_scaler is None and any(compute.scales_loss for compute in policy.computes):
         loss_scaler = LossScaler()
-    groups = _groups(inner, policy, decays, extra_options, factors)
+    groups = _groups(model, policy, decays, extra_options, factors)
     stepper = optimizer(
         [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
         storage=policy.storage.name,
@@ -178,18 +177,16 @@ def prepare(
         **options,
     )
     _set_rates(stepper, groups, bool(factors))
-    stepper.name_parameters(inner)
+    stepper.name_parameters(model)
     stepper.adopt(values)
     if linears is not None:
         linears.follow(stepper)
     if narrow_gather:
-        gather_codes(inner)
-    # FSDP2 and DDP average without a reduction. They cannot sum.
-    adds_up = not average and (inner is not model or sharding.has_shards(inner))
-    if mesh is not None or policy.reduction.name != "native" or adds_up:
+        gather_codes(model)
+    if mesh is not None or policy.reduction.name != "native":
         stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
-    sync_amax_before_steps(inner, stepper)
-    carry_state(stepper, inner)
+    sync_amax_before_steps(model, stepper)
+    carry_state(stepper, model)
     return model, stepper
 
 

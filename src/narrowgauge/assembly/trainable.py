@@ -11,7 +11,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from narrowgauge.distributed.exchanges import EXCHANGES
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.reduction import inner_of
 from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
@@ -22,15 +21,21 @@ from narrowgauge.spec.recipes import Recipe
 
 
 def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -> None:
-    """Refuse a model, perhaps inside DistributedDataParallel, that a recipe cannot train."""
-    inner = inner_of(model)
-    name, kind = recipe.name, type(inner).__name__
+    """Refuse a model that a recipe cannot train."""
+    name, kind = recipe.name, type(model).__name__
+    if isinstance(model, nn.parallel.DistributedDataParallel) or has_shards(model):
+        raise RecipeError(
+            f"Cannot prepare this {kind} by recipe '{name}' because fully_shard or DistributedDataParallel has taken its "
+            "parameters already.",
+            "Prepare the model first: mesh=… shards it, and DistributedDataParallel may wrap it then. Or leave it as it is, and "
+            "take ng.swap_linears, ng.AdamW and ng.reduce_gradients_with.",
+        )
     if recipe.reduction.name not in EXCHANGES:
         raise RecipeError(
             f"Cannot sum gradients by '{recipe.reduction.name}' of recipe '{name}', which is not implemented.",
             "narrowgauge show reductions lists the others.",
         )
-    parameters = dict(inner.named_parameters())
+    parameters = dict(model.named_parameters())
     require_float64(parameters.values())
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise RecipeError(
@@ -43,15 +48,13 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
                 f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is {dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
-    _check_tied(inner, recipe)
-    _check_patterns(inner, recipe, list(parameters))
+    _check_tied(model, recipe)
+    _check_patterns(model, recipe, list(parameters))
     for compute in recipe.computes:
-        computes.check_layers(compute, linear_names(inner), kind)
-    for owner, module in inner.named_modules():
+        computes.check_layers(compute, linear_names(model), kind)
+    for owner, module in model.named_modules():
         _check_module(owner, module, recipe)
-    _check_ranks(model, recipe, mesh)
-    if mesh is not None:
-        _check_mesh(inner, mesh, shard)
+    _check_ranks(recipe, mesh, shard)
 
 
 def _check_tied(model: nn.Module, recipe: Recipe) -> None:
@@ -118,29 +121,18 @@ def depends_on_order(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def _check_ranks(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
-    """Refuse a model whose gradients cannot be summed over ranks as a recipe says."""
-    inner, size = inner_of(model), all_ranks().size
-    if inner is not model:
-        visible = {name: recipe.storage_of(name, p.ndim).visible for name, p in inner.named_parameters()}
-        if mesh is not None or any(dtype_name(p.dtype) != visible[name] for name, p in inner.named_parameters()):
+def _check_ranks(recipe: Recipe, mesh: Any, shard: str) -> None:
+    """Refuse ranks over which gradients cannot be summed as a recipe says."""
+    ranks = all_ranks()
+    if mesh is not None:
+        if mesh.get_coordinate() is None:
             raise RecipeError(
-                f"Cannot prepare a model inside DistributedDataParallel by recipe '{recipe.name}' because DDP's buckets fit "
-                "the parameters as they are.",
-                'Prepare the model first and wrap it then, or replace the wrapper by mesh=…, shard="none".',
+                f"Cannot prepare a model on rank {ranks.rank} because the mesh has only ranks {mesh.mesh.flatten().tolist()}.",
+                "Call prepare on the ranks of the mesh alone.",
             )
-    elif mesh is None and recipe.reduction.name != "native" and size > 1 and not has_shards(model):
+        require_mesh(mesh, shard)
+    elif recipe.reduction.name != "native" and ranks.size > 1:
         raise RecipeError(
-            f"Cannot sum gradients over {size} ranks by recipe '{recipe.name}' without a mesh.",
+            f"Cannot sum gradients over {ranks.size} ranks by recipe '{recipe.name}' without a mesh.",
             'Pass mesh=init_device_mesh(…), with shard="none" to keep the model whole on every rank.',
         )
-
-
-def _check_mesh(model: nn.Module, mesh: Any, shard: str) -> None:
-    """Refuse a mesh without this rank."""
-    if mesh.get_coordinate() is None:
-        raise RecipeError(
-            f"Cannot prepare a model on rank {all_ranks().rank} because the mesh has only ranks {mesh.mesh.flatten().tolist()}.",
-            "Call prepare on the ranks of the mesh alone.",
-        )
-    require_mesh(model, mesh, shard)

@@ -1,13 +1,12 @@
 """Keep an exact sum of gradients independent of the order of ranks and micro-batches, and of how they are distributed.
 
 A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each leaf depends on its sequences
-alone and is added separately. So no forward pass may draw from a generator that earlier work on this rank has advanced. No rank
+alone and is added separately. So no micro-batch may draw from a generator that earlier work on this rank has advanced. No rank
 may add up gradients before it sends them. The clipping norm must not depend on order either (:func:`take_norms`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -24,19 +23,6 @@ from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.exact_sums import exact_norm
 from narrowgauge.torch_hooks import OwnHook
 
-IN_MICRO_BATCHES = (
-    "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them, and call zero_grad() "
-    "after each step."
-)
-
-
-def refuse_unsent(how: str) -> None:
-    raise RecipeError(
-        f"{how} adds up the gradients of micro-batches on each rank before they are sent, and the reduction sums each backward "
-        "pass over ranks.",
-        IN_MICRO_BATCHES,
-    )
-
 
 def generator_state(device: torch.device) -> tuple[bytes, ...]:
     """Return the state of the host's and the device's default generators, from which a forward pass draws.
@@ -52,74 +38,21 @@ def generator_state(device: torch.device) -> tuple[bytes, ...]:
     return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
 
-class ForwardPasses:
-    """Refuse forward passes in training that draw random numbers from PyTorch's default generators.
+def follow_forwards(model: nn.Module, check: Callable[[], None]) -> list[Callable[[], None]]:
+    """Call ``check`` before each forward pass in training of a model, or of a module in it that loops call directly.
 
-    Args:
-        device: returns the current device.
-        check: called when a pass begins; raises if its gradients could not be summed.
+    Modules inside a ``torch.compile`` graph are not followed, nor passes that a checkpoint repeats in backward.
+
+    Returns:
+        Functions that undo it.
     """
 
-    def __init__(self, device: Callable[[], torch.device], check: Callable[[], None]) -> None:
-        self._device, self._check = device, check
-        self._outermost: object = None
-        self._before: tuple[bytes, ...] = ()
+    def enter(module: nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled() and torch_names.current_backward() == -1:
+            check()
 
-    def install(self, model: nn.Module) -> list[Callable[[], None]]:
-        """Watch a model and the modules in it that loops call directly. Return functions that undo this.
-
-        Modules inside a ``torch.compile`` graph are not watched: surround the call of the graph with :meth:`watched`.
-        """
-        undo: list[Callable[[], None]] = []
-        for module in dict.fromkeys([model, *_called(model), *fsdp_modules(model)]):
-            undo.append(module.register_forward_pre_hook(_Hook(self._enter), prepend=True).remove)
-            undo.append(module.register_forward_hook(_Hook(self._leave), always_call=True).remove)
-        return undo
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch a forward pass that calls no watched module."""
-        self._begin(self, is_training=True)
-        try:
-            yield
-        except BaseException:
-            self.discard()
-            raise
-        self._end(self, "")
-
-    def discard(self) -> None:
-        self._outermost = None
-
-    def _begin(self, outermost: object, *, is_training: bool) -> None:
-        """Record the generators' state, unless a forward pass has begun already."""
-        if self._outermost is None:
-            self._outermost, self._before = outermost, generator_state(self._device()) if is_training else ()
-            self._check()
-
-    def _end(self, outermost: object, name: str) -> None:
-        """If ``outermost`` began the forward pass, refuse a changed state of the generators."""
-        if self._outermost is not outermost:
-            return
-        self._outermost = None
-        if self._before and self._before != (generator_state(self._device()) or self._before):
-            raise RecipeError(
-                f"a forward pass{name} drew random numbers from PyTorch's default generator (dropout, sampling, layers left out "
-                "at random), whose state depends on what this rank has computed before: other bits come out on another number "
-                "of ranks.",
-                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
-                "by the step and the micro-batch's own number; or take another reduction.",
-            )
-
-    def _enter(self, module: nn.Module, *_: Any) -> None:
-        """Begin, unless the forward pass belongs to no leaf: gradients are off, or a checkpoint recomputes it."""
-        if torch.is_grad_enabled() and torch_names.current_backward() == -1:
-            self._begin(module, is_training=module.training)
-
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if output is not None:
-            self._end(module, f" of {type(module).__name__}")
-        elif self._outermost is module:  # it has failed
-            self._outermost = None
+    modules = dict.fromkeys([model, *_called(model), *fsdp_modules(model)])
+    return [module.register_forward_pre_hook(_Hook(enter), prepend=True).remove for module in modules]
 
 
 class _Hook(OwnHook):
