@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import narrowgauge
@@ -142,29 +141,6 @@ def test_an_interruption_is_one_line_and_has_its_status(
 def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:
     calls["train"].answer = ZeroDivisionError("ours")
     assert isinstance(call("train").exception, ZeroDivisionError)
-
-
-# ── what a shell completes ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def completed(line: str) -> list[str]:
-    """What is offered for the last word of a line."""
-    *words, last = line.split(" ")
-    return [item.value for item in ShellComplete(main, {}, "narrowgauge", "_").get_completions(words, last)]
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("train --recipe bfloat16/sp", {"bfloat16/split", "bfloat16/split8"}),
-        ("compare --recipes bfloat16/master,bfloat16/wor", {"bfloat16/master,bfloat16/word"}),
-        ("plan run --chip h2", {"H20-SXM5-96GB", "H200-SXM-141GB"}),
-        ("train --recipe mine", {"mine"}),  # no name of ours: the shell looks for a file
-        ("plan run --chip nothing", set()),
-    ],
-)
-def test_a_shell_completes_names(line: str, offered: set[str]) -> None:
-    assert set(completed(line)) == offered
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -117,7 +117,6 @@ def refusals(mesh: Any) -> dict[str, str]:
         "sharded": lambda: ng.prepare(sharded, "float32/float32"),
         "unnamed": lambda: ng.prepare(llama(), "float32/float32", mesh=unnamed),
         "wrapped": lambda: ng.prepare(parallel, "bfloat16/word"),
-        "replicas": lambda: sharding.make_mesh(dist.get_world_size(), "cpu", replicas=3),
     }
     said = {}
     for name, attempt in tries.items():
@@ -153,7 +152,6 @@ def check_refusals(refusals: dict[str, str]) -> None:
     assert "fully_shard or DistributedDataParallel has taken its parameters" in refusals["sharded"]
     assert "ng.swap_linears" in refusals["wrapped"]
     assert "mesh_dim_names" in refusals["unnamed"]
-    assert "divisor" in refusals["replicas"]
 
 
 def on_a_part(rank: int) -> str:

@@ -11,7 +11,8 @@ from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
 from narrowgauge.runs import arithmetic
-from narrowgauge.runs.arithmetic import Arithmetic, differences, read_arithmetic
+from narrowgauge.runs.arithmetic import Arithmetic, arithmetic_of, differences
+from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.writer import RunWriter
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_flushed_subnormals_are_seen() -> None:
 def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Path) -> None:
     present = describe_process(CPU)
     RunWriter.create(tmp_path / "run", {"config": {}, **present}).close()
-    read = read_arithmetic(tmp_path / "run")
+    read = arithmetic_of(read_settings(tmp_path / "run"))
     assert read.to_toml() == present["arithmetic"] and read.settings["torch"] == torch.__version__
     other = {**present, "arithmetic": Arithmetic(read.settings, {**read.results, "softmax": "pairwise"}).to_toml()}
     started = {**present, "arithmetic": Arithmetic(read.settings, {**read.results, "softmax": "fused"}).to_toml()}

@@ -72,7 +72,6 @@ def prepare(
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
     optimizer: type[OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
-    rule: str | None = None,
     lr: float | Tensor | None = None,
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
@@ -104,7 +103,6 @@ def prepare(
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
-        rule: or its name in ``narrowgauge show rules``, such as ``"muon"``.
         lr, betas, eps, weight_decay: the optimizer's options; ``None`` uses its own defaults.
         decays: returns from name and parameter whether to decay it. By default all decay. For matrices alone:
             ``decays=lambda name, parameter: parameter.ndim >= 2``.
@@ -131,7 +129,7 @@ def prepare(
         ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward pass. The ``state_dict()``
         of both suffices to resume with the same bits. The model's is the plain model's.
     Raises:
-        RecipeError: an unknown recipe, rule or option, or a model that the recipe cannot train. The model is unchanged then.
+        RecipeError: an unknown recipe or option, or a model that the recipe cannot train. The model is unchanged then.
 
     Cost: a temporary float32 copy of the weights, on every rank.
 
@@ -146,7 +144,7 @@ def prepare(
     policy = parse(recipe)
     settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     options |= {name: value for name, value in settings.items() if value is not None}
-    optimizer = _checked_class(optimizer, rule, options)
+    _check_class(optimizer, options)
     extra_options = {name: _extra_options(name, options_of) for name, p in model.named_parameters() if p.requires_grad}
     require_trainable(model, policy, mesh, shard)
 
@@ -251,14 +249,8 @@ def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: b
 # ── the optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _checked_class(optimizer: type[Any], rule: str | None, options: Mapping[str, Any]) -> type[Any]:
-    """Return the class of a rule or the given one. Refuse options that it lacks."""
-    if rule is not None:
-        if optimizer is not AdamW:
-            raise RecipeError(
-                f"Cannot use rule '{rule}' beside an optimizer, which has a rule.", "Give one of the two."
-            )
-        optimizer = class_of(rule)
+def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
+    """Refuse what is not an optimizer class of ours, and options that it lacks."""
     if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):  # type: ignore[redundant-expr]
         name = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
         raise RecipeError(
@@ -275,7 +267,6 @@ def _checked_class(optimizer: type[Any], rule: str | None, options: Mapping[str,
                 f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no such option.",
                 suggestion(name, known) or "Leave it out.",
             )
-    return optimizer
 
 
 def _extra_options(name: str, options_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
@@ -296,36 +287,19 @@ def _groups(
     factors: Mapping[str, float],
 ) -> list[dict[str, Any]]:
     """Return parameters grouped by storage, decay, learning-rate factor and their own options."""
-    groups: list[dict[str, Any]] = []
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        key = {
-            # The optimizer derives the storage of vectors from the storage of their group.
-            "storage": recipe.storage_of(name, max(2, parameter.ndim)).name,
-            "decays": decays(name, parameter),
-            "factor": factors.get(name, 1.0),
-            "extra": extra_options[name],
-        }
-        group = next((group for group in groups if _are_equal(key, group)), None)
-        if group is None:
-            groups.append(group := {**key, "params": []})
+        # The optimizer derives the storage of vectors from the storage of their group.
+        storage = recipe.storage_of(name, max(2, parameter.ndim)).name
+        is_decayed, factor, extra = bool(decays(name, parameter)), factors.get(name, 1.0), extra_options[name]
+        # A tensor option may change, so it equals only itself.
+        values = [(option, id(x) if isinstance(x, Tensor) else repr(x)) for option, x in sorted(extra.items())]
+        described = {"storage": storage, "decays": is_decayed, "factor": factor, "extra": extra, "params": []}
+        group = groups.setdefault((storage, is_decayed, factor, *values), described)
         group["params"].append((name, parameter))
-    return groups
-
-
-def _are_equal(key: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Compare keys of groups. A tensor option may change, so it equals only itself."""
-
-    def same(a: Any, b: Any) -> bool:
-        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
-
-    extra, theirs = key["extra"], group["extra"]
-    return (
-        all(key[name] == group[name] for name in ("storage", "decays", "factor"))
-        and extra.keys() == theirs.keys()
-        and all(same(extra[name], theirs[name]) for name in extra)
-    )
+    return list(groups.values())
 
 
 def _set_rates(optimizer: Optimizer, groups: list[dict[str, Any]], is_unit_scaled: bool) -> None:

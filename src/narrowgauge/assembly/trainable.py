@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from narrowgauge.distributed.exchanges import EXCHANGES
 from narrowgauge.distributed.ranks import all_ranks
@@ -96,29 +95,20 @@ def _no_match(what: str, kind: str, model: nn.Module, names: list[str]) -> Recip
 
 
 def _check_module(name: str, module: nn.Module, recipe: Recipe) -> None:
-    """Refuse sparse gradients. Refuse modules with memory if bits must not depend on ranks."""
+    """Refuse sparse gradients. Refuse running statistics if bits must not depend on ranks."""
     kind = type(module).__name__
     if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters()):
         raise RecipeError(
             f"Cannot step '{name}', a {kind} with sparse gradients, by recipe '{recipe.name}'.",
             "Build it with sparse=False.",
         )
-    if recipe.reduction.order_invariant and (dependence := depends_on_order(module)):
-        reason, advice = dependence
+    has_statistics = isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+    if recipe.reduction.order_invariant and has_statistics:
         raise RecipeError(
-            f"Cannot give the same bits on any number of ranks by recipe '{recipe.name}' because '{name}' is a {kind}, {reason}.",
-            f"{advice}, or take another reduction.",
+            f"Cannot give the same bits on any number of ranks by recipe '{recipe.name}' because '{name}' is a {kind}, whose "
+            "running statistics depend on which micro-batches a rank has seen.",
+            "Replace it by a layer norm or group norm, or take another reduction.",
         )
-
-
-def depends_on_order(module: nn.Module) -> tuple[str, str] | None:
-    """Return why a module's output depends on earlier micro-batches, and what to do. Return ``None`` if it does not."""
-    if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-        reason = "whose running statistics depend on which micro-batches a rank has seen"
-        return reason, "Replace it by a layer norm or group norm"
-    if isinstance(module, _DropoutNd) and module.p > 0:
-        return "which draws random numbers in the order of a rank's own micro-batches", "Set its p to 0"
-    return None
 
 
 def _check_ranks(recipe: Recipe, mesh: Any, shard: str) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from narrowgauge.spec import notation
-from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -49,28 +46,13 @@ RECIPE, RECIPES = Parsed(notation.parse), Parsed(notation.parse_names)
 RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notation.parse_names(text))
 
 
-def of(names: Iterable[str], otherwise: str = "plain") -> Callable[..., list[CompletionItem]]:
-    """Complete the last name of a comma-separated list in a shell. Without a match, complete a ``file`` or ``dir``."""
-
-    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        before, comma, last = incomplete.rpartition(",")
-        matches = [name for name in names if name.lower().startswith(last.lower())]
-        items = [CompletionItem(f"{before}{comma}{name}") for name in matches]
-        return items or ([] if otherwise == "plain" else [CompletionItem(incomplete, type=otherwise)])
-
-    return complete
-
-
-many_recipes = of(notation.full_names(), "file")
-chips = of(CHIPS)
-
 model_and_recipes = combined(
     click.option(
-        "--model", required=True, metavar="TEXT", shell_complete=of(MODELS, "dir"),
+        "--model", required=True, metavar="TEXT",
         help="A preset (narrowgauge show models) or a folder with a config.json.",
     ),
     click.option(
-        "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=RECIPES, shell_complete=many_recipes,
+        "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=RECIPES,
         help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
     ),
 )  # fmt: skip
@@ -131,7 +113,6 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
                 default=None,
                 help=help + ("" if default is None else f"  [default: {str(default).lower()}]"),
                 metavar={bool: None, str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],
-                shell_complete=many_recipes if kind is Recipe else of(field.metadata["names"] or (), "file"),
             )
         )
     return flags

@@ -21,7 +21,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import diagnosing, flags, planning, watching
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import RankError
+from narrowgauge.errors import ChipError, RankError
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
@@ -100,10 +100,10 @@ def main(context: click.Context) -> None:
     help_without_command(context)
 
 
-@main.group("show", short_help="Tables, their rows, and this machine.", invoke_without_command=True)
+@main.group("show", short_help="Tables, recipes, and this machine's arithmetic.", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print a table (formats, recipes, storages, chips, …), one of its rows, or the machine."""
+    """Print a table (formats, recipes, storages, chips, …), a recipe, or this machine's arithmetic."""
     help_without_command(context)
 
 
@@ -133,40 +133,31 @@ def show_checks(as_json: bool) -> None:
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
-@click.argument("name", shell_complete=flags.many_recipes)
+@click.argument("name")
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
     """Print what the recipe NAME (or a .toml file) stores, computes and loses."""
     _print(as_json, *show.page_recipe(name))
 
 
-@show_group.command("environment", short_help="This machine, for an issue report.")
-@flags.json_list
-def show_environment(as_json: bool) -> None:
-    """Describe this machine for an issue report: our version, the processor, and what torch.utils.collect_env says."""
-    from narrowgauge.cli import environment
-
-    rows = environment.collect()
-    if as_json:
-        return tables.write_json([rows])
-    return click.echo("\n".join(f"{name}: {value}" for name, value in rows.items()))
-
-
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
-@click.argument("paths", metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device of narrowgauge train]"
-)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object, which can be given as a FILE.")
-def show_arithmetic(paths: tuple[Path, ...], device: str | None, as_json: bool) -> None:
+@click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
+@flags.json_object
+def show_arithmetic(cuda: bool, as_json: bool) -> None:
     """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
 
-    With a RUN folder, or a FILE of --json, print what differs between the two and what a run notices of it; with two of them,
-    compare these, and measure nothing.
+    On two machines, compare the outputs with diff; of two runs, narrowgauge diagnose RUN OTHER compares it.
     """
-    from narrowgauge.cli.environment import print_arithmetic
+    import torch
 
-    print_arithmetic(paths, device, as_json)
+    from narrowgauge.gauges.arithmetic import measure_arithmetic
+
+    if cuda and not torch.cuda.is_available():
+        raise ChipError("Cannot measure a GPU because PyTorch sees none here.", "Leave --cuda out to measure this CPU.")
+    table = measure_arithmetic(torch.device("cuda" if cuda else "cpu")).to_toml()
+    if as_json:
+        return tables.write_json(table)
+    return click.echo("\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items()))
 
 
 @main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())
@@ -228,7 +219,6 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
     "--recipes",
     metavar="A,B,…",
     type=flags.RECIPES,
-    shell_complete=flags.many_recipes,
     required=True,
     help="Recipes or .toml files.",
 )

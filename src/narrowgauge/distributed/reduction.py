@@ -24,7 +24,7 @@ from narrowgauge.distributed.exchanges import EXCHANGES, ONE_RANK, Exchange, Ran
 from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, take_norms
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated
-from narrowgauge.distributed.sharding import GroupSum, settle
+from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
 from narrowgauge.spec.formats import dtype_name
@@ -95,14 +95,20 @@ class _MicroBatch:
     is_absent: bool = False
 
 
-class _GroupExchange(GroupSum):
-    """Sum the gradients of a parameter group of FSDP2 by an exchange."""
+class _GroupSum:
+    """Sum the gradients of a parameter group of FSDP2 by an exchange, as its ``set_custom_reduce_scatter`` asks."""
 
     def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
         self.reduction, self.exchange = reduction, exchange
         self._summed: _MicroBatch | None = None
 
-    def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum ``input_tensor`` of all ranks, shape [shards * n], into this rank's piece, shape [n]."""
         micro_batch = self.reduction.require_open()
         if self.exchange.sums_leaves and self._summed is micro_batch:
             raise RecipeError(
@@ -111,8 +117,8 @@ class _GroupExchange(GroupSum):
             )
         self._summed = micro_batch
         if micro_batch.is_absent:
-            gradient.zero_()
-        self.exchange.take(gradient, output, is_last=micro_batch.is_last)
+            input_tensor.zero_()
+        self.exchange.take(input_tensor, output_tensor, is_last=micro_batch.is_last)
 
 
 class GradientReduction:
@@ -404,7 +410,7 @@ class GradientReduction:
                 )
             grid = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
             grids[tuple(dist.get_process_group_ranks(grid.group))] = grid
-            comm = _GroupExchange(self, register(grid))
+            comm = _GroupSum(self, register(grid))
             alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
             if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated

@@ -11,7 +11,7 @@ A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -25,25 +25,9 @@ from narrowgauge.spec.sums import SHARDINGS
 
 
 def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", replicas: int = 1) -> Any:
-    """Return the mesh of a job, with axes named ``replicate`` and ``shard``: one of them, or with several replicas both.
-
-    Args:
-        num_ranks: processes in the default process group, which must exist.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        sharding: one of ``SHARDINGS``.
-        replicas: how many copies of the model all ranks hold together. Only for ``"full"``.
-    Raises:
-        RecipeError: the replicas do not divide the ranks.
-    """
+    """Return the mesh of a job, with axes named ``replicate`` and ``shard``: one of them, or with several replicas both."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if replicas > 1 and sharding == "none":
-        raise RecipeError(f"{replicas} replicas were requested with shard 'none'.", "Omit one of the two.")
-    if num_ranks % replicas:
-        raise RecipeError(
-            f"{replicas} replicas of a sharded model were requested on {num_ranks} ranks, which it does not divide.",
-            "Choose a divisor of the number of ranks.",
-        )
     if replicas > 1:
         return init_device_mesh(device_type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("replicate" if sharding == "none" else "shard",))
@@ -100,25 +84,6 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-class GroupSum:
-    """Implement FSDP2's interface to the sum of one parameter group's gradients (``set_custom_reduce_scatter``)."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        self.sum(input_tensor, output_tensor, group)
-
-    def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        """Sum the gradients of the ranks of ``group``, shape [shards * n], into this rank's piece ``output``, shape [n].
-
-        ``gradient`` may be overwritten.
-        """
-        raise NotImplementedError
 
 
 def settle(model: nn.Module) -> None:

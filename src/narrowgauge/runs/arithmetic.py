@@ -15,16 +15,12 @@ Results are short texts, equal if the bits are::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.record import read_settings
-from narrowgauge.spec.toml import load_data, load_toml
+from narrowgauge.spec.toml import load_data
 
 VERSIONS = ("torch", "mkl", "onednn", "cuda", "cudnn")
 """Settings that are versions of a library."""
@@ -48,7 +44,6 @@ TABLE = "arithmetic"
 """The table of ``run.toml``."""
 UNAVAILABLE = "unavailable"
 """Prefix of the result if this machine cannot run the probe. Such results are not compared."""
-_MEASURE = "Measure it on that machine: narrowgauge show arithmetic --json > machine.json"
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ class Arithmetic:
         """
         parts = [table.get(name) for name in ("settings", "results")] if isinstance(table, dict) else [None]
         if not all(isinstance(part, dict) and all(isinstance(text, str) for text in part.values()) for part in parts):
-            raise RecordError(f"{where} holds no measured arithmetic that can be read.", _MEASURE)
+            raise RecordError(f"{where} holds no measured arithmetic that can be read.")
         return cls(*parts)
 
 
@@ -84,12 +79,10 @@ class Differences:
     Attributes:
         results: both results of each probe that differs, in the order of the table.
         settings: both values of each setting that differs.
-        num_compared: number of probes that both machines measured.
     """
 
     results: dict[str, tuple[str, str]]
     settings: dict[str, tuple[str, str]]
-    num_compared: int
 
     @property
     def origin(self) -> str:
@@ -112,7 +105,6 @@ def differences(first: Arithmetic, second: Arithmetic) -> Differences:
     return Differences(
         _unequal({name: results[name] for name in [*PROBES, *results] if name in results}),
         _unequal(_pairs(first.settings, second.settings, "not set")),
-        len(results),
     )
 
 
@@ -127,18 +119,3 @@ def _unequal(pairs: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
 def arithmetic_of(run: Mapping[str, Any]) -> Arithmetic:
     """Return the arithmetic in the content of a ``run.toml``; an empty one if it has none."""
     return Arithmetic.from_toml(run[TABLE], "run.toml") if TABLE in run else Arithmetic({}, {})
-
-
-def read_arithmetic(path: str | Path) -> Arithmetic:
-    """Read the measured arithmetic from a run folder, a ``run.toml``, or ``narrowgauge show arithmetic --json``."""
-    path = Path(path)
-    if path.is_dir():
-        content: Any = read_settings(path)
-    else:
-        with disk_errors(path):
-            text = path.read_text(encoding="utf-8", errors="replace")
-        try:
-            content = json.loads(text) if text.lstrip().startswith("{") else load_toml(text)
-        except (ValueError, RecursionError) as error:
-            raise RecordError(f"{path} is neither JSON nor TOML: {error}.", _MEASURE) from None
-    return Arithmetic.from_toml(content.get(TABLE, content), str(path))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly.preparation import is_matrix, outer_names, prepare
+from narrowgauge.assembly.preparation import class_of, is_matrix, outer_names, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
@@ -238,7 +238,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         _, optimizer = prepare(
             model,
             config.recipe,
-            rule=config.rule,
+            optimizer=class_of(config.rule),
             lr=config.lr,
             **config.optimizer_options,
             decays=is_matrix,
