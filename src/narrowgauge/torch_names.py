@@ -24,7 +24,7 @@
 ``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has replaced (PyTorch 2.11 leaves no such mark)
     An optimizer made earlier steps such parameters, which never get a gradient. Alternative: torch's silence.
 ``torch.nn.utils.clip_grad._get_total_norm``
-    ``clip_grad_norm_`` calls it. Its sum over shards depends on the order of the ranks. Alternative: only ``max_grad_norm=``.
+    ``clip_grad_norm_`` calls it. Its sum depends on the number of ranks, so it is refused for exact sums. Alternative: silence.
 ``DistributedDataParallel._ddp_params_and_buffers_to_ignore`` (read in PyTorch 2.13 only from the model that it wraps)
     It sends rank 0's buffers to all before each forward pass. A narrow layer's buffers say which sequences of the batch are on
     this rank. Alternative: ``broadcast_buffers=False``, which a user must pass.

@@ -110,23 +110,10 @@ def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> No
     assert len(found.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 
 
-LONG = "x" * 3000
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        (LONG,), ("train", "--recipe", LONG), ("resume", LONG),
-    ],
-    ids=lambda words: " ".join(words)[:20],
-)  # fmt: skip
-def test_long_values_are_cut_in_messages(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("words", [("x" * 3000,), ("train", "--recipe", "x" * 3000), ("resume", "x" * 3000)], ids=len)
+def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> None:
     result = call(*words)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
-    assert len(result.stderr) < 2500 and "…" in result.stderr and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("interruption", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])

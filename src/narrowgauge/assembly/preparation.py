@@ -72,16 +72,9 @@ def prepare(
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
     optimizer: type[OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
-    lr: float | Tensor | None = None,
-    betas: tuple[float, float] | None = None,
-    eps: float | None = None,
-    weight_decay: float | None = None,
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: True,
     options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
-    max_grad_norm: float | None = None,
     seed: int = 0,
-    audit_every: int = 10,
-    compile: bool | None = None,
     loss_scaler: LossScaler | None = None,
     mesh: Any = None,
     shard: str = "full",
@@ -103,15 +96,11 @@ def prepare(
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
-        lr, betas, eps, weight_decay: the optimizer's options; ``None`` uses its own defaults.
         decays: returns from name and parameter whether to decay it. By default all decay. For matrices alone:
             ``decays=lambda name, parameter: parameter.ndim >= 2``.
         options_of: returns a parameter's own options from its name: ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` in a matrix
             rule.
-        max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
         seed: seed of stochastic rounding.
-        audit_every: steps between audits; 0 disables them.
-        compile: compile the optimizer's kernels; ``None`` decides by model size.
         loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is float16. Pass the loss through its
             ``scale`` before ``backward()``.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated with ``shard="none"``. Two
@@ -123,7 +112,8 @@ def prepare(
             bytes, the same bits. It needs a mesh.
         average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them up. Use that if each loss is a
             micro-batch's part of the step's loss. The same bits on any number of ranks need it.
-        options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
+        options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm``, ``audit_every``, ``compile``,
+            ``momentum`` of :class:`narrowgauge.SGD`, ….
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks,
         ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward pass. The ``state_dict()``
@@ -142,8 +132,6 @@ def prepare(
         torch.bfloat16
     """
     policy = parse(recipe)
-    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    options |= {name: value for name, value in settings.items() if value is not None}
     _check_class(optimizer, options)
     extra_options = {name: _extra_options(name, options_of) for name, p in model.named_parameters() if p.requires_grad}
     require_trainable(model, policy, mesh, shard)
@@ -167,10 +155,7 @@ def prepare(
     stepper = optimizer(
         [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
         storage=policy.storage.name,
-        max_grad_norm=max_grad_norm,
         seed=seed,
-        audit_every=audit_every,
-        compile=compile,
         loss_scaler=loss_scaler,
         **options,
     )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from narrowgauge.distributed.exchanges import EXCHANGES
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
@@ -28,11 +27,6 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
             "parameters already.",
             "Prepare the model first: mesh=… shards it, and DistributedDataParallel may wrap it then. Or leave it as it is, and "
             "take ng.swap_linears, ng.AdamW and ng.reduce_gradients_with.",
-        )
-    if recipe.reduction.name not in EXCHANGES:
-        raise RecipeError(
-            f"Cannot sum gradients by '{recipe.reduction.name}' of recipe '{name}', which is not implemented.",
-            "narrowgauge show reductions lists the others.",
         )
     parameters = dict(model.named_parameters())
     require_float64(parameters.values())

@@ -23,7 +23,7 @@ from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import fingerprints_whole
+from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
@@ -153,8 +153,9 @@ def snapshot(objects: Objects) -> dict[str, Entry]:
     tensors = {
         key: value for key, value in states.items() if isinstance(value, Tensor) and value.layout is torch.strided
     }
-    bits = fingerprints_whole(tensors)
-    values = fingerprints_whole({k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()})
+    bits, _ = fingerprints_whole_and_own(tensors)
+    wide = {k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()}
+    values, _ = fingerprints_whole_and_own(wide)
     entries: dict[str, Entry] = {}
     for key, value in states.items():
         if key in tensors:

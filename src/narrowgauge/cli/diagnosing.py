@@ -11,7 +11,7 @@ import click
 from narrowgauge.cli import flags
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.foreign_logs import LOGS, is_log
-from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec import tables
 
 
@@ -54,16 +54,6 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, step: int | N
 
 
 def _record(path: Path) -> Run:
-    """Read the run at a path, or the only run in a folder."""
     if path.is_file() and not is_log(path):
         raise RecordError(f"No run in {path}: the file is no log that can be read.", f"Name a run folder, or a {LOGS}.")
-    if not is_run(path) and not is_log(path) and path.is_dir():
-        inside = [place for place in sorted(path.iterdir()) if place.is_dir() and (is_run(place) or is_log(place))]
-        if len(inside) > 1:
-            names = ", ".join(place.name for place in inside[:6]) + (", …" if len(inside) > 6 else "")
-            raise RecordError(
-                f"One run was asked about, and {path} holds {len(inside)}: {names}.",
-                f"Name one: narrowgauge diagnose {inside[0]}; narrowgauge report {path} has the readings of all.",
-            )
-        path = inside[0] if inside else path
     return read_run(path)

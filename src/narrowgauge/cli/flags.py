@@ -46,52 +46,6 @@ RECIPE, RECIPES = Parsed(notation.parse), Parsed(notation.parse_names)
 RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notation.parse_names(text))
 
 
-model_and_recipes = combined(
-    click.option(
-        "--model", required=True, metavar="TEXT",
-        help="A preset (narrowgauge show models) or a folder with a config.json.",
-    ),
-    click.option(
-        "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=RECIPES,
-        help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
-    ),
-)  # fmt: skip
-batch_shape = combined(
-    click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step."),
-    click.option(
-        "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
-    ),
-)
-
-SECTIONS = {
-    "The run": "recipe model data steps batch_size sequence_length seed out",
-    "Optimizer": "rule rule_options lr schedule warmup_steps min_lr_ratio beta1 beta2 eps weight_decay max_grad_norm",
-    "Text and validation": "tokenizer held_out eval_every eval_batches",
-    "Memory and speed": "gradient_accumulation_steps accumulation_dtype activation_checkpointing compile",
-    "Checkpoints": "checkpoint_every keep_checkpoints stop_after",
-    "Monitoring": "audit_every gauges_every fingerprints_every on_spike log_every",
-    "Several ranks": "nproc shard replicas offload narrow_gather threads verify_every",
-}
-"""The settings by the sections of a help page, in the order in which users look for them."""
-
-
-class SettingsCommand(click.Command):
-    """A command whose help lists its own options first, then the shared settings in sections."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, a section at a time."""
-        options = (option for option in self.get_params(ctx) if isinstance(option, click.Option) and option.name)
-        records_by_name = {option.name: record for option in options if (record := option.get_help_record(ctx))}
-        sections = {
-            title: [records_by_name.pop(name) for name in names.split() if name in records_by_name]
-            for title, names in SECTIONS.items()
-        }
-        for title, records in {"Options": list(records_by_name.values()), **sections}.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
-
 def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     """Return a flag per setting. Flags default to ``None``, so that a file can set them.
 

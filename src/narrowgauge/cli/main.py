@@ -160,7 +160,7 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     return click.echo("\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items()))
 
 
-@main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())
+@main.command("train", params=flags.of_settings())
 @_settings_file
 @_nproc
 def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
@@ -210,10 +210,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, nproc: in
 
 
 @main.command(
-    "compare",
-    cls=flags.SettingsCommand,
-    short_help="What several recipes cost, trained alike.",
-    params=flags.of_settings(compared=True),
+    "compare", short_help="What several recipes cost, trained alike.", params=flags.of_settings(compared=True)
 )
 @click.option(
     "--recipes",
@@ -303,11 +300,21 @@ def export(folder: Path, out: Path, dtype: Literal["visible", "float32"]) -> Non
 
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")
-@flags.model_and_recipes
+@click.option(
+    "--model", required=True, metavar="TEXT",
+    help="A preset (narrowgauge show models) or a folder with a config.json.",
+)  # fmt: skip
+@click.option(
+    "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=flags.RECIPES,
+    help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
+)  # fmt: skip
 @click.option(
     "--numerics", is_flag=True, help="Also train some steps on text and report the error of each layer's casts."
 )
-@flags.batch_shape
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
+)
 @flags.json_list
 def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
     """Measure what recipes cost a model here: casts, matmuls, step time, and the fastest combination."""

@@ -34,15 +34,11 @@ def watch_command(runs: tuple[Path, ...], port: int) -> None:
     page = LivePage(runs)
     page.poll()
     server = PageServer(page, port)
-    threads = [threading.Thread(target=target, daemon=True) for target in (server.serve_forever, page.run)]
-    for thread in threads:
-        thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     click.echo(server.address)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            while threads[1].is_alive():
-                threads[1].join(3600)
+            page.run()
     finally:
-        page.end()
         server.shutdown()
         server.server_close()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import EXCHANGES, ONE_RANK, Exchange, RankGrid, group_of, of_mesh, replicated
-from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, take_norms
+from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, refuse_norms
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated
 from narrowgauge.distributed.sharding import settle
@@ -129,14 +129,7 @@ class GradientReduction:
         current: the micro-batch whose block is open.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        row: Reduction,
-        average: bool,
-        seed: int,
-        mesh: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, row: Reduction, average: bool, seed: int, mesh: Any) -> None:
         settle(model)
         self.row, self._model = row, model
         self._accumulator: Any = None
@@ -164,13 +157,15 @@ class GradientReduction:
             self._require_own_dtypes()
         self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            _leave_unsummed(model, lambda: self._is_closed)
+            # As in its no_sync(): the sums are taken after each backward pass.
+            model.require_backward_grad_sync = False
+            self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
         if self.size > 1 or self._sums_leaves:
             self._undo += [p.register_post_accumulate_grad_hook(self._arrive).remove for p in self._trainable]
         if self._sums_leaves and self._trainable:
             self._undo += follow_forwards(inner_of(model), self._require_surrounded)
-            self._undo.append(take_norms(_are_summed_exactly))
+            self._undo.append(refuse_norms(_are_summed_exactly))
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -339,16 +334,6 @@ class GradientReduction:
                     "Call close() of the reduction, and install it anew.",
                 )
 
-    def require_stepped(self) -> None:
-        """Refuse a step of an optimizer none of whose parameters has a gradient, though gradients of others were summed."""
-        summed = next((p for p in self._trainable if p.grad is not None), None)
-        if summed is not None:
-            raise RecipeError(
-                f"gradients were summed by reduction '{self.row.name}', one of shape {tuple(summed.shape)} among them, and the "
-                "optimizer's parameters have none: they are not the model's.",
-                "Make the optimizer of model.parameters() as they are now.",
-            )
-
     def _set_aside(self) -> dict[Tensor, Tensor | None]:
         """Return this rank's sums so far, and clear them for a backward pass that does not count."""
         waiting = {p: p.grad for p in self._replicated.parameters}
@@ -436,27 +421,6 @@ class GradientReduction:
 def inner_of(model: nn.Module) -> nn.Module:
     inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return inner
-
-
-def _leave_unsummed(model: Any, is_closed: Callable[[], bool]) -> None:
-    """Make DistributedDataParallel sum no gradients until the reduction is closed: they are summed after each pass."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    def return_bucket(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        if is_closed():
-            return allreduce_hook(model.process_group, bucket)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    return_bucket.__annotations__.clear()  # DDP compares them with types, and here they are text
-    try:
-        model.register_comm_hook(None, return_bucket)
-    except RuntimeError as error:
-        raise RecipeError(
-            "a reduction was requested for a DistributedDataParallel that has a communication hook, and it cannot have two.",
-            "Wrap the model anew.",
-        ) from error
 
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:

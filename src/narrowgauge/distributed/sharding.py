@@ -136,16 +136,11 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
 
     All ranks call it with the same names, and get the same 16 digits as one process that holds all of it.
     """
-    return fingerprint_all(fingerprints_whole(named))
-
-
-def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the fingerprint of each tensor; of a DTensor, of the whole tensor. All ranks pass the same names in order."""
-    return fingerprints_whole_and_own(named)[0]
+    return fingerprint_all(fingerprints_whole_and_own(named)[0])
 
 
 def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return :func:`fingerprints_whole`, and the fingerprint of this rank's part of each tensor, from the same read.
+    """Return the fingerprints of whole tensors, and of this rank's parts, from one read. All ranks pass the same names in order.
 
     Cost: one read of this rank's parts, and one sum over the ranks of 8 bytes for each tensor.
     """

@@ -16,7 +16,6 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -90,7 +89,6 @@ class LivePage:
         self.current: tuple[int, bytes] = (0, waiting_page(paths))
         self._stamp: tuple[tuple[str, int, int], ...] = ()
         self._rendered_at, self._seconds = 0.0, 0.0
-        self._ends = threading.Event()
 
     def poll(self, is_last: bool = False) -> bool:
         """Render the page again if its runs have grown and enough time has passed. Return whether it was rendered."""
@@ -110,12 +108,10 @@ class LivePage:
         return True
 
     def run(self) -> None:
-        """Poll until :meth:`end` is called."""
-        while not self._ends.wait(POLL_SECONDS):
+        """Poll for ever."""
+        while True:
+            time.sleep(POLL_SECONDS)
             self.poll()
-
-    def end(self) -> None:
-        self._ends.set()
 
 
 # ── serving ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -64,6 +64,9 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible") -> Path:
                 table.bos_token_id = table.eos_token_id = end
             table.use_cache = True
             table.save_pretrained(temporary)
+        # safetensors gives its files mode 0600. The others follow the umask.
+        for file in temporary.glob("*.safetensors"):
+            file.chmod((temporary / "config.json").stat().st_mode)
     return out
 
 
