@@ -43,8 +43,7 @@ def test_other_gradients_are_clipped_as_ever() -> None:
 
 
 def test_pytorchs_norm_is_back_when_the_last_reduction_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, empty in (("_users", set()), ("_restore", [])):  # without those of other tests
-        monkeypatch.setattr(order_invariance, name, empty)
+    monkeypatch.setattr(order_invariance, "_restores", [])  # without those of other tests
     before = utils.get_total_norm
     first, second = (ng.reduce_gradients_with(nn.Linear(2, 2), "reproducible") for _ in range(2))
     first.close()

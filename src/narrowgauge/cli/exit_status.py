@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from narrowgauge.distributed import job
-from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated
+from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, suggestion
 
 
 class CommandGroup(click.Group):
@@ -90,4 +90,8 @@ def _with_advice(error: click.ClickException) -> str:
     context, message = getattr(error, "ctx", None), error.format_message()
     if context is None:
         return message
+    # click suggests too many names.
+    if isinstance(error, click.NoSuchOption):
+        names = [flag for option in context.command.params for flag in (*option.opts, *option.secondary_opts)]
+        message = f"No such option '{error.option_name}'. {suggestion(error.option_name, names)}".rstrip()
     return f"{message} (See {context.command_path} --help.)"

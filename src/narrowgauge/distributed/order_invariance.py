@@ -70,26 +70,20 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 # clipped gradient, depend on the number of ranks. The norm of our optimizers is an exact sum.
 
 
-_users: set[object] = set()
-_restore: list[Callable[[], None]] = []
+_restores: list[Callable[[], object]] = []
+"""One function for each reduction. The first gives PyTorch's functions back, the others do nothing."""
 
 
-def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], None]:
+def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], object]:
     """Make ``clip_grad_norm_`` and ``get_total_norm`` refuse gradients that ``is_summed`` accepts.
 
     They are PyTorch's again once all who have called this have called the function that they got.
     """
-    user = object()
-    if not _users:
-        _restore.append(torch_names.replace_total_norm(lambda norm: functools.partial(_checked_norm, norm, is_summed)))
-    _users.add(user)
-
-    def leave() -> None:
-        _users.discard(user)
-        if not _users and _restore:
-            _restore.pop()()
-
-    return leave
+    if _restores:
+        _restores.append(lambda: None)
+    else:
+        _restores.append(torch_names.replace_total_norm(lambda norm: functools.partial(_checked_norm, norm, is_summed)))
+    return lambda: _restores.pop()()
 
 
 def _checked_norm(

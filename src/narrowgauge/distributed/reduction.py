@@ -137,7 +137,7 @@ class GradientReduction:
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._in_step = self._is_closed = False
         self._exchanges: list[Exchange] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
 
         def register(grid: RankGrid) -> Exchange:
@@ -190,7 +190,11 @@ class GradientReduction:
         if self._is_closed:
             raise RuntimeError("micro_batch was entered of a reduction that is closed")
         self._begin()
-        waiting = self._set_aside() if is_absent and not self._sums_leaves else {}
+        waiting: dict[Tensor, Tensor | None] = {}
+        if is_absent and not self._sums_leaves:  # set this rank's sums aside: the pass does not count
+            waiting = {p: p.grad for p in self._replicated.parameters}
+            for parameter in waiting:
+                parameter.grad = None
         self.current = _MicroBatch(is_last, is_absent)
         try:
             before = self._check_order()
@@ -333,13 +337,6 @@ class GradientReduction:
                     f"'{self.row.name}' was installed, and is trained now.",
                     "Call close() of the reduction, and install it anew.",
                 )
-
-    def _set_aside(self) -> dict[Tensor, Tensor | None]:
-        """Return this rank's sums so far, and clear them for a backward pass that does not count."""
-        waiting = {p: p.grad for p in self._replicated.parameters}
-        for parameter in waiting:
-            parameter.grad = None
-        return waiting
 
     def _add_micro_batch(self, micro_batch: _MicroBatch, waiting: dict[Tensor, Tensor | None]) -> None:
         """Add the gradients of a micro-batch. After the last, write the sums to ``p.grad``."""
