@@ -52,9 +52,9 @@ def train(rank: int, ranks: int) -> None:
             mine = rank + k * ranks
             is_absent = mine >= MICRO_BATCHES  # no micro-batch left: repeat one, contribute nothing
             mine = rank if is_absent else mine
-            loss = torch.nn.functional.mse_loss(model(x[mine].bfloat16()), y[mine])
-            # Gradients are added up and not averaged: a loss is its share of the step's, whatever the number of ranks.
             with optimizer.reduction.micro_batch(is_last=k == rounds - 1, is_absent=is_absent):
+                loss = torch.nn.functional.mse_loss(model(x[mine].bfloat16()), y[mine])
+                # Gradients are added up and not averaged: a loss is its share of the step's, whatever the number of ranks.
                 (loss / MICRO_BATCHES).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -172,7 +172,6 @@ REDUCTIONS: dict[str, Reduction] = {
     "float32": Reduction((4, 4)),
     "reproducible": Reduction((4, 2), order_invariant=True),
     "compressed8": Reduction((1.03515625, 1.03515625), share_of_amax=1 / 112),
-    "compressed4": Reduction((0.56640625, 0.56640625), share_of_amax=1 / 6),
 }
 
 

@@ -1,14 +1,5 @@
 """The exceptions that a user can cause.
 
-    NarrowgaugeError           base; carries .advice
-    ├── FormatError            a value or shape does not suit a format or cast
-    ├── RecipeError            a recipe contradicts itself or the model
-    ├── ChipError              this machine cannot do what the caller asks
-    ├── DataError              a text, tokenizer or model folder cannot be used
-    ├── RankError              the ranks of a run contradict each other or do not fit
-    ├── MissingPackageError    a package of an extra is not installed
-    └── RecordError            a run folder is missing, broken or newer than this version
-
 Every message states what was requested, what was found and where; ``advice`` says what to do. The command line prints both on
 one line, without a traceback, and exits with status 2.
 """
@@ -17,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import re
 from collections.abc import Iterable
 
 
@@ -26,8 +16,8 @@ class NarrowgaugeError(Exception):
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
-        self.message = shortened(message)
-        self.advice = shortened(advice)
+        self.message = message
+        self.advice = advice
 
     def __str__(self) -> str:
         return f"{self.message} {self.advice}".strip()
@@ -72,34 +62,13 @@ class ReportedError(NarrowgaugeError):
 class CorruptionError(NarrowgaugeError):
     """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known."""
 
-    def __init__(
-        self,
-        message: str,
-        advice: str = "",
-        rank: int | None = None,
-        tensor: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None) -> None:
         super().__init__(message, advice)
         self.rank, self.tensor = rank, tensor
 
 
 class Terminated(KeyboardInterrupt):
     """A run stopped on SIGTERM, as on Ctrl-C. The command line exits with status 143."""
-
-
-def shortened(text: str, longest: int = 200) -> str:
-    """Remove the middle of overlong words. Do the same to the whole text if it is ten times as long.
-
-    >>> shortened("no recipe is named '" + 1000 * "a" + "'.", 12)
-    "no recipe is named 'aaaaa…aaaa'."
-    """
-    text = re.sub(rf"\S{{{longest + 1},}}", lambda word: _cut(word.group(), longest), text)
-    return _cut(text, 10 * longest)
-
-
-def _cut(text: str, longest: int) -> str:
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:half]}…{text[len(text) - half :]}"
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

@@ -17,16 +17,14 @@
 ``reduce_grads``, ``all_reduce_grads``), ``FSDPParam._unsharded_param``
     Find which parameters travel together, their order, dtypes and ranks, and what is not sent now. An all-reduce over replicas
     with nothing left to sum goes to a group of one rank. Alternative: the mesh as an argument.
-``FSDPParam`` (``sharded_param``, ``_module_info``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``,
-``_init_extensions``), ``FSDPParamGroup._init_mp_dtypes``
-    A recipe changes the format of parameters that are already sharded. FSDP2 looks for such changes only in its first forward
-    pass. Alternative: refusing models that the caller has sharded.
+``FSDPParam`` (``sharded_param``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``, ``_init_extensions``),
+``FSDPParamGroup._init_mp_dtypes``
+    Weights gathered as codes, and parameters replaced after ``fully_shard``, as by ``to_empty``. FSDP2 looks for such changes
+    only in its first forward pass. Alternative: refusing them.
 ``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has replaced (PyTorch 2.11 leaves no such mark)
     An optimizer made earlier steps such parameters, which never get a gradient. Alternative: torch's silence.
 ``torch.nn.utils.clip_grad._get_total_norm``
-    ``clip_grad_norm_`` calls it. Its sum over shards depends on the order of the ranks. Alternative: only ``max_grad_norm=``.
-``torch.autograd.Variable._execution_engine.queue_callback``
-    Replicated parameters are summed when a backward pass ends. Alternative: a call after it.
+    ``clip_grad_norm_`` calls it. Its sum depends on the number of ranks, so it is refused for exact sums. Alternative: silence.
 ``DistributedDataParallel._ddp_params_and_buffers_to_ignore`` (read in PyTorch 2.13 only from the model that it wraps)
     It sends rank 0's buffers to all before each forward pass. A narrow layer's buffers say which sequences of the batch are on
     this rank. Alternative: ``broadcast_buffers=False``, which a user must pass.
@@ -207,16 +205,6 @@ def fsdp_parameters(group: Any) -> list[Tensor]:
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
-def fsdp_places(group: Any) -> list[tuple[Tensor, list[tuple[Any, str]]]]:
-    """Return the sharded parameters of a group of FSDP2, each with its modules and its names there."""
-    places = []
-    for parameter in group.fsdp_params:
-        info = parameter._module_info
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        places.append((parameter.sharded_param, [(info.module, info.param_name), *shared]))
-    return places
-
-
 def fsdp_gathered(group: Any) -> list[Tensor]:
     """Return the parameters that replace a group's sharded ones in the modules while gathered."""
     return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
@@ -310,10 +298,6 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
             info.replicate_process_group = replicas
 
     return undo
-
-
-def queue_after_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def graph_dtypes(roots: Iterable[Tensor]) -> set[torch.dtype]:

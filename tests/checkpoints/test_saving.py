@@ -163,7 +163,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for module, name in (
-        (dcp_files._Writer, "write_data"),
+        (dcp_files.HuggingFaceStorageWriter, "write_data"),
         (checkpoint_module, "_publish"),
         (checkpoint_module, "sync"),
     ):

@@ -53,7 +53,7 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
 
     if rank == ("first", "second").index(full):
         if full == "second":
-            dcp_files._Writer.write_data = refuse  # type: ignore[method-assign]
+            dcp_files.HuggingFaceStorageWriter.write_data = refuse  # type: ignore[method-assign]
         else:
             saving._publish = refuse
     saver.save(2, {"w": values + 1, "plain": torch.ones(2)}, {"n": 2}, keep=1)

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 import narrowgauge
@@ -111,23 +110,10 @@ def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> No
     assert len(found.stderr.splitlines()) == len(REFUSED_AT_ONCE)
 
 
-LONG = "x" * 3000
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        (LONG,), ("train", "--recipe", LONG), ("resume", LONG),
-    ],
-    ids=lambda words: " ".join(words)[:20],
-)  # fmt: skip
-def test_long_values_are_cut_in_messages(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("words", [("x" * 3000,), ("train", "--recipe", "x" * 3000), ("resume", "x" * 3000)], ids=len)
+def test_a_value_too_long_for_a_path_costs_one_line(words: tuple[str, ...]) -> None:
     result = call(*words)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
-    assert len(result.stderr) < 2500 and "…" in result.stderr and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("interruption", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])
@@ -142,29 +128,6 @@ def test_an_interruption_is_one_line_and_has_its_status(
 def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:
     calls["train"].answer = ZeroDivisionError("ours")
     assert isinstance(call("train").exception, ZeroDivisionError)
-
-
-# ── what a shell completes ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def completed(line: str) -> list[str]:
-    """What is offered for the last word of a line."""
-    *words, last = line.split(" ")
-    return [item.value for item in ShellComplete(main, {}, "narrowgauge", "_").get_completions(words, last)]
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("train --recipe bfloat16/st", {"bfloat16/states8", "bfloat16/stochastic"}),
-        ("compare --recipes bfloat16/master,bfloat16/wor", {"bfloat16/master,bfloat16/word"}),
-        ("plan run --chip h2", {"H20-SXM5-96GB", "H200-SXM-141GB"}),
-        ("train --recipe mine", {"mine"}),  # no name of ours: the shell looks for a file
-        ("plan run --chip nothing", set()),
-    ],
-)
-def test_a_shell_completes_names(line: str, offered: set[str]) -> None:
-    assert set(completed(line)) == offered
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

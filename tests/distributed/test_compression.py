@@ -1,4 +1,4 @@
-"""Gradients that travel in 8 and 4 bits: sums within their bound, equal on all ranks, unbiased, and as short as they say."""
+"""Gradients that travel in 8 bits: sums within their bound, equal on all ranks, unbiased, and as short as they say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import expectations
 import narrowgauge as ng
 from distributed.models import gradients_of
 from distributed.test_reduction import KINDS, expected, found, placed, step
-from narrowgauge.distributed.block_codes import BLOCK_CODES
+from narrowgauge.distributed.block_codes import CAST, RECORD_BYTES
 from narrowgauge.spec.sums import REDUCTIONS
 from ranks import run_ranks
 
@@ -23,13 +23,13 @@ ROWS = {name: row.share_of_amax for name, row in expectations.REDUCTIONS.items()
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name: str) -> None:
     """The bytes of the table are those of a record, within what was promised."""
-    code, row = BLOCK_CODES[name], REDUCTIONS[name]
-    assert row.bytes_per_element("float32") == row.bytes_per_element("bfloat16") == code.record_bytes / 256
-    assert not row.order_invariant and row.wire == code.cast.format
+    row = REDUCTIONS[name]
+    assert row.bytes_per_element("float32") == row.bytes_per_element("bfloat16") == RECORD_BYTES / 256
+    assert not row.order_invariant and row.wire == CAST.format
 
 
 def every_kind(rank: int) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
-    """Five leaves on four ranks, in two rounds: two steps of each row and kind, and a backward pass without micro_batch."""
+    """Five leaves on four ranks, in two rounds: two steps of each row and kind."""
     results: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
     for name in ROWS:
         for kind in KINDS:
@@ -40,8 +40,6 @@ def every_kind(rank: int) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
                 step(reduction, called, [rank, 4 if rank == 0 else None])
                 seen.append(found(model))
                 model.zero_grad()
-            called(gradients_of(rank)).backward()
-            seen.append(found(model))
     return results
 
 
@@ -51,7 +49,7 @@ def test_every_kind_of_model_gets_the_sum(tmp_path: Path) -> None:
     largest = {key: sum(gradients_of(leaf)[key].abs().max() for leaf in range(5)) for key in gradients_of(0)}
     for (name, kind), seen in ranks[0].items():
         for place, gradients in enumerate(seen):
-            true = expected(range(4 if place == 2 else 5))
+            true = expected(range(5))
             assert gradients.keys() == true.keys()
             for key, value in gradients.items():
                 # The largest magnitude may belong to another parameter in the same block.

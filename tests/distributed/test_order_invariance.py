@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,15 +47,26 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_a_forward_pass_that_draws_random_numbers_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
+def test_a_micro_batch_that_draws_random_numbers_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
     model = Drawing(draw)
     reduction = ng.reduce_gradients_with(model, "reproducible")
-    with pytest.raises(RecipeError, match="a forward pass of Drawing drew random numbers"), reduction.micro_batch():
+    with pytest.raises(RecipeError, match="a micro-batch drew random numbers"), reduction.micro_batch():
         model(torch.ones(2, 8)).sum().backward()
-    outer = nn.ModuleDict({"body": nn.ModuleList([Drawing(draw)])})
-    ng.reduce_gradients_with(outer, "reproducible")
-    with pytest.raises(RecipeError, match="drew random numbers"):  # a part that is called by itself
-        outer["body"][0](torch.ones(2, 8))
+
+
+def test_passes_outside_micro_batch_are_refused() -> None:
+    outer = nn.ModuleDict({"body": nn.ModuleList([Drawing()])})
+    reduction = ng.reduce_gradients_with(outer, "reproducible")
+    layer, x = outer["body"][0], torch.ones(2, 8)
+    with pytest.raises(RecipeError, match=r"after a forward pass outside micro_batch"):  # a part called by itself
+        layer(x)
+    with torch.no_grad():
+        layer(x)
+    with reduction.micro_batch():
+        loss = layer(x).sum()
+        loss.backward(retain_graph=True)
+    with pytest.raises(RecipeError, match=r"in a backward pass outside micro_batch"):
+        loss.backward()
 
 
 def seeded(x: Tensor) -> Tensor:
@@ -80,18 +92,8 @@ def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Cal
         torch.rand(3)
         for place, batch in enumerate(batches):
             with reduction.micro_batch(is_last=place == 2):
-                torch.rand(3)
                 model(batch).sum().backward()
         model.zero_grad()
-
-
-def test_what_no_module_stands_for_can_be_surrounded() -> None:
-    model = Drawing()
-    reduction = ng.reduce_gradients_with(model, "reproducible")
-    with pytest.raises(RecipeError, match="a forward pass drew"), reduction.forward_pass():
-        F.dropout(model(torch.ones(2, 8)), 0.5)
-    with reduction.forward_pass():
-        model(torch.ones(2, 8)).sum().backward()
 
 
 # ── sums before the sum ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,39 +141,26 @@ def test_a_second_pass_in_one_micro_batch_is_refused(tmp_path: Path) -> None:
 def unsent(rank: int) -> list[str]:
     """Backward passes whose gradients stay on their rank."""
     said = []
-    model, called = placed("ddp")
-    reduction = ng.reduce_gradients_with(called, "reproducible")
-
-    def keep() -> None:
-        with called.no_sync():
-            called(torch.ones(1, 4)).sum().backward()
-
-    said.append(refusal(keep))
-    model.zero_grad()
-    with reduction.micro_batch():  # which sends them
-        keep()
     for when in ("before", "between", "all-reduce"):
         model, called = placed("shards of one" if when == "all-reduce" else "sharded")
         reduction = ng.reduce_gradients_with(called, "reproducible")
 
-        def hold(model: nn.Module = model, when: str = when) -> None:
+        def hold(model: nn.Module = model, when: str = when, reduction: Any = reduction) -> None:
             if when != "between":
                 (model.set_requires_all_reduce if when == "all-reduce" else model.set_requires_gradient_sync)(False)
-            loss = model(torch.ones(1, 4)).sum()
-            if when == "between":
-                model.set_requires_gradient_sync(False)
-            loss.backward()
+            with reduction.micro_batch():
+                loss = model(torch.ones(1, 4)).sum()
+                if when == "between":
+                    model.set_requires_gradient_sync(False)
+                loss.backward()
 
-        with pytest.raises(RecipeError) as caught, reduction.micro_batch():
-            hold()
-        said.append(str(caught.value))
+        said.append(refusal(hold))
     return said
 
 
 def test_gradients_that_are_not_sent_are_refused(tmp_path: Path) -> None:
     for size in (1, 2):
-        for no_sync, *held in run_ranks(unsent, size, tmp_path / str(size)):
-            assert no_sync.startswith("no_sync() of DistributedDataParallel adds up the gradients of micro-batches")
+        for held in run_ranks(unsent, size, tmp_path / str(size)):
             assert len(held) == 3 and all("set_requires_gradient_sync(False)" in message for message in held)
 
 

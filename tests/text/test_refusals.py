@@ -116,17 +116,14 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "mean 'word'"),
     "another dtype": (lambda: ng.AdamW(weights(torch.float32), storage="word"), RecipeError, "'word'.*float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
-    "rule": (lambda: ng.prepare(layers(), "bfloat16/word", rule="moun"), RecipeError, "'moun'.*mean 'muon'"),
-    "rule and class": (
-        lambda: ng.prepare(layers(), "bfloat16/word", rule="muon", optimizer=ng.Lion), RecipeError, "'muon'.*beside"
-    ),
+    "rule": (lambda: get_rule("moun"), RecipeError, "'moun'.*mean 'muon'"),
     "option": (lambda: get_rule("muon").read("momentun=0.9"), RecipeError, "'momentun'.*mean 'momentum'"),
     "a flag's option": (lambda: get_rule("muon").read("lr=0.1"), RecipeError, "'lr'.*--lr"),
     "loss scale": (lambda: LossScaler(initial=3.0), RecipeError, r"initial = 3.*power of two"),
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
     "an option of another rule": (
-        lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), rule="sgd"), RecipeError, "betas.*SGD"
+        lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), RecipeError, "betas.*SGD"
     ),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
     "no layer": (lambda: quantize_for_inference(layers(), keep=("0",)), RecipeError, "no linear layer"),

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import mesh_of
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import add_up
 from narrowgauge.optim.optimizer import Optimizer
@@ -20,21 +19,14 @@ from narrowgauge.optim.optimizer import Optimizer
 def sync_amax_before_steps(model: nn.Module, optimizer: Optimizer) -> None:
     """Max-reduce a model's amax histories before each step of its optimizer, if the model has narrow layers.
 
-    The ranks are those of the optimizer's reduction, else of the model's sharding, else all. All of them step together.
+    The ranks are those of the optimizer's reduction, else all. All of them step together.
     """
     if linears_of(model) is not None:
         optimizer.register_step_pre_hook(partial(_sync, model))
 
 
 def _sync(model: nn.Module, optimizer: Optimizer, *_: Any) -> None:
-    linears = linears_of(model)
-    if linears is not None and all_ranks().size > 1:
-        linears.join_histories(partial(add_up, groups=_groups(model, optimizer), how="max"))
-
-
-def _groups(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    """Return process groups over which a maximum is one of all ranks that train together. ``None`` is the default group."""
-    if optimizer.reduction is not None:
-        return [optimizer.reduction.group] if optimizer.reduction.size > 1 else []
-    mesh = mesh_of(model)
-    return [None] if mesh is None else list(mesh.get_all_groups())
+    linears, reduction = linears_of(model), optimizer.reduction
+    ranks = all_ranks() if reduction is None else reduction
+    if linears is not None and ranks.size > 1:
+        linears.join_histories(partial(add_up, groups=[ranks.group], how="max"))

@@ -22,7 +22,7 @@ from narrowgauge.assembly.parameter_rounding import round_parameters
 from narrowgauge.assembly.resumption import carry_state
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
-from narrowgauge.distributed.reduction import inner_of, reduce_gradients_with
+from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul.fsdp_gather import gather_codes
@@ -70,17 +70,9 @@ def prepare(
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
     optimizer: type[OptimizerT] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of OptimizerT
-    rule: str | None = None,
-    lr: float | Tensor | None = None,
-    betas: tuple[float, float] | None = None,
-    eps: float | None = None,
-    weight_decay: float | None = None,
     decays: Callable[[str, Tensor], bool] = lambda name, parameter: True,
     options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
-    max_grad_norm: float | None = None,
     seed: int = 0,
-    audit_every: int = 10,
-    compile: bool | None = None,
     loss_scaler: LossScaler | None = None,
     mesh: Any = None,
     shard: str = "full",
@@ -102,34 +94,30 @@ def prepare(
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
-        rule: or its name in ``narrowgauge show rules``, such as ``"muon"``.
-        lr, betas, eps, weight_decay: the optimizer's options; ``None`` uses its own defaults.
         decays: returns from name and parameter whether to decay it. By default all decay. For matrices alone:
             ``decays=lambda name, parameter: parameter.ndim >= 2``.
         options_of: returns a parameter's own options from its name: ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` in a matrix
             rule.
-        max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
         seed: seed of stochastic rounding.
-        audit_every: steps between audits; 0 disables them.
-        compile: compile the optimizer's kernels; ``None`` decides by model size.
         loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is float16. Pass the loss through its
             ``scale`` before ``backward()``.
         mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated with ``shard="none"``. Two
-            axes are replicas of a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole, or
-            sharded by the caller.
+            axes are replicas of a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole;
+            DistributedDataParallel may wrap it afterwards.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         narrow_gather: gather weights as the codes of their matmuls, in ``int8-row`` and ``float8-tensor``: half of bfloat16's
-            bytes, the same bits. It needs a mesh, or a model sharded by the caller.
-        average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up. Use that if each loss is a
+            bytes, the same bits. It needs a mesh.
+        average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them up. Use that if each loss is a
             micro-batch's part of the step's loss. The same bits on any number of ranks need it.
-        options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
+        options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm``, ``audit_every``, ``compile``,
+            ``momentum`` of :class:`narrowgauge.SGD`, ….
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks,
-        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each backward pass of a step with several
-        micro-batches. The ``state_dict()`` of both suffices to resume with the same bits. The model's is the plain model's.
+        ``optimizer.reduction`` sums them. Put its ``micro_batch`` around each forward and backward pass. The ``state_dict()``
+        of both suffices to resume with the same bits. The model's is the plain model's.
     Raises:
-        RecipeError: an unknown recipe, rule or option, or a model that the recipe cannot train. The model is unchanged then.
+        RecipeError: an unknown recipe or option, or a model that the recipe cannot train. The model is unchanged then.
 
     Cost: a temporary float32 copy of the weights, on every rank.
 
@@ -141,50 +129,42 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    policy, inner = parse(recipe), inner_of(model)
-    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    options |= {name: value for name, value in settings.items() if value is not None}
-    optimizer = _checked_class(optimizer, rule, options)
-    sharding.settle(inner)
-    extra_options = {name: _extra_options(name, options_of) for name, p in inner.named_parameters() if p.requires_grad}
+    policy = parse(recipe)
+    _check_class(optimizer, options)
+    extra_options = {name: _extra_options(name, options_of) for name, p in model.named_parameters() if p.requires_grad}
     require_trainable(model, policy, mesh, shard)
 
     if mesh is not None:
-        sharding.make_equal(inner, mesh)
-    values = round_parameters(inner, policy)
-    linears = narrow_linears(inner, policy, seed)
-    keep_ranks_apart(inner)
+        sharding.make_equal(model, mesh)
+    values = round_parameters(model, policy)
+    linears = narrow_linears(model, policy, seed)
+    keep_ranks_apart(model)
     if mesh is not None and shard != "none":
-        values = _shard(inner, values, mesh, offload)
-    _propagate_scales(inner, policy)
-    compute_in_scope(inner, policy)
+        values = _shard(model, values, mesh, offload)
+    _propagate_scales(model, policy)
+    compute_in_scope(model, policy)
 
     if loss_scaler is None and any(compute.scales_loss for compute in policy.computes):
         loss_scaler = LossScaler()
-    groups = _groups(inner, policy, decays, extra_options)
+    groups = _groups(model, policy, decays, extra_options)
     stepper = optimizer(
         [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
         storage=policy.storage.name,
-        max_grad_norm=max_grad_norm,
         seed=seed,
-        audit_every=audit_every,
-        compile=compile,
         loss_scaler=loss_scaler,
         **options,
     )
     _set_decay(stepper, groups)
-    stepper.name_parameters(inner)
+    stepper.name_parameters(model)
     stepper.adopt(values)
     if linears is not None:
         linears.follow(stepper)
     if narrow_gather:
-        gather_codes(inner)
-    # FSDP2 and DDP average without a reduction. They cannot sum.
-    adds_up = not average and (inner is not model or sharding.has_shards(inner))
-    if mesh is not None or policy.reduction.name != "native" or adds_up:
+        gather_codes(model)
+    if mesh is not None or policy.reduction.name != "native":
         stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
-    sync_amax_before_steps(inner, stepper)
-    carry_state(stepper, inner)
+    sync_amax_before_steps(model, stepper)
+    carry_state(stepper, model)
     return model, stepper
 
 
@@ -229,14 +209,8 @@ def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: b
 # ── the optimizer ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _checked_class(optimizer: type[Any], rule: str | None, options: Mapping[str, Any]) -> type[Any]:
-    """Return the class of a rule or the given one. Refuse options that it lacks."""
-    if rule is not None:
-        if optimizer is not AdamW:
-            raise RecipeError(
-                f"Cannot use rule '{rule}' beside an optimizer, which has a rule.", "Give one of the two."
-            )
-        optimizer = class_of(rule)
+def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
+    """Refuse what is not an optimizer class of ours, and options that it lacks."""
     if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):  # type: ignore[redundant-expr]
         name = getattr(optimizer, "__qualname__", type(optimizer).__qualname__)
         raise RecipeError(
@@ -253,7 +227,6 @@ def _checked_class(optimizer: type[Any], rule: str | None, options: Mapping[str,
                 f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no such option.",
                 suggestion(name, known) or "Leave it out.",
             )
-    return optimizer
 
 
 def _extra_options(name: str, options_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
@@ -272,36 +245,19 @@ def _groups(
     decays: Callable[[str, Tensor], bool],
     extra_options: Mapping[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return parameters grouped by storage, decay and their own options."""
-    groups: list[dict[str, Any]] = []
+    """Return parameters grouped by decay and their own options."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        key = {
-            # The optimizer derives the storage of vectors from the storage of their group.
-            "storage": recipe.storage.name,
-            "decays": decays(name, parameter),
-            "extra": extra_options[name],
-        }
-        group = next((group for group in groups if _are_equal(key, group)), None)
-        if group is None:
-            groups.append(group := {**key, "params": []})
+        is_decayed, extra = bool(decays(name, parameter)), extra_options[name]
+        # A tensor option may change, so it equals only itself.
+        values = [(option, id(x) if isinstance(x, Tensor) else repr(x)) for option, x in sorted(extra.items())]
+        # The optimizer derives the storage of vectors from the storage of their group.
+        described = {"storage": recipe.storage.name, "decays": is_decayed, "extra": extra, "params": []}
+        group = groups.setdefault((is_decayed, *values), described)
         group["params"].append((name, parameter))
-    return groups
-
-
-def _are_equal(key: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Compare keys of groups. A tensor option may change, so it equals only itself."""
-
-    def same(a: Any, b: Any) -> bool:
-        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
-
-    extra, theirs = key["extra"], group["extra"]
-    return (
-        all(key[name] == group[name] for name in ("storage", "decays"))
-        and extra.keys() == theirs.keys()
-        and all(same(extra[name], theirs[name]) for name in extra)
-    )
+    return list(groups.values())
 
 
 def _set_decay(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:

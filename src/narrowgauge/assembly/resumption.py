@@ -9,20 +9,16 @@ not hold it, since other code loads that with ``strict=True``. The trainer saves
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
 KEY = "narrowgauge"
-
-_hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
@@ -37,14 +33,10 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
         0
     """
     loaded: dict[str, Any] = {}
-    for hook in _hooks.pop(optimizer, ()):
-        hook.remove()
     # Use partials, which copies of the optimizer keep.
-    _hooks[optimizer] = [
-        optimizer.register_state_dict_post_hook(partial(_add, model)),
-        optimizer.register_load_state_dict_pre_hook(partial(_take, loaded)),
-        optimizer.register_load_state_dict_post_hook(partial(_put, model, loaded)),
-    ]
+    optimizer.register_state_dict_post_hook(partial(_add, model))
+    optimizer.register_load_state_dict_pre_hook(partial(_take, loaded))
+    optimizer.register_load_state_dict_post_hook(partial(_put, model, loaded))
 
 
 def _add(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

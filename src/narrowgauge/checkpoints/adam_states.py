@@ -159,12 +159,12 @@ def _bitsandbytes(entry: Entry, number: str) -> Tensor:
     if codes.dtype is not torch.uint8:
         return codes.float()  # small tensors stay in float32
     table, scales = entry[f"qmap{number}"], entry[f"absmax{number}"]
-    for size in (256, 2048):  # from version 0.44 on, and before
-        if -(-codes.numel() // size) == scales.numel():
-            return _scaled_blocks(table.float()[codes.flatten().long()], scales, size).reshape(codes.shape)
-    raise DataError(
-        f"An 8-bit state has {scales.numel()} scales for {codes.numel()} values.", "Blocks of 256 or 2048 are known."
-    )
+    if -(-codes.numel() // 256) != scales.numel():
+        raise DataError(
+            f"An 8-bit state has {scales.numel()} scales for {codes.numel()} values.",
+            "Blocks of 256 are known, of bitsandbytes from 0.44 on.",
+        )
+    return _scaled_blocks(table.float()[codes.flatten().long()], scales, 256).reshape(codes.shape)
 
 
 def _torchao(value: Any) -> Tensor:

@@ -9,7 +9,7 @@ Importing this module takes a second, so functions import it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,12 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import copied_to_cpu
 
 
@@ -36,22 +34,12 @@ class TakenCopy(DefaultSavePlanner):
 
     Args:
         tensors: DTensors, and plain tensors that are the same on every rank.
-    Raises:
-        RecordError: a shard does not tile its whole, such as row scales of a matrix sharded along its columns.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._own_plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
         self._copies = {name: copied_to_cpu(tensor) for name, tensor in tensors.items()}
-        for item in self._own_plan.items:
-            planned = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
-            if planned != (shape := self._copies[item.index.fqn].shape):
-                raise RecordError(
-                    f"'{item.index.fqn}' has the shape {tuple(shape)} on a rank where its sharding has "
-                    f"{tuple(planned or ())}: other ranks could not load it.",
-                    "Shard along rows, or choose a storage without scales of rows.",
-                )
 
     def set_up_planner(self, *arguments: Any, storage_meta: Any = None, **options: Any) -> None:
         """Do nothing: the copy was taken."""
@@ -64,18 +52,7 @@ class TakenCopy(DefaultSavePlanner):
         return self._copies[write_item.index.fqn]
 
 
-class _Writer(HuggingFaceStorageWriter):
-    """Call ``publish`` on the first rank once all ranks have written their files."""
-
-    def __init__(self, folder: Path, publish: Callable[[], None]) -> None:
-        super().__init__(path=str(folder), save_distributed=True)
-        self._publish = publish
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._publish()
-
-
-def write(copy: TakenCopy, folder: Path, publish: Callable[[], None], ranks: Ranks) -> None:
+def write(copy: TakenCopy, folder: Path, ranks: Ranks) -> None:
     """Write a copy into a folder together with all ``ranks``. Nothing else may use their group meanwhile.
 
     Raises:
@@ -85,7 +62,7 @@ def write(copy: TakenCopy, folder: Path, publish: Callable[[], None], ranks: Ran
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         save(
             {},
-            storage_writer=_Writer(folder, publish),
+            storage_writer=HuggingFaceStorageWriter(path=str(folder), save_distributed=True),
             planner=copy,
             process_group=ranks.group,
             no_dist=ranks.size == 1,

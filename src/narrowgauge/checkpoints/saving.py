@@ -179,7 +179,8 @@ class Saver:
 
         def write() -> None:
             try:
-                dcp_files.write(copy, temporary, lambda: _publish(temporary, final, step, text, keep), self.ranks)
+                dcp_files.write(copy, temporary, self.ranks)
+                self.ranks.of_first(lambda: _publish(temporary, final, step, text, keep))
             except BaseException as error:  # raised by wait()
                 self._error = error
                 if self.ranks.is_first:

@@ -34,6 +34,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.computes import COMPUTES
@@ -70,7 +71,8 @@ def gradient_readings(
     with put_back(model):
         for module in model.modules():
             module.training = False  # not train(False), which some modules override
-        gradients, dtypes = _configured(model, batch, parts, loss, backward)
+        reductions = [optimizer.reduction for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
+        gradients, dtypes = _configured(model, batch, parts, loss, backward, next(iter(reductions), None))
     differing = _apart(gradients, ranks)
     reference, all_parts = float32_copy(model), [part for of_rank in ranks.gather(parts) for part in of_rank]
     unit = _unit_roundoff(model, dtypes)
@@ -91,7 +93,7 @@ def gradient_readings(
 
 
 def _configured(
-    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None
+    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, reduction: Any
 ) -> tuple[Gradients, set[torch.dtype]]:
     """Run the configured passes. Return the whole gradients and the formats of all results."""
     dtypes: set[torch.dtype] = set()
@@ -106,7 +108,7 @@ def _configured(
         for place, part in enumerate(parts) if backward is None else ():
             last = place == len(parts) - 1
             waits: AbstractContextManager[Any] = nullcontext() if last else getattr(model, "no_sync", nullcontext)()
-            with waits:
+            with waits if reduction is None else reduction.micro_batch(is_last=last):
                 (loss(model, part) / len(parts)).backward()
     finally:
         handle.remove()

@@ -22,7 +22,7 @@ from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.sharding import fingerprints_whole
+from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
@@ -128,8 +128,10 @@ def snapshot(objects: Objects) -> dict[str, Entry]:
     """Return an entry for each state of a loop's objects, as ``OBJECT|KIND|NAME``. All ranks make the call."""
     states = {f"{key}|{kind}|{name}": x for key, value in objects.items() for kind, name, x in _states_of(key, value)}
     tensors = {k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided}
-    bits = fingerprints_whole(tensors)
-    values = fingerprints_whole({k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()})
+    bits, _ = fingerprints_whole_and_own(tensors)
+    values, _ = fingerprints_whole_and_own(
+        {k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()}
+    )
     entries: dict[str, Entry] = {}
     for key, value in states.items():
         if key in tensors:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from narrowgauge.distributed import job
-from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, shortened, suggestion
+from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, suggestion
 
 
 class CommandGroup(click.Group):
@@ -82,7 +82,7 @@ def _print_error(kind: str, message: str, status: int) -> int:
     """Print an error of all ranks, on rank 0. torchrun prints the first error of any rank."""
     if job.rank() == 0:
         with contextlib.suppress(OSError):  # its reader has left
-            click.echo(f"{kind}: {shortened(' '.join(message.split()))}", err=True)
+            click.echo(f"{kind}: {' '.join(message.split())}", err=True)
     return status
 
 

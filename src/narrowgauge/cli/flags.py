@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from narrowgauge.spec import notation
-from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -49,74 +46,12 @@ RECIPE, RECIPES = Parsed(notation.parse), Parsed(notation.parse_names)
 RECIPES_OR_ALL = Parsed(lambda text: "all" if text.strip() == "all" else notation.parse_names(text))
 
 
-def of(names: Iterable[str], otherwise: str = "plain") -> Callable[..., list[CompletionItem]]:
-    """Complete the last name of a comma-separated list in a shell. Without a match, complete a ``file`` or ``dir``."""
-
-    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        before, comma, last = incomplete.rpartition(",")
-        matches = [name for name in names if name.lower().startswith(last.lower())]
-        items = [CompletionItem(f"{before}{comma}{name}") for name in matches]
-        return items or ([] if otherwise == "plain" else [CompletionItem(incomplete, type=otherwise)])
-
-    return complete
-
-
-many_recipes = of(notation.full_names(), "file")
-chips = of(CHIPS)
-
-model_and_recipes = combined(
-    click.option(
-        "--model", required=True, metavar="TEXT", shell_complete=of(MODELS, "dir"),
-        help="A preset (narrowgauge show models) or a folder with a config.json.",
-    ),
-    click.option(
-        "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=RECIPES, shell_complete=many_recipes,
-        help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
-    ),
-)  # fmt: skip
-batch_shape = combined(
-    click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step."),
-    click.option(
-        "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
-    ),
-)
-
-SECTIONS = {
-    "The run": "recipe model data steps batch_size sequence_length seed out",
-    "Optimizer": "lr schedule warmup_steps min_lr_ratio beta1 beta2 eps weight_decay max_grad_norm",
-    "Text and validation": "held_out eval_every eval_batches",
-    "Memory and speed": "gradient_accumulation_steps accumulation_dtype activation_checkpointing compile",
-    "Checkpoints": "checkpoint_every keep_checkpoints stop_after",
-    "Monitoring": "audit_every gauges_every fingerprints_every on_spike log_every",
-    "Several ranks": "nproc shard threads verify_every",
-}
-"""The settings by the sections of a help page, in the order in which users look for them."""
-
-
-class SettingsCommand(click.Command):
-    """A command whose help lists its own options first, then the shared settings in sections."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, a section at a time."""
-        options = (option for option in self.get_params(ctx) if isinstance(option, click.Option) and option.name)
-        records_by_name = {option.name: record for option in options if (record := option.get_help_record(ctx))}
-        sections = {
-            title: [records_by_name.pop(name) for name in names.split() if name in records_by_name]
-            for title, names in SECTIONS.items()
-        }
-        for title, records in {"Options": list(records_by_name.values()), **sections}.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
-
 def of_settings(*, compared: bool = False) -> list[click.Parameter]:
     """Return a flag per setting. Flags default to ``None``, so that a file can set them.
 
     Those of ``compared`` runs lack the settings of a single run.
     """
     # Imported late, because the command line's top-level imports never need torch.
-    from narrowgauge.spec.update_rules import Choice
     from narrowgauge.trainer.config import OF_A_RUN, TrainConfig, kind_of
 
     flags: list[click.Parameter] = []
@@ -125,7 +60,6 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
             continue
         name, kind, help = field.name.replace("_", "-"), kind_of(field), field.metadata["help"]
         default = field.default.to_value() if isinstance(field.default, Recipe) else field.default
-        law = field.metadata["law"]
         flags.append(
             click.Option(
                 [f"--{name}/--no-{name}" if kind is bool else f"--{name}", field.name],
@@ -133,9 +67,6 @@ def of_settings(*, compared: bool = False) -> list[click.Parameter]:
                 default=None,
                 help=help + ("" if default is None else f"  [default: {str(default).lower()}]"),
                 metavar={bool: None, str: "TEXT", Recipe: "TEXT", int: "N", float: "X"}[kind],
-                shell_complete=many_recipes
-                if kind is Recipe
-                else of(law.values if isinstance(law, Choice) else (), "file"),
             )
         )
     return flags

@@ -21,7 +21,7 @@ import click
 from narrowgauge import __version__
 from narrowgauge.cli import diagnosing, flags, planning, watching
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import RankError
+from narrowgauge.errors import ChipError, RankError
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
@@ -100,10 +100,10 @@ def main(context: click.Context) -> None:
     help_without_command(context)
 
 
-@main.group("show", short_help="Tables, their rows, and this machine.", invoke_without_command=True)
+@main.group("show", short_help="Tables, recipes, and this machine's arithmetic.", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
-    """Print a table (formats, recipes, storages, chips, …), one of its rows, or the machine."""
+    """Print a table (formats, recipes, storages, chips, …), a recipe, or this machine's arithmetic."""
     help_without_command(context)
 
 
@@ -133,40 +133,34 @@ def show_checks(as_json: bool) -> None:
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
-@click.argument("name", shell_complete=flags.many_recipes)
+@click.argument("name")
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
     """Print what the recipe NAME (or a .toml file) stores, computes and loses."""
     _print(as_json, *show.page_recipe(name))
 
 
-@show_group.command("environment", short_help="This machine, for an issue report.")
-@flags.json_list
-def show_environment(as_json: bool) -> None:
-    """Describe this machine for an issue report: our version, the processor, and what torch.utils.collect_env says."""
-    from narrowgauge.cli import environment
-
-    rows = environment.collect()
-    if as_json:
-        return tables.write_json([rows])
-    return click.echo("\n".join(f"{name}: {value}" for name, value in rows.items()))
-
-
 @show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device of narrowgauge train]"
-)
+@click.option("--cuda", is_flag=True, help="Measure the GPU, not the CPU.")
 @flags.json_object
-def show_arithmetic(device: str | None, as_json: bool) -> None:
-    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers. Runs record it; diff shows
-    where two machines differ.
+def show_arithmetic(cuda: bool, as_json: bool) -> None:
+    """Measure this machine's arithmetic: the bits that sums and functions give on fixed numbers.
+
+    On two machines, compare the outputs with diff; of two runs, narrowgauge diagnose RUN OTHER compares it.
     """
-    from narrowgauge.cli.environment import print_arithmetic
+    import torch
 
-    print_arithmetic(device, as_json)
+    from narrowgauge.gauges.arithmetic import measure_arithmetic
+
+    if cuda and not torch.cuda.is_available():
+        raise ChipError("Cannot measure a GPU because PyTorch sees none here.", "Leave --cuda out to measure this CPU.")
+    table = measure_arithmetic(torch.device("cuda" if cuda else "cpu"))
+    if as_json:
+        return tables.write_json(table)
+    return click.echo("\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items()))
 
 
-@main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())
+@main.command("train", params=flags.of_settings())
 @_settings_file
 @_nproc
 def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
@@ -212,16 +206,12 @@ def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
 
 
 @main.command(
-    "compare",
-    cls=flags.SettingsCommand,
-    short_help="What several recipes cost, trained alike.",
-    params=flags.of_settings(compared=True),
+    "compare", short_help="What several recipes cost, trained alike.", params=flags.of_settings(compared=True)
 )
 @click.option(
     "--recipes",
     metavar="A,B,…",
     type=flags.RECIPES,
-    shell_complete=flags.many_recipes,
     required=True,
     help="Recipes or .toml files.",
 )
@@ -294,11 +284,21 @@ def export(folder: Path, out: Path) -> None:
 
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")
-@flags.model_and_recipes
+@click.option(
+    "--model", required=True, metavar="TEXT",
+    help="A preset (narrowgauge show models) or a folder with a config.json.",
+)  # fmt: skip
+@click.option(
+    "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=flags.RECIPES,
+    help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
+)  # fmt: skip
 @click.option(
     "--numerics", is_flag=True, help="Also train some steps on text and report the error of each layer's casts."
 )
-@flags.batch_shape
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
+)
 @flags.json_list
 def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
     """Measure what recipes cost a model here: whole steps, and each kind of linear layer."""

@@ -15,7 +15,6 @@ from narrowgauge.planner.efficiency import SOFTWARE
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import preset_names
 from narrowgauge.spec import tables
-from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -64,11 +63,11 @@ def plan_group(context: click.Context) -> None:
 
 # Parameters have the names of the arguments of planner.plan.plan.
 _recipe = click.option(
-    "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL, shell_complete=flags.many_recipes,
+    "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL,
     help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: the usual six]",
 )  # fmt: skip
 _chip = click.option(
-    "--chip", metavar="A,B,…", type=flags.Parsed(_names), shell_complete=flags.chips, help="Chips (narrowgauge show chips)."
+    "--chip", metavar="A,B,…", type=flags.Parsed(_names), help="Chips (narrowgauge show chips)."
 )  # fmt: skip
 _chips = click.option(
     "--chips", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips; several are compared.  [default: 1]"
@@ -90,7 +89,7 @@ _optimizer = click.option(
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(preset_names())}.",
 )
 @click.option(
-    "--model", metavar="TEXT", required=True, shell_complete=flags.of([*MODELS, *preset_names()], "file"),
+    "--model", metavar="TEXT", required=True,
     help="A preset, or a Hugging Face config.json.",
 )  # fmt: skip
 @_recipe

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.distributed.block_codes import BLOCK_CODES, RECORD_VALUES
+from narrowgauge.distributed.block_codes import RECORD_BYTES, RECORD_VALUES, add_decoded, decode, encode
 from narrowgauge.distributed.ranks import has_group
 from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
 from narrowgauge.numerics.hashing import step_seed
@@ -267,19 +267,15 @@ _SENT, _GATHERED = range(2)
 
 
 class CompressedSum(Exchange):
-    """Sum gradients in records of 8 or 4 bits.
+    """Sum gradients in records of 8 bits.
 
     Invariant: all ranks that keep a piece of the sum get the same bits. A value that is not finite on any rank makes the sum NaN
     there. Random bits depend only on the seed, the step, the exchange, the micro-batch, the rank and the place.
 
-    Cost: 0.2588 (8 bits) or 0.1416 (4 bits) of float32's bytes, twice if several ranks keep the sum. The records of one gradient
-        are temporary memory.
+    Cost: 0.2588 of float32's bytes, twice if several ranks keep the sum. The records of one gradient are temporary memory.
     """
 
-    def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:
-        super().__init__(grid, row, average, seed)
-        self.code = BLOCK_CODES[row.name]
-        self._micro_batch = 0
+    _micro_batch = 0
 
     @torch.no_grad()
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
@@ -303,26 +299,26 @@ class CompressedSum(Exchange):
         grid, rank = self.grid, dist.get_rank(self.grid.group)
         pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
         num_records = pieces.shape[1] // RECORD_VALUES
-        sent = gradient.new_empty(grid.size, num_records, self.code.record_bytes, dtype=torch.uint8)
+        sent = gradient.new_empty(grid.size, num_records, RECORD_BYTES, dtype=torch.uint8)
         for owner, part in enumerate(pieces):
             if owner != rank:
-                sent[owner] = self.code.encode(part, self._key(_SENT, rank, owner))
+                sent[owner] = encode(part, self._key(_SENT, rank, owner))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=grid.group)
         total = torch.zeros(len(pieces[rank]), dtype=torch.float32, device=gradient.device)
         for sender, records in enumerate(received):
             # A rank has its own piece unrounded.
-            total = total + pieces[rank] if sender == rank else self.code.add_decoded(total, records)
+            total = total + pieces[rank] if sender == rank else add_decoded(total, records)
         return total
 
     def _gather(self, part: Tensor) -> Tensor:
         """Return all pieces of this rank's shard, decoded from records on every rank."""
         group = self.grid.replica_group
         rank = dist.get_rank(self.grid.group)
-        records = self.code.encode(part, self._key(_GATHERED, rank, 0))
-        gathered = records.new_empty(group.size() * len(records), self.code.record_bytes)
+        records = encode(part, self._key(_GATHERED, rank, 0))
+        gathered = records.new_empty(group.size() * len(records), RECORD_BYTES)
         all_gather(gathered, records, group)
-        return self.code.decode(gathered)
+        return decode(gathered)
 
     def _key(self, stage: int, *places: int) -> int:
         key = self.seed
@@ -336,6 +332,5 @@ EXCHANGES: dict[str, type[Exchange]] = {
     "float32": BackendSum,
     "reproducible": ExactExchange,
     "compressed8": CompressedSum,
-    "compressed4": CompressedSum,
 }
 """The exchange of each row of ``REDUCTIONS``."""

@@ -1,13 +1,12 @@
 """Keep an exact sum of gradients independent of the order of ranks and micro-batches, and of how they are distributed.
 
 A *leaf* is the gradient of one micro-batch. The sum of a step depends only on its leaves if each leaf depends on its sequences
-alone and is added separately. So no forward pass may draw from a generator that earlier work on this rank has advanced. No rank
-may add up gradients before it sends them. The clipping norm must not depend on order either (:func:`take_norms`).
+alone and is added separately. So no micro-batch may draw from a generator that earlier work on this rank has advanced. No rank
+may add up gradients before it sends them. The clipping norm must not depend on order either (:func:`refuse_norms`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -20,22 +19,7 @@ from torch import Tensor, nn
 from narrowgauge import torch_names
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.numerics.exact_sums import exact_norm
 from narrowgauge.torch_hooks import OwnHook
-
-IN_MICRO_BATCHES = (
-    "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them, and call zero_grad() "
-    "after each step."
-)
-
-
-def refuse_unsent(how: str) -> None:
-    raise RecipeError(
-        f"{how} adds up the gradients of micro-batches on each rank before they are sent, and the reduction sums each backward "
-        "pass over ranks.",
-        IN_MICRO_BATCHES,
-    )
 
 
 def generator_state(device: torch.device) -> tuple[bytes, ...]:
@@ -52,82 +36,23 @@ def generator_state(device: torch.device) -> tuple[bytes, ...]:
     return tuple(ctypes.string_at(state.data_ptr(), state.numel()) for state in states)
 
 
-class ForwardPasses:
-    """Refuse forward passes in training that draw random numbers from PyTorch's default generators.
+def follow_forwards(model: nn.Module, check: Callable[[], None]) -> list[Callable[[], None]]:
+    """Call ``check`` before each forward pass in training of a model, or of a module in it that loops call directly.
 
-    Args:
-        device: returns the current device.
-        check: called when a pass begins; raises if its gradients could not be summed.
+    Modules inside a ``torch.compile`` graph are not followed, nor passes that a checkpoint repeats in backward.
+
+    Returns:
+        Functions that undo it.
     """
 
-    def __init__(self, device: Callable[[], torch.device], check: Callable[[], None]) -> None:
-        self._device, self._check = device, check
-        self._outermost: object = None
-        self._before: tuple[bytes, ...] = ()
-
-    def install(self, model: nn.Module) -> list[Callable[[], None]]:
-        """Watch a model and the modules in it that loops call directly. Return functions that undo this.
-
-        Modules inside a ``torch.compile`` graph are not watched: surround the call of the graph with :meth:`watched`.
-        """
-        undo: list[Callable[[], None]] = []
-        for module in dict.fromkeys([model, *_called(model), *fsdp_modules(model)]):
-            undo.append(module.register_forward_pre_hook(_Hook(self._enter), prepend=True).remove)
-            undo.append(module.register_forward_hook(_Hook(self._leave), always_call=True).remove)
-        return undo
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch a forward pass that calls no watched module."""
-        self._begin(self, is_training=True)
-        try:
-            yield
-        except BaseException:
-            self.discard()
-            raise
-        self._end(self, "")
-
-    def discard(self) -> None:
-        self._outermost = None
-
-    def _begin(self, outermost: object, *, is_training: bool) -> None:
-        """Record the generators' state, unless a forward pass has begun already."""
-        if self._outermost is None:
-            self._outermost, self._before = outermost, generator_state(self._device()) if is_training else ()
-            self._check()
-
-    def _end(self, outermost: object, name: str) -> None:
-        """If ``outermost`` began the forward pass, refuse a changed state of the generators."""
-        if self._outermost is not outermost:
+    def enter(module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
             return
-        self._outermost = None
-        if self._before and self._before != (generator_state(self._device()) or self._before):
-            raise RecipeError(
-                f"a forward pass{name} drew random numbers from PyTorch's default generator (dropout, sampling, layers left out "
-                "at random), whose state depends on what this rank has computed before: other bits come out on another number "
-                "of ranks.",
-                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
-                "by the step and the micro-batch's own number; or take another reduction.",
-            )
+        if module.training and torch.is_grad_enabled() and torch_names.current_backward() == -1:
+            check()
 
-    def _enter(self, module: nn.Module, *_: Any) -> None:
-        """Begin, unless the forward pass belongs to no leaf: gradients are off, or a checkpoint recomputes it."""
-        if torch.is_grad_enabled() and torch_names.current_backward() == -1:
-            self._begin(module, is_training=module.training)
-
-    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if output is not None:
-            self._end(module, f" of {type(module).__name__}")
-        elif self._outermost is module:  # it has failed
-            self._outermost = None
-
-
-class _Hook(OwnHook):
-    """A module hook that compilers skip."""
-
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super().__call__(*args)
+    modules = dict.fromkeys([model, *_called(model), *fsdp_modules(model)])
+    return [module.register_forward_pre_hook(OwnHook(enter), prepend=True).remove for module in modules]
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -142,63 +67,37 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 # ── the norm by which gradients are clipped ────────────────────────────────────────────────────────────────────────────
 #
 # PyTorch adds the ranks' parts of a norm in rank order, in the gradient's format. So the last bits of the norm, and of every
-# clipped gradient, depend on the number of ranks. The norm of exactly summed gradients is therefore an exact sum too
-# (:mod:`narrowgauge.numerics.exact_sums`). All other norms are PyTorch's.
+# clipped gradient, depend on the number of ranks. The norm of our optimizers is an exact sum.
 
 
-_KNOWN = (torch.bfloat16, torch.float16, torch.float32)
-_users: set[object] = set()
-_restore: list[Callable[[], None]] = []
+_restores: list[Callable[[], object]] = []
+"""One function for each reduction. The first gives PyTorch's functions back, the others do nothing."""
 
 
-def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], None]:
-    """Make ``clip_grad_norm_`` and ``get_total_norm`` compute exact norms for gradients that ``is_summed`` accepts.
+def refuse_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> Callable[[], object]:
+    """Make ``clip_grad_norm_`` and ``get_total_norm`` refuse gradients that ``is_summed`` accepts.
 
-    PyTorch's norm is back once all who have called this have called the function that they got.
+    They are PyTorch's again once all who have called this have called the function that they got.
     """
-    user = object()
-    if not _users:
-        _restore.append(torch_names.replace_total_norm(lambda norm: functools.partial(_total_norm, norm, is_summed)))
-    _users.add(user)
-
-    def leave() -> None:
-        _users.discard(user)
-        if not _users and _restore:
-            _restore.pop()()
-
-    return leave
+    if _restores:
+        _restores.append(lambda: None)
+    else:
+        _restores.append(torch_names.replace_total_norm(lambda norm: functools.partial(_checked_norm, norm, is_summed)))
+    return lambda: _restores.pop()()
 
 
-def _total_norm(
+def _checked_norm(
     original: Callable[..., Tensor],
     is_summed: Callable[[Iterable[Tensor]], bool],
     tensors: Any,
     norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
+    *options: Any,
+    **named_options: Any,
 ) -> Tensor:
-    """Return the norm of tensors like ``torch.nn.utils.get_total_norm``: a DTensor if all tensors are DTensors."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    order = float(norm_type)
-    is_ours = order != math.inf and is_summed(tensors) and all(t.dtype in _KNOWN for t in tensors)
-    if not is_ours:  # a maximum does not depend on order
-        return original(tensors, norm_type, error_if_nonfinite, foreach)
-    if order != 2.0:
+    if float(norm_type) != math.inf and is_summed(tensors):  # a maximum does not depend on order
         raise RecipeError(
-            f"the norm of order {order:g} was requested of gradients that an order-invariant reduction has summed, and its sum "
-            "would depend on the number of ranks.",
-            "Clip by norm_type=2.0 or 'inf', or with max_grad_norm= of the optimizer.",
+            "Cannot clip exactly summed gradients by PyTorch's norm because it depends on the number of ranks.",
+            "Clip with max_grad_norm= of our optimizer, whose norm is exact (optimizer.grad_norm), or by norm_type='inf'.",
         )
-    with torch.no_grad():
-        norm = exact_norm(tensors)
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise RuntimeError(f"The total norm of order {order} for gradients is non-finite, so it cannot be clipped.")
-    return _replicated(norm, tensors[0]) if all(map(is_sharded, tensors)) else norm
-
-
-def _replicated(value: Tensor, like: Any) -> Tensor:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = like.device_mesh
-    result: Tensor = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return result
+    return original(tensors, norm_type, *options, **named_options)

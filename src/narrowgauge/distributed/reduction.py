@@ -1,9 +1,8 @@
 """Sum gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
 
-A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch` surrounds each backward pass.
-After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. A ``ReduceScatter`` of our own sums what FSDP2
-shards, during the backward pass. Replicated gradients are summed after it. A backward pass that nothing surrounds is a step of
-one micro-batch.
+A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch` surrounds each forward and
+backward pass. After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. A ``ReduceScatter`` of our own sums
+what FSDP2 shards, during the backward pass. Replicated gradients are summed after it.
 
 An order-invariant reduction also enforces what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`).
 """
@@ -14,8 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +21,10 @@ from torch import Tensor, nn
 
 from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import EXCHANGES, ONE_RANK, Exchange, RankGrid, group_of, of_mesh, replicated
-from narrowgauge.distributed.order_invariance import (
-    IN_MICRO_BATCHES,
-    ForwardPasses,
-    refuse_unsent,
-    take_norms,
-)
+from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, refuse_norms
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated
-from narrowgauge.distributed.sharding import GroupSum, settle
+from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
 from narrowgauge.spec.formats import dtype_name
@@ -40,14 +33,10 @@ from narrowgauge.spec.sums import REDUCTIONS, Reduction
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
 
 
-class Accumulator(Protocol):
-    """Sum the gradients of micro-batches, as :class:`narrowgauge.GradientAccumulator` does."""
-
-    def accumulate(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def discard(self) -> None: ...
+_IN_MICRO_BATCHES = (
+    "Surround each forward and backward pass with reduction.micro_batch(is_last=…), which sums them; prepare() returns it as "
+    "optimizer.reduction."
+)
 
 
 def reduce_gradients_with(
@@ -69,8 +58,7 @@ def reduce_gradients_with(
         seed: of random bits, if the reduction draws any; the same on all ranks.
         mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has its own.
     Returns:
-        The reduction. Surround backward passes with its ``micro_batch``. A backward pass outside is a whole step: a second one
-        is refused until the gradients are zeroed.
+        The reduction. Surround each forward and backward pass with its ``micro_batch``. Passes outside are refused.
     Raises:
         RecipeError: an unknown row, a model on several meshes or with another reduction, or a mixed precision of FSDP2 by which
             one rank would sum other values than several.
@@ -107,20 +95,21 @@ class _MicroBatch:
     is_absent: bool = False
 
 
-class _GroupExchange(GroupSum):
-    """Sum the gradients of a parameter group of FSDP2 by an exchange."""
+class _GroupSum:
+    """Sum the gradients of a parameter group of FSDP2 by an exchange, as its ``set_custom_reduce_scatter`` asks."""
 
-    def __init__(self, reduction: GradientReduction, exchange: Exchange, group: Any) -> None:
-        self.reduction, self.exchange, self.group = reduction, exchange, group
+    def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
+        self.reduction, self.exchange = reduction, exchange
         self._summed: _MicroBatch | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the sum. FSDP2 calls it before it adds to ``p.grad``."""
-        self.reduction.before_group(self.group)
-        return super().allocate(size, dtype=dtype, device=device)
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        micro_batch = self.reduction.current or _MicroBatch()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum ``input_tensor`` of all ranks, shape [shards * n], into this rank's piece, shape [n]."""
+        micro_batch = self.reduction.require_open()
         if self.exchange.sums_leaves and self._summed is micro_batch:
             raise RecipeError(
                 "two backward passes were met in one micro-batch, whose gradients are one addend of an exact sum.",
@@ -128,8 +117,8 @@ class _GroupExchange(GroupSum):
             )
         self._summed = micro_batch
         if micro_batch.is_absent:
-            gradient.zero_()
-        self.exchange.take(gradient, output, is_last=micro_batch.is_last)
+            input_tensor.zero_()
+        self.exchange.take(input_tensor, output_tensor, is_last=micro_batch.is_last)
 
 
 class GradientReduction:
@@ -140,25 +129,16 @@ class GradientReduction:
         current: the micro-batch whose block is open.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        row: Reduction,
-        average: bool,
-        seed: int,
-        mesh: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, row: Reduction, average: bool, seed: int, mesh: Any) -> None:
         settle(model)
         self.row, self._model = row, model
-        self._accumulator: Accumulator | None = None
+        self._accumulator: Any = None
         self.current: _MicroBatch | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._in_step = self._is_closed = False
-        self._lone_pass: int | None = None
         self._exchanges: list[Exchange] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self._frozen = [p for p in model.parameters() if not p.requires_grad]
 
         def register(grid: RankGrid) -> Exchange:
             exchange = EXCHANGES[row.name](grid, row, average, seed)
@@ -177,22 +157,21 @@ class GradientReduction:
             self._require_own_dtypes()
         self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            _leave_unsummed(model, lambda: self._is_closed)
+            # As in its no_sync(): the sums are taken after each backward pass.
+            model.require_backward_grad_sync = False
+            self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
         if self.size > 1 or self._sums_leaves:
-            # Before the gradients of what FSDP2 shards, it allocates memory, see `before_group`.
-            self._undo += [p.register_hook(self._begin_pass).remove for p in whole_params]
-            self._undo += [p.register_post_accumulate_grad_hook(self._arrived.add).remove for p in self._trainable]
-        self._forwards = ForwardPasses(self._device, self._require_sent)
+            self._undo += [p.register_post_accumulate_grad_hook(self._arrive).remove for p in self._trainable]
         if self._sums_leaves and self._trainable:
-            self._undo += self._forwards.install(inner_of(model))
-            self._undo.append(take_norms(_are_summed_exactly))
+            self._undo += follow_forwards(inner_of(model), self._require_surrounded)
+            self._undo.append(refuse_norms(_are_summed_exactly))
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool = True, is_absent: bool = False) -> Iterator[None]:
-        """Surround the backward pass of one micro-batch. All ranks have equally many in a step.
+        """Surround the forward and backward pass of one micro-batch. All ranks have equally many in a step.
 
         After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. With ``average`` it is divided once by the
         number of ranks. A failure discards the step.
@@ -203,18 +182,24 @@ class GradientReduction:
                 contributes nothing.
         Raises:
             RecipeError: gradients of an earlier step are still there. An order-invariant reduction also raises it if a
-                micro-batch does not use all parameters of an FSDP2 group, or if FSDP2 is set to keep gradients on a rank.
+                micro-batch draws random numbers, if it does not use all parameters of an FSDP2 group, or if FSDP2 is set to
+                keep gradients on a rank.
         """
         if self.current is not None:
             raise RuntimeError("micro_batch was entered within another")
         if self._is_closed:
             raise RuntimeError("micro_batch was entered of a reduction that is closed")
-        self._lone_pass = None
         self._begin()
-        waiting = self._set_aside() if is_absent and not self._sums_leaves else {}
+        waiting: dict[Tensor, Tensor | None] = {}
+        if is_absent and not self._sums_leaves:  # set this rank's sums aside: the pass does not count
+            waiting = {p: p.grad for p in self._replicated.parameters}
+            for parameter in waiting:
+                parameter.grad = None
         self.current = _MicroBatch(is_last, is_absent)
         try:
+            before = self._check_order()
             yield
+            self._check_order(before)
             self._add_micro_batch(self.current, waiting)
         except BaseException:
             self.discard()
@@ -222,8 +207,8 @@ class GradientReduction:
         finally:
             self.current = None
 
-    def accumulate_in(self, accumulator: Accumulator) -> None:
-        """Sum the micro-batches of a step in an accumulator, and not in autograd and FSDP2.
+    def accumulate_in(self, accumulator: Any) -> None:
+        """Sum the micro-batches of a step in a :class:`narrowgauge.GradientAccumulator`, and not in autograd and FSDP2.
 
         An order-invariant reduction sums them itself and ignores it.
         """
@@ -261,9 +246,7 @@ class GradientReduction:
         if self._accumulator is not None:
             self._accumulator.discard()
         self._in_step = False
-        self._lone_pass = None
         self._arrived.clear()
-        self._forwards.discard()
 
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter kept between micro-batches and steps, counted from live tensors."""
@@ -286,57 +269,47 @@ class GradientReduction:
         self._undo.clear()
         self._is_closed = True
 
-    @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        """Surround a forward pass that calls no module of the model, such as a compiled loss. Modules are watched anyway.
-
-        Raises:
-            RecipeError: it drew random numbers, and the reduction is order-invariant.
-        """
-        with self._forwards.watched() if self._sums_leaves else contextlib.nullcontext():
-            yield
-
-    def before_group(self, group: Any) -> None:
-        """Check a parameter group of FSDP2 before its gradients are summed and added to ``p.grad``."""
-        if self._sums_leaves:
-            self._require_sent([group])
-        self._begin_pass()
-
-    def _begin_pass(self, _: Tensor | None = None) -> None:
-        """Make a backward pass that nothing surrounds a step of one micro-batch. Autograd calls it with each gradient."""
-        number = torch_names.current_backward()
-        if self.current is not None or number == self._lone_pass:
-            return
-        if any(p.grad is not None for p in self._trainable):
+    def require_open(self) -> _MicroBatch:
+        """Return the micro-batch whose block is open. Refuse a backward pass outside one."""
+        if self.current is None:
             raise RecipeError(
-                "a second backward pass was met in one step, and gradients of the first are still there. (A reentrant checkpoint "
-                "runs one pass inside another.)",
-                IN_MICRO_BATCHES,
+                f"Cannot sum gradients by '{self.row.name}' in a backward pass outside micro_batch().",
+                _IN_MICRO_BATCHES,
             )
-        if isinstance(self._model, nn.parallel.DistributedDataParallel) and not self._model.require_backward_grad_sync:
-            refuse_unsent("no_sync() of DistributedDataParallel")
-        self._in_step = False
-        self._begin()
-        self._lone_pass = number
-        torch_names.queue_after_backward(partial(self._end_pass, 2))
+        return self.current
 
-    @torch.no_grad()
-    def _end_pass(self, more: int) -> None:
-        """Sum at the end of a backward pass, after ``more`` rounds of callbacks: DDP and FSDP2 write gradients in theirs."""
-        if more:
-            torch_names.queue_after_backward(partial(self._end_pass, more - 1))
-            return
-        self._lone_pass = None
-        self._add_micro_batch(_MicroBatch(), {})
+    def _arrive(self, parameter: Tensor) -> None:
+        self.require_open()
+        self._arrived.add(parameter)
 
-    def _device(self) -> torch.device:
-        device: torch.device = self._fsdp[0][1].device if self._fsdp else self._trainable[0].device
-        return device
+    def _require_surrounded(self) -> None:
+        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random numbers that it draws."""
+        if self.current is None:
+            raise RecipeError(
+                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside micro_batch().",
+                f"{_IN_MICRO_BATCHES} A pass without a backward pass needs torch.no_grad().",
+            )
 
-    def _require_sent(self, groups: Sequence[Any] = ()) -> None:
-        """Refuse gradients that FSDP2 is set to keep on their rank, in some of its groups or in all."""
-        if any(map(torch_names.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
-            refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
+    def _check_order(self, before: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
+        """Refuse what makes an exact sum depend on the ranks. Return the state of the generators; ``before`` is the last one."""
+        if not self._sums_leaves or not self._trainable:
+            return ()
+        if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
+            raise RecipeError(
+                "Cannot sum gradients exactly because set_requires_gradient_sync(False), or set_requires_all_reduce(False), of "
+                "FSDP2 adds them up on each rank.",
+                "Leave both True: the sum takes each micro-batch by itself.",
+            )
+        state = generator_state(self._fsdp[0][1].device if self._fsdp else self._trainable[0].device)
+        if before and state and state != before:
+            raise RecipeError(
+                "a micro-batch drew random numbers from PyTorch's default generator (dropout, sampling, layers left out at "
+                "random), whose state depends on what this rank has computed before: other bits come out on another number of "
+                "ranks.",
+                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
+                "by the step and the micro-batch's own number; or take another reduction.",
+            )
+        return state
 
     def _begin(self) -> None:
         if not self._in_step:
@@ -354,41 +327,19 @@ class GradientReduction:
 
         Their gradients would not be summed, or summed as another parameter's. Replicas would drift.
         """
-        known_ids = {id(p) for p in self._trainable}
         groups = [group for _, group in torch_names.fsdp_groups(self._model)]
-        gathered = {id(p) for group in groups for p in torch_names.fsdp_gathered(group)}
+        known_ids = {id(p) for p in self._trainable} | {id(p) for g in groups for p in torch_names.fsdp_gathered(g)}
         sharded = [p for group in groups for p in torch_names.fsdp_parameters(group)]
-        for parameter in [*self._frozen, *sharded, *self._model.parameters()]:
-            if not parameter.requires_grad or id(parameter) in known_ids or id(parameter) in gathered:
-                continue
-            was = "frozen" if any(parameter is p for p in self._frozen) else "not in the model"
-            raise RecipeError(
-                f"a parameter of shape {tuple(parameter.shape)} was {was} when reduction '{self.row.name}' was installed, and is "
-                "trained now.",
-                "Call close() of the reduction, and install it anew.",
-            )
-
-    def require_stepped(self) -> None:
-        """Refuse a step of an optimizer none of whose parameters has a gradient, though gradients of others were summed."""
-        summed = next((p for p in self._trainable if p.grad is not None), None)
-        if summed is not None:
-            raise RecipeError(
-                f"gradients were summed by reduction '{self.row.name}', one of shape {tuple(summed.shape)} among them, and the "
-                "optimizer's parameters have none: they are not the model's.",
-                "Make the optimizer of model.parameters() as they are now.",
-            )
-
-    def _set_aside(self) -> dict[Tensor, Tensor | None]:
-        """Return this rank's sums so far, and clear them for a backward pass that does not count."""
-        waiting = {p: p.grad for p in self._replicated.parameters}
-        for parameter in waiting:
-            parameter.grad = None
-        return waiting
+        for parameter in [*sharded, *self._model.parameters()]:
+            if parameter.requires_grad and id(parameter) not in known_ids:
+                raise RecipeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen or not in the model when reduction "
+                    f"'{self.row.name}' was installed, and is trained now.",
+                    "Call close() of the reduction, and install it anew.",
+                )
 
     def _add_micro_batch(self, micro_batch: _MicroBatch, waiting: dict[Tensor, Tensor | None]) -> None:
         """Add the gradients of a micro-batch. After the last, write the sums to ``p.grad``."""
-        if self._sums_leaves:
-            self._require_sent()
         whole_params = set(self._replicated.parameters)
         if any(p.grad is None and (p in whole_params or not micro_batch.is_last) for p in self._arrived):
             raise RecipeError(
@@ -441,7 +392,7 @@ class GradientReduction:
                 )
             grid = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
             grids[tuple(dist.get_process_group_ranks(grid.group))] = grid
-            comm = _GroupExchange(self, register(grid), group)
+            comm = _GroupSum(self, register(grid))
             alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
             if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
@@ -467,27 +418,6 @@ class GradientReduction:
 def inner_of(model: nn.Module) -> nn.Module:
     inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return inner
-
-
-def _leave_unsummed(model: Any, is_closed: Callable[[], bool]) -> None:
-    """Make DistributedDataParallel sum no gradients until the reduction is closed: they are summed after each pass."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    def return_bucket(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        if is_closed():
-            return allreduce_hook(model.process_group, bucket)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    return_bucket.__annotations__.clear()  # DDP compares them with types, and here they are text
-    try:
-        model.register_comm_hook(None, return_bucket)
-    except RuntimeError as error:
-        raise RecipeError(
-            "a reduction was requested for a DistributedDataParallel that has a communication hook, and it cannot have two.",
-            "Wrap the model anew.",
-        ) from error
 
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:

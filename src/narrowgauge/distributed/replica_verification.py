@@ -9,8 +9,8 @@ Damage of a shard without a replica cannot be detected.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,6 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import tensor_hash
-
-
-class Damage(NamedTuple):
-    """A difference between replicas. ``rank`` is ``None`` if ranks only disagree."""
-
-    message: str
-    rank: int | None
-    tensor: str
 
 
 @torch.no_grad()
@@ -46,25 +38,12 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     for name, tensor, owner in tensors:
         for group in replica_groups(owner):
             replicas.setdefault(group, []).append((name, memory_hash(tensor)))
-    _agree([damage for group, hashes in replicas.items() for damage in _compare(group, dict(hashes), step)])
-
-
-def _agree(damages: Sequence[Damage]) -> None:
-    """Raise the first damage of any rank on all ranks."""
+    errors = [error for group, hashes in replicas.items() for error in _compare(group, dict(hashes), step)]
     ranks = all_ranks()
-    if not ranks.largest(len(damages)):
+    if not ranks.largest(len(errors)):
         return
-    of_all = [damage for some in ranks.gather(list(damages)) for damage in some]
-    worst = min(of_all, key=lambda damage: damage.rank is None)
-    num_others = len({damage.tensor for damage in of_all} - {worst.tensor})
-    more = f"; so do {num_others} more tensors" if num_others > 1 else "; so does one more tensor" if num_others else ""
-    who = (
-        "Test the memory of these machines"
-        if worst.rank is None
-        else f"Take the machine of rank {worst.rank} out of service"
-    )
-    advice = f"{who}, and resume: the last checkpoint was saved before the damage."
-    raise CorruptionError(f"{worst.message}{more}.", advice, worst.rank, worst.tensor)
+    of_all = [error for some in ranks.gather(errors) for error in some]
+    raise min(of_all, key=lambda error: error.rank is None)  # rather one that names a rank
 
 
 def replica_groups(owner: Any) -> list[Any]:
@@ -84,24 +63,25 @@ def memory_hash(tensor: Tensor) -> Tensor:
     return tensor_hash(flat.view(torch.int64))
 
 
-def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Damage]:
+def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[CorruptionError]:
+    """Return an error for each tensor whose hashes differ. It names the ranks outside the majority, if there is one."""
     mine = torch.stack([number.to(all_ranks().device) for number in hashes.values()])
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
-    damages = []
+    errors = []
     for name, values in zip(hashes, torch.stack(rows, 1).tolist(), strict=True):
-        if wrong := _minority(values):
-            who = " and ".join(f"rank {ranks[place]}" for place in wrong)
-            text = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}"
-            damages.append(Damage(text, ranks[wrong[0]], name))
-        elif len(set(values)) > 1:
-            who = " and ".join(f"rank {rank}" for rank in ranks)
-            damages.append(Damage(f"{name} differs between {who} after step {step}", None, name))
-    return damages
-
-
-def _minority(values: Sequence[Any]) -> list[int]:
-    """Return the indices of values that differ from the majority. Empty without a majority."""
-    most = max(values, key=values.count)
-    return [k for k, value in enumerate(values) if value != most] if 2 * values.count(most) > len(values) else []
+        most = max(values, key=values.count)
+        wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
+        if not wrong:
+            continue
+        if 2 * len(wrong) < len(ranks):
+            who = " and ".join(f"rank {rank}" for rank in wrong)
+            message = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}."
+            advice, rank = f"Take the machine of rank {wrong[0]} out of service", wrong[0]
+        else:
+            message = f"{name} differs between {' and '.join(f'rank {rank}' for rank in ranks)} after step {step}."
+            advice, rank = "Test the memory of these machines", None
+        advice += ", and resume: the last checkpoint was saved before the damage."
+        errors.append(CorruptionError(message, advice, rank, name))
+    return errors

@@ -6,7 +6,7 @@ model's order, with a gradient or without. So their layout is the same on all ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,7 @@ class Replicated:
         make: makes the exchange of a bucket.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        grid: RankGrid,
-        make: Callable[[RankGrid], Exchange],
-    ) -> None:
+    def __init__(self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]) -> None:
         self.parameters, self.grid = list(parameters), grid
         self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
         self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
@@ -44,16 +39,28 @@ class Replicated:
         """Add ``p.grad``, unless absent. After the last micro-batch write the sums to it; before, set it to ``None``."""
         if not self.parameters:
             return
-        gradients = [None if is_absent else p.grad for p in self.parameters]
-        self._used |= torch.tensor([g is not None for g in gradients], dtype=torch.uint8)
+        gradients = {p: None if is_absent else p.grad for p in self.parameters}
+        self._used |= torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8)
         used = self._used_anywhere() if is_last else {}
         for bucket, exchange in self.buckets:
-            total = self._add_bucket(bucket, exchange, is_absent, is_last)
-            if is_last:
-                _write_sums(bucket, total, used)
-            else:
-                for parameter in bucket:
+            sizes = [local_of(p).numel() for p in bucket]
+            flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
+            parts = dict(zip(bucket, flat.split(sizes), strict=True))
+            for parameter, part in parts.items():
+                gradient = gradients[parameter]
+                if gradient is None:
+                    part.zero_()
+                else:
+                    part.copy_(_dense(gradient).reshape(-1))
+            exchange.take(flat, flat, is_last=is_last)
+            for parameter, part in parts.items():
+                if not used.get(parameter):
                     parameter.grad = None
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                gradient = local_of(parameter.grad)
+                gradient.copy_(part.view(gradient.shape))
         if is_last:
             self._used.zero_()
 
@@ -67,17 +74,6 @@ class Replicated:
             used = used.to(self.parameters[0].device)
             dist.all_reduce(used, dist.ReduceOp.MAX, group=self.grid.group)
         return dict(zip(self.parameters, used.bool().tolist(), strict=True))
-
-    def _add_bucket(self, bucket: Sequence[Tensor], exchange: Exchange, is_absent: bool, is_last: bool) -> Tensor:
-        sizes = [local_of(p).numel() for p in bucket]
-        flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
-        for parameter, part in zip(bucket, flat.split(sizes), strict=True):
-            if is_absent or parameter.grad is None:
-                part.zero_()
-            else:
-                part.copy_(_dense(parameter.grad).reshape(-1))
-        exchange.take(flat, flat, is_last=is_last)
-        return flat
 
 
 def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -94,18 +90,6 @@ def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         bucket.append(parameter)
         open_buckets[kind] = (bucket, filled + size)
     return buckets
-
-
-def _write_sums(bucket: Sequence[Tensor], total: Tensor, used: Mapping[Tensor, bool]) -> None:
-    sizes = [local_of(p).numel() for p in bucket]
-    for parameter, part in zip(bucket, total.split(sizes), strict=True):
-        if not used[parameter]:
-            parameter.grad = None
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        gradient = local_of(parameter.grad)
-        gradient.copy_(part.view(gradient.shape))
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
         mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
         offload: keep parameters, gradients and states in the host's memory. A layer is copied to the device when it is used.
     Raises:
-        RecipeError: the model is sharded already, or the mesh has more than two axes.
+        RecipeError: the mesh has more than two axes, or two without names.
     Cost: per micro-batch two gathers of every layer and one reduction of its gradients. A rank holds its part of the model and
         two whole layers.
     Example:
@@ -46,7 +46,7 @@ def shard(model: nn.Module, mesh: Any, *, offload: bool = False) -> nn.Module:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-    require_mesh(model, mesh)
+    require_mesh(mesh)
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     layers = [layer for layer in _layers_of(model) if layer is not model and _owns_its_parameters(layer, model)]
     separate, whole_params = _exceptions(model)
@@ -77,61 +77,15 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-class GroupSum:
-    """Implement FSDP2's interface to the sum of one parameter group's gradients (``set_custom_reduce_scatter``)."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        self.sum(input_tensor, output_tensor, group)
-
-    def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        """Sum the gradients of the ranks of ``group``, shape [shards * n], into this rank's piece ``output``, shape [n].
-
-        ``gradient`` may be overwritten.
-        """
-        raise NotImplementedError
-
-
 def settle(model: nn.Module) -> None:
-    """Make a model's modules and FSDP2 hold the same sharded parameters, before an optimizer takes them.
+    """Let FSDP2 and the modules hold the same sharded parameters.
 
-    A forward pass may leave gathered parameters in the modules. FSDP2 looks for replaced parameters only in its first forward
-    pass. Refuse a replaced one that it cannot gather.
+    A forward pass may leave gathered parameters in the modules. ``to_empty`` and ``load_state_dict(assign=True)`` replace
+    sharded ones, which FSDP2 looks for only in its first forward pass.
     """
-    for fsdp_module, group in torch_names.fsdp_groups(model):
-        gathered = {id(parameter) for parameter in torch_names.fsdp_gathered(group)}
-        locations = torch_names.fsdp_places(group)
-        replaced = [
-            (module, name, current)
-            for sharded, places in locations
-            for module, name in places
-            if (current := module._parameters.get(name)) is not sharded and id(current) not in gathered
-        ]
-        fsdp_module.reshard()  # it also undoes what took the place of a gathered one
-        for module, name, current in replaced:
-            module._parameters[name] = current
-        if replaced:
-            for _, places in locations:
-                _require_gatherable(model, places)
-            torch_names.renew_fsdp_group(group)
-
-
-def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
-    """Refuse a parameter that took the place of a sharded one and is not sharded, or only in one place of a tied one."""
-    first, *replacements = [module._parameters.get(name) for module, name in places]
-    if first is not None and is_sharded(first) and all(replacement is first for replacement in replacements):
-        return
-    prefixes = {module: prefix for prefix, module in model.named_modules()}
-    names = [f"{prefixes.get(module, type(module).__name__)}.{name}".removeprefix(".") for module, name in places]
-    raise RecipeError(
-        f"parameter '{' = '.join(names)}' was replaced after fully_shard by one that FSDP2 cannot gather: "
-        f"{'not a shard of it' if len(names) == 1 else 'not a shard of it, or not in all of these places'}.",
-        "Replace it before fully_shard, or write into the sharded one.",
-    )
+    for module, group in torch_names.fsdp_groups(model):
+        module.reshard()
+        torch_names.renew_fsdp_group(group)
 
 
 def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,11 +105,6 @@ def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[...
 def has_shards(model: nn.Module) -> bool:
     """Return whether any parameter is a DTensor, or FSDP2 has gathered it at the moment."""
     return any(map(is_sharded, model.parameters())) or bool(torch_names.fsdp_groups(model))
-
-
-def mesh_of(model: nn.Module) -> Any:
-    """Return the ``DeviceMesh`` of a model's first DTensor; ``None`` where no parameter is one."""
-    return next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
 
 
 def make_equal(model: nn.Module, mesh: Any) -> None:
@@ -178,16 +127,11 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
 
     All ranks call it with the same names, and get the same 16 digits as one process that holds all of it.
     """
-    return fingerprint_all(fingerprints_whole(named))
-
-
-def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the fingerprint of each tensor; of a DTensor, of the whole tensor. All ranks pass the same names in order."""
-    return fingerprints_whole_and_own(named)[0]
+    return fingerprint_all(fingerprints_whole_and_own(named)[0])
 
 
 def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return :func:`fingerprints_whole`, and the fingerprint of this rank's part of each tensor, from the same read.
+    """Return the fingerprints of whole tensors, and of this rank's parts, from one read. All ranks pass the same names in order.
 
     Cost: one read of this rank's parts, and one sum over the ranks of 8 bytes for each tensor.
     """
@@ -223,14 +167,10 @@ def _local_fingerprint(tensor: Any) -> tuple[int, Any]:
     return fingerprint(tensor.to_local(), offset=offset), mesh.get_group(axis)
 
 
-def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
-    """Refuse a sharded model, a mesh of over two axes or of two without names, and an unknown ``sharding``."""
+def require_mesh(mesh: Any, sharding: str = "full") -> None:
+    """Refuse a mesh of over two axes or of two without names, and an unknown ``sharding``."""
     if sharding not in SHARDINGS:
         raise RecipeError(f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}.")
-    if has_shards(model):
-        raise RecipeError(
-            f"a mesh was given for a {type(model).__name__} whose parameters are sharded already.", "Omit the mesh."
-        )
     if mesh.ndim > 2:
         raise RecipeError(
             f"a mesh of {mesh.ndim} axes was given, and a model is sharded over one, or over replicas and shards.",

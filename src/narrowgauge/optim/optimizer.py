@@ -367,8 +367,6 @@ class Optimizer(torch.optim.Optimizer):
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:
-            if self.reduction is not None:
-                self.reduction.require_stepped()
             return
         device = check_one_device([state.parameter for state in states])
         refuse_capture(device)

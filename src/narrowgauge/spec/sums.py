@@ -135,15 +135,8 @@ REDUCTIONS: dict[str, Reduction] = {
             error="of each rank's gradient at most 1/112 of the largest of 32 neighbours; zero on average",
             purpose="a quarter of float32's bytes: each rank sends codes once, their owner adds them in float32",
             source="ZeRO++ (2306.10209), section 4.3; stochastic rounding: QSGD (1610.02132); scales of two levels as in nvfp4",
-            scale_bits=8 / 32 + 8 / 256,
-        ),
-        Reduction(
-            "compressed4", "int4",
-            error="of each rank's gradient at most 1/6 of the largest of 16 neighbours; zero on average",
             # No error feedback: its residual covers the whole model on every rank, and FSDP2 cannot shard it.
-            purpose="a seventh of float32's bytes, where the link is the limit: noise of 13 % of each rank's gradient",
-            source="as compressed8; not built: 1-bit methods, which need that residual; 1911.07384, known by its abstract alone",
-            scale_bits=8 / 16 + 8 / 256,
+            scale_bits=8 / 32 + 8 / 256,
         ),
     )
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The update rules by name: each rule's optimizer, AdamW's settings that it takes, and its own options.
 
-``--rule`` of ``narrowgauge train`` and ``compare``, ``prepare(…, rule=…)``, ``TrainingArguments(optim=…)``, the checks of
-options and ``narrowgauge show rules`` read this table. A new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
+``--rule`` of ``narrowgauge train`` and ``compare``, the checks of options and ``narrowgauge show rules`` read this table. A new
+rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
 
 Write a rule as a name and a text of options in any order: ``momentum=0.9,nesterov=false``. This table fills in missing options,
 so that a run's record is complete.

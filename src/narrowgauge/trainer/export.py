@@ -58,6 +58,9 @@ def export(folder: Path, out: Path) -> Path:
             else max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
         )
         model.config.save_pretrained(temporary)
+        # safetensors gives its files mode 0600. The others follow the umask.
+        for file in temporary.glob("*.safetensors"):
+            file.chmod((temporary / "config.json").stat().st_mode)
     return out
 
 

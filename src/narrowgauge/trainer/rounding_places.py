@@ -255,7 +255,7 @@ class _Step:
         total: Tensors = {}
         loss = 0.0
         with self._attached():
-            for _, share in losses(self.session, lambda tokens: loss_sum(model, tokens, chunked=False)):
+            for share in losses(self.session, lambda tokens: loss_sum(model, tokens, chunked=False)):
                 (share * self.scale).backward()
                 loss += float(share.detach())
                 for name, parameter in self.plain.named_parameters():

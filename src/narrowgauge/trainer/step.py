@@ -9,8 +9,8 @@ is written. So the last checkpoint is always from before the damage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 
 import torch
@@ -22,7 +22,7 @@ from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank, sum_in_order
+from narrowgauge.trainer.micro_batches import micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.random_numbers import random_numbers
 from narrowgauge.trainer.session import Session
 
@@ -83,39 +83,36 @@ def differentiate(session: Session) -> Tensor:
         if reduction is not None:
             reduction.set_step(session.step)
         shares = []
-        for part, loss in losses(session):
-            with (
-                reduction.micro_batch(is_last=part.is_last, is_absent=part.is_absent)
-                if reduction is not None
-                else nullcontext()
-            ):
+        with closing(losses(session)) as parts:
+            for loss in parts:
                 (loss if scaler is None else scaler.scale(loss)).backward()
-            if accumulator is not None:
-                accumulator.accumulate()
-            shares.append(loss.detach())
+                if accumulator is not None:
+                    accumulator.accumulate()
+                shares.append(loss.detach())
         if accumulator is not None:
             accumulator.finish()
     return sum_in_order(shares, session.config.gradient_accumulation_steps, session.here.size)
 
 
-def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[MicroBatch, Tensor]]:
-    """Yield this rank's micro-batches of the next step, each with its fraction of the step's loss.
+def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> Generator[Tensor]:
+    """Yield the fraction of the step's loss of each micro-batch of this rank. Its backward pass belongs before the next.
 
-    ``loss`` replaces the session's own.
+    ``loss`` replaces the session's own, whose gradients are summed over ranks.
     """
-    config, reduction, linears = session.config, session.reduction, session.linears
+    config, linears = session.config, session.linears
+    reduction = session.reduction if loss is None else None
     for part, tokens in zip(session.micro_batches, session.batch(), strict=True):
         first = part.number * config.micro_batch_size
         if linears is not None:
             linears.step = session.step
             linears.set_first_sequence(first)
-        with (
-            random_numbers(config.seed, session.step, part.number, session.device),
-            session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
-            reduction.forward_pass() if reduction is not None else nullcontext(),
-        ):
-            total = (loss or session.loss)(tokens)
-        yield part, total / config.tokens_per_step
+        with nullcontext() if reduction is None else reduction.micro_batch(part.is_last, part.is_absent):
+            with (
+                random_numbers(config.seed, session.step, part.number, session.device),
+                session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
+            ):
+                total = (loss or session.loss)(tokens)
+            yield total / config.tokens_per_step
 
 
 @torch.no_grad()
