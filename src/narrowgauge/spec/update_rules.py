@@ -183,7 +183,7 @@ class UpdateRule:
             name, _, value = (part.strip() for part in word.partition("="))
             if name not in options or name in values or not value:
                 raise RecipeError(
-                    f"rule_options gives {word.strip()!r} to rule '{self.name}', which takes each of its options once: "
+                    f"rule_options gives {name!r} to rule '{self.name}', which takes each of its options once: "
                     f"{', '.join(f'{o.name}={option_text(o.in_training)}' for o in self.options) or 'none'}.",
                     suggestion(name, options.keys() - {name}) or "--lr, --beta1 … are flags.",
                 )
