@@ -21,7 +21,7 @@ LOW_RANK = {**ADAM, "scale": 0.1, "update_proj_gap": 1}
 LATER: dict[str, dict[str, Any]] = {
     "adamw": ADAM,
     "adam": ADAM,
-    "sgd": {"lr": 0.07, "momentum": 0.3, "dampening": 0.4, "weight_decay": 0.4, "nesterov": True, "maximize": True},
+    "sgd": {"lr": 0.07, "momentum": 0.3, "dampening": 0.4, "weight_decay": 0.4, "nesterov": True},
     "plain sgd": {"lr": 0.07, "weight_decay": 0.4},
     "lion": {"lr": 0.07, "betas": (0.5, 0.0), "weight_decay": 0.4},
     "own": {"lr": 0.07, "betas": (0.5, 0.6, 0.7), "alpha": 9.0},
