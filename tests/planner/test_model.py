@@ -62,7 +62,8 @@ def test_operations_are_those_that_pytorch_counts(family: str) -> None:
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         built(keys)(input_ids=torch.zeros(2, 64, dtype=torch.int64)).logits.sum().backward()
     # What remains is the rotary table: an outer product of positions and frequencies.
-    operations = of_config(keys, "tiny").flops_per_token(64, is_causal=False)
+    shape = of_config(keys, "tiny")
+    operations = shape.flops_per_token(64) + shape.attention_flops(64)
     assert counter.get_total_flops() / 128 == pytest.approx(operations, rel=1e-3)
 
 

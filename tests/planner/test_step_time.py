@@ -58,8 +58,8 @@ def test_what_is_hidden_is_not_counted() -> None:
     hidden = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM", **{"overlap.shard": 1.0})))
     assert hidden.groups["communication"] == 0.0
     # Over a link of 1 GB/s computing cannot hide all.
-    slow = replace(H100, link_gb_per_second=1.0)
-    exposed = step_terms(Job(LLAMA, WORD, SHARED, slow, 8192, exact("H100-SXM", **{"overlap.shard": 1.0})))
+    slow = exact("H100-SXM", **{"overlap.shard": 1.0, "link": 1 / 450})
+    exposed = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, slow))
     assert exposed.groups["communication"] > 10
 
 

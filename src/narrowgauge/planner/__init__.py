@@ -3,6 +3,7 @@
 A job (``jobs``) joins ``model`` (with ``built_models``), ``clusters``, ``efficiency`` and ``layouts``. Its memory is in
 ``model_state``, ``activations`` and ``memory``. Its time is in ``roofline``, ``layer_times``, ``collectives`` and
 ``step_time``, term by term (``terms``). ``search`` tries every layout. ``plan`` answers a question with them. ``plan_tables``
-prints the answer. ``scaling_laws`` goes the other way, from measured times to their causes, and ``launches`` compares two jobs.
+prints the answer. ``state`` counts the state alone. ``scaling_laws`` goes the other way, from measured times to their causes.
+``launches`` compares two jobs.
 Only a ``config.json`` needs PyTorch.
 """

@@ -203,13 +203,12 @@ class Architecture:
         per_key = 2 * self.num_heads * (self.query_dim + self.value_dim)
         return 3 * self.num_layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
 
-    def flops_per_token(self, sequence_length: int, *, is_causal: bool = True) -> float:
+    def flops_per_token(self, sequence_length: int) -> float:
         """Count a training step's operations per token: ``6`` per multiplied parameter that a token meets, plus attention.
 
         Recomputation does not count: it is in HFU, not in MFU.
         """
-        weights = 3 * sum(matmul.flops_per_token for matmul in self.matmuls)
-        return weights + self.attention_flops(sequence_length, is_causal=is_causal)
+        return 3 * sum(matmul.flops_per_token for matmul in self.matmuls) + self.attention_flops(sequence_length)
 
 
 # ── presets: a decoder from its sizes ─────────────────────────────────────────────────────────────────────────────────────

@@ -142,8 +142,10 @@ def _rank(job: Job) -> tuple[float, ...]:
 
 def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str) -> list[Recipe]:
     """Return recipes with the states of an optimizer. A text is one recipe, ``"all"`` is none."""
+    if recipes == "all":
+        return []
     names = [recipes] if isinstance(recipes, str | Recipe) else recipes
-    return [with_optimizer(parse(recipe), optimizer) for recipe in names if recipe != "all"]
+    return [with_optimizer(parse(recipe), optimizer) for recipe in names]
 
 
 def recipes_of_storages(optimizer: str) -> list[Recipe]:
