@@ -23,8 +23,8 @@ from typing import Literal
 
 WINDOW, RECENT = 100, 30
 """Number of steps for the noise estimate, and number of latest steps for the level."""
-FEWEST = 20
-"""Minimum number of steps before a spike."""
+FEWEST, FEWEST_EARLY = 20, 3
+"""Minimum number of steps for medians, and for any spike of the loss."""
 Z = 8.0
 """Robust standard deviations above the level that make a spike. Healthy calibration runs reach 5 for the loss."""
 LOSS_FLOOR = 0.01
@@ -64,8 +64,9 @@ class SpikeJudge:
 
     Invariant: the decision depends only on the sequence of :meth:`add` calls. Asking changes nothing. A spike lies more than
     :data:`Z` robust standard deviations above the median of the last :data:`RECENT` steps without spikes. A non-finite value is
-    never a spike; it has its own kind of event. In the first :data:`FEWEST` steps the loss falls too fast for a median, and
-    nothing is a spike.
+    never a spike; it has its own kind of event. In the first :data:`FEWEST` steps the loss falls too fast for a median. There a
+    loss is a spike if it exceeds the largest of at least three losses by a fifth and by a nat. A gradient norm is never a spike
+    there.
 
     Cost: about 15 µs per step.
 
@@ -91,7 +92,7 @@ class SpikeJudge:
 
     def loss(self, value: float) -> Spike | None:
         """Judge a step's mean loss, in nats. Return the spike or ``None``; record nothing."""
-        if len(self._losses) < FEWEST or not math.isfinite(value):
+        if len(self._losses) < FEWEST_EARLY or not math.isfinite(value):
             return None
         middle, scale = self._scale("loss")
         z = (value - middle) / scale
@@ -135,6 +136,9 @@ class SpikeJudge:
     def _scale(self, metric: Literal["loss", "gradient"]) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation."""
         values = list(self._losses if metric == "loss" else self._norms)
+        if len(values) < FEWEST:
+            highest = max(values)
+            return highest, max(1.0, 0.2 * abs(highest)) / Z
         middle = median(values[-RECENT:])
         deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
         floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
