@@ -17,7 +17,7 @@ from optional_packages import absent_packages  # noqa: E402
 # Modules that import a framework, at once or in a function.
 ADAPTERS = [
     ROOT / "src" / "narrowgauge" / "integrations" / name
-    for name in ("huggingface.py", "lightning.py", "torchtitan.py", "peft.py")
+    for name in ("huggingface.py", "lightning.py", "torchtitan.py", "peft.py", "accelerate.py")
 ]
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import narrowgauge as ng
 from integrations.bfloat16_loop import LR, STEPS, llama, sequences, trained
+from narrowgauge.integrations.accelerate import pass_states_on
 from ranks import run_ranks
 
 pytestmark = pytest.mark.frameworks
@@ -87,8 +88,8 @@ def test_save_state_and_load_state_go_on_bit_for_bit(tmp_path: Path) -> None:
 # ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def of_two(rank: int, kind: str, folder: str) -> tuple[list[float], list[torch.Tensor], list[float]]:
-    """Losses, whole stored weights, and the losses after a resume, of one rank."""
+def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float], list[torch.Tensor], list[float]]:
+    """Losses, whole stored weights and delayed scales, and the losses after a resume, of one rank."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
@@ -103,9 +104,10 @@ def of_two(rank: int, kind: str, folder: str) -> tuple[list[float], list[torch.T
     accelerator = accelerate.Accelerator(cpu=plugin is None, fsdp_plugin=plugin)
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(32, 65), nn.GELU(), nn.Linear(65, 32))
-    ng.swap_linears(model.bfloat16(), "float8-row")
-    optimizer: Any = ng.AdamW(model.named_parameters(), lr=1e-2, storage="compact")  # with scales of rows
-    model, optimizer = accelerator.prepare(model, optimizer)
+    narrow, optimizer = ng.prepare(model, recipe, lr=1e-2)
+    linears = ng.matmul.linears_of(narrow)
+    model, optimizer = accelerator.prepare(narrow, optimizer)
+    pass_states_on(optimizer)
     draw = torch.Generator().manual_seed(1 + rank)
     batches = [(torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw)) for _ in range(4)]
 
@@ -124,14 +126,16 @@ def of_two(rank: int, kind: str, folder: str) -> tuple[list[float], list[torch.T
     losses += steps(batches[2:])
     stored = [optimizer.optimizer.stored(p) for p in model.parameters()]
     whole = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in stored]
+    whole += [history.clone() for history in linears.histories().values()] if linears else []
     accelerator.load_state(folder)
     return losses, whole, steps(batches[2:])
 
 
-def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["bfloat16/compact", "float8-delayed/word"])  # scales of rows, and of all ranks
+def test_fsdp2_and_ddp_have_the_same_bits_and_resume(tmp_path: Path, recipe: str) -> None:
     of_kind = {}
     for kind in ("DDP", "FSDP2"):
-        results = run_ranks(of_two, 2, tmp_path / kind, kind, str(tmp_path / kind / "state"))
+        results = run_ranks(of_two, 2, tmp_path / kind, kind, recipe, str(tmp_path / kind / "state"))
         for losses, whole, resumed in results:
             assert resumed == losses[2:]
             assert all(torch.equal(a, b) for a, b in zip(whole, results[0][1], strict=True))

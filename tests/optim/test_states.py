@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.accelerate import pass_states_on
 from optim.pairs import Shape, build, everything, parameters
 from optim.scenarios import REPRESENTATIVES, row_of
 from tensors import assert_same_bits, parameters_of, take_steps
@@ -110,13 +112,24 @@ def test_a_parameter_without_values_is_refused() -> None:
         ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
 
 
-def test_parameters_replaced_after_prepare_are_refused() -> None:
+@pytest.mark.parametrize("storage", ["word", "compact", "master"])
+def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
     """As Accelerate's FSDP2 does with what ``prepare`` returned."""
-    _, optimizer = ng.prepare(nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES]), lr=1e-2)
-    for group in optimizer.param_groups:
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
+    twin = copy.deepcopy(model)
+    (_, right), (_, left) = (ng.prepare(m, f"bfloat16/{storage}", lr=1e-2) for m in (model, twin))
+    for group in right.param_groups:
         group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
     with pytest.raises(RecipeError, match=r"parameters were replaced after ng\.prepare"):
-        take_steps(optimizer, range(1))
+        take_steps(right, range(1))
+    pass_states_on(right)
+    for optimizer in (left, right):
+        take_steps(optimizer, range(3))
+    assert_same_bits(everything(left), everything(right))
+    right.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(SHAPES[0], dtype=torch.bfloat16))
+    with pytest.raises(RecipeError, match="other values"):
+        pass_states_on(right)
 
 
 # ── torch's protocol ────────────────────────────────────────────────────────────────────────────────────────────────

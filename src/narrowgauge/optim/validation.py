@@ -191,8 +191,8 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
     if any(isinstance(p, Tensor) and p not in members for p in states) and not all(p in states for p in parameters):
         raise RecipeError(
             "Cannot step because parameters were replaced after ng.prepare stored the bits of their weights.",
-            "Prepare the model after it was changed. With Accelerate's FSDP2 take model.bfloat16() and ng.AdamW, which stores "
-            "nothing before its first step.",
+            "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after accelerator.prepare, or prepare the model "
+            "after it was changed.",
         )
 
 

@@ -1,0 +1,56 @@
+"""Accelerate: its FSDP2 replaces parameters by shards, and this module moves their states along.
+
+``accelerator.prepare`` replaces each parameter in the param groups by its shard. Torch's optimizers have no states by then. Our
+optimizers have stored the bits of the weights since :func:`narrowgauge.prepare`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.dtensor import local_of, own_part
+from narrowgauge.optim.audit import unwrapped
+
+
+@torch.no_grad()
+def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
+    """Give the states of replaced parameters to their replacements. Call it after ``accelerator.prepare``.
+
+    Args:
+        optimizer: ours, or Accelerate's around it.
+    Raises:
+        RecipeError: a parameter differs from the replaced one in shape, format or values.
+    """
+    ours = unwrapped(optimizer)
+    groups = {p: group for group in ours.param_groups for p in group["params"]}
+    old = [p for p in ours.state if isinstance(p, Tensor) and p not in groups]
+    new = [p for p in groups if ours.state_of(p) is None]
+    if len(old) != len(new):
+        raise RecipeError(f"Cannot pass on the states of {len(old)} parameters, because {len(new)} took their places.")
+    for before, parameter in zip(old, new, strict=True):
+        _check_replacement(before, parameter)
+    for group in ours.param_groups:
+        ours.make_missing(group, group["params"])
+    for before, parameter in zip(old, new, strict=True):
+        source, target = ours.state.pop(before), ours.state[parameter]
+        whole = source.tensors_of_extras()
+        values = {name: value.to(target.parameter.device) for name, value in source.in_parameter_order().items()}
+        target.take({name: v if name in whole else own_part(parameter, v) for name, v in values.items()})
+        target.step = source.step
+
+
+def _check_replacement(before: Tensor, parameter: Tensor) -> None:
+    if before.shape != parameter.shape or before.dtype is not parameter.dtype:
+        raise RecipeError(
+            f"Cannot pass on a state because a {before.dtype} parameter of shape {tuple(before.shape)} was replaced by a "
+            f"{parameter.dtype} one of shape {tuple(parameter.shape)}.",
+            "Leave Accelerate's mixed_precision at 'no': the recipe says what to compute in.",
+        )
+    shard = local_of(parameter.detach())
+    if not torch.equal(own_part(parameter, before.detach().to(shard.device)), shard):
+        raise RecipeError(
+            f"Cannot pass on a state because a parameter of shape {tuple(before.shape)} was replaced by one with other values.",
+            "Load weights before ng.prepare, or delete the old entry of optimizer.state to begin anew.",
+        )
