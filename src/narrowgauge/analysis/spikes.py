@@ -94,17 +94,17 @@ class SpikeJudge:
         """Judge a step's mean loss, in nats. Return the spike or ``None``; record nothing."""
         if len(self._losses) < FEWEST_EARLY or not math.isfinite(value):
             return None
-        middle, scale = self._scale("loss")
+        middle, scale = self._scale("loss", value)
         z = (value - middle) / scale
         return Spike("loss", value, middle + Z * scale, z) if z > Z else None
 
     def norm(self, value: float | None) -> Spike | None:
         """Judge a step's gradient norm before clipping. Return the spike or ``None``; record nothing."""
-        limit = self.norm_limit()
-        if value is None or not math.isfinite(value) or value <= limit:
+        if value is None or not 0 < value < math.inf or len(self._norms) < FEWEST:
             return None
-        middle, scale = self._scale("gradient")
-        return Spike("gradient", value, limit, (math.log(value) - middle) / scale)
+        middle, scale = self._scale("gradient", math.log(value))
+        limit = math.exp(min(middle + Z * scale, 700.0))
+        return Spike("gradient", value, limit, (math.log(value) - middle) / scale) if value > limit else None
 
     def norm_limit(self) -> float:
         """Return the largest gradient norm that is not a spike; infinite after too few steps."""
@@ -133,13 +133,18 @@ class SpikeJudge:
         if grad_norm is not None and math.isfinite(grad_norm) and grad_norm > 0:
             self._norms.append(math.log(grad_norm))
 
-    def _scale(self, metric: Literal["loss", "gradient"]) -> tuple[float, float]:
-        """Return the median of the recent values and their robust standard deviation."""
+    def _scale(self, metric: Literal["loss", "gradient"], value: float = math.inf) -> tuple[float, float]:
+        """Return the median of the recent values and their robust standard deviation.
+
+        For a ``value`` that is no spike at the smallest deviation, return that: most steps need no other.
+        """
         values = list(self._losses if metric == "loss" else self._norms)
         if len(values) < FEWEST:
             highest = max(values)
             return highest, max(1.0, 0.2 * abs(highest)) / Z
         middle = median(values[-RECENT:])
-        deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
         floor = LOSS_FLOOR * max(1.0, abs(middle)) if metric == "loss" else math.log(NORM_FACTOR) / Z
+        if value <= middle + Z * floor:
+            return middle, floor
+        deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
         return middle, max(deviation, floor)
