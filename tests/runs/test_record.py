@@ -282,7 +282,7 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
     assert read_run(tmp_path / "run").config == {"seed": 1}
 
 
-def test_what_a_failed_or_killed_maker_leaves_is_not_in_the_way(
+def test_a_run_that_could_not_be_made_leaves_no_files_and_a_killed_maker_is_not_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -292,7 +292,9 @@ def test_what_a_failed_or_killed_maker_leaves_is_not_in_the_way(
         patch.setattr(writer_module, "write_whole", refuse)
         with pytest.raises(RecordError, match="the disk is full"):
             RunWriter.create(tmp_path, {"config": {}})
-    (tmp_path / ".tmp-run.toml-77").touch()
+    assert list(tmp_path.iterdir()) == []
+    for name in ("steps.jsonl", ".tmp-run.toml-77"):
+        (tmp_path / name).touch()
     RunWriter.create(tmp_path, {"config": {}}).close()
     assert read_run(tmp_path).steps == []
 
