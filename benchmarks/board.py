@@ -62,11 +62,11 @@ MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 MASTER, WORD = "master", "word"
 ONCE = "exact"
 """Has the bits of ``master``: one run proves it."""
-CONTROLS = ("naive", "float8/collage-plus")
+CONTROLS = ("naive", "nearest8", "float8/collage-plus")
 """Rows that must lose: a board on which one of them does not has no power."""
 STORAGES = (
     MASTER, WORD, "naive", "compact", "states8", "split", "kahan", "collage-light", "collage-plus", "stochastic", "no-master",
-    "float32", ONCE, "weight8", "float8/collage-plus",
+    "float32", ONCE, "weight8", "nearest8", "float8/collage-plus",
 )  # fmt: skip
 COMPUTES = tuple(
     f"{name}/{WORD}" for name in ("int8-row", "float8-row", "float8-tensor", "mxfp8", "nvfp4", "mxfp4", "scalify")

@@ -77,6 +77,7 @@ STORAGES: dict[str, Storage] = {
     "weight8": Storage(
         6, "noisy", 12, dealt=_WEIGHT8, stands_for="nothing beside a weight that is scaled by row, stochastic"
     ),
+    "nearest8": Storage(6, "lost", 12, dealt={"exp_avg": (0, 20), "exp_avg_sq": (12, 20)}),
     "float32-states8": Storage(
         10, 0.15, 8, dealt={"exp_avg": (28, 20), "exp_avg_sq": (12, 20)},
         stands_for="two halves of rows of whole words, scales by row",

@@ -69,7 +69,7 @@ OWN_RATE = {"scale_parameter": False, "relative_step": False, "weight_decay": 0.
 SUBSPACE = {"lr": 0.4, "rank": 4, "update_proj_gap": 3, "scale": 1.0}
 RULES = {
     "adamw": Row(ng.AdamW, {"lr": 0.3}, 0.026),
-    "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}, 0.029),
+    "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}, 0.029, {"nearest8": 1.5}),
     "sgd": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8}, 3.4e-3, {"weight8": 1.7}),
     "nesterov": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4, {"weight8": 9.5}),
     "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | {"weight8": 3.0}),

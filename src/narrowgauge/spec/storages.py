@@ -322,6 +322,11 @@ STORAGES: dict[str, Storage] = {
             source="Narrowgauge; 8-bit master weights as in FP8-LM's ablation (Peng et al. 2023, 2310.18313, table 6, #3)",
         ),
         _row(
+            "nearest8", "bfloat16", "float8-row+e4m3-row+e5m3-row",
+            loses="every update below half a spacing (2^-4 of the weight): a control, which must lose",
+            source="8-bit master weights rounded to nearest, as in FP8-LM's ablation (2310.18313, table 6, #3)",
+        ),
+        _row(
             "float32-states8", "float32", "float32+e4m3-row+e5m3-row", vectors="float32", fallback="float32",
             loses="20 bits of each moment, stochastic; the model sees the float32 weight, of which nothing is lost",
             source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
