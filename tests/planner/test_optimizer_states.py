@@ -49,6 +49,20 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
     assert (beside[1] - beside[0]) / 2 == pytest.approx(counted, rel=0.01, abs=4 * COLS)
 
 
+@pytest.mark.parametrize("name", ["galore", "gradnorm_lorp"])
+@pytest.mark.parametrize("storage", ["word", "master", "split"])
+def test_low_rank_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
+    shapes = [(COLS, COLS)] * 4 + [(ROWS, COLS), (COLS, ROWS)]  # attention, up, down
+    weights = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    counted = sum(state_bytes(class_of(name)([weight], lr=1e-3, storage=storage), weight) for weight in weights)
+    shape = decoder(
+        "one", num_layers=1, hidden_size=COLS, num_heads=1, intermediate_size=ROWS, vocab_size=1, is_gated=False
+    )
+    layers = state_of(shape, with_optimizer(parse(f"bfloat16/{storage}"), name)).layers
+    assert layers.optimizer + layers.whole == pytest.approx(counted, rel=0.01)
+    assert layers.whole > 0.1 * counted  # no number of ranks shards it
+
+
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:
     recipe = parse("bfloat16/master")
     muon, adamw = state_of(LLAMA, with_optimizer(recipe, "muon")), state_of(LLAMA, recipe)

@@ -226,7 +226,7 @@ def test_contradictions_are_refused_before_anything_is_created(base: TrainConfig
         'name = "A"\nrecipe = "bfloat16/word"\n[[override]]\npattern = "*"\ncompute = "mxfp8"'
     )
     (tmp_path / "other.toml").write_text(
-        'name = "A"\nrecipe = "bfloat16/word"\n[[override]]\npattern = "*"\ncompute = "mxfp6"'
+        'name = "A"\nrecipe = "bfloat16/word"\n[[override]]\npattern = "*"\ncompute = "mxfp4"'
     )
     for error, says, call in (
         (RecipeError, "no recipe was named", lambda: define((), {})),

@@ -8,7 +8,7 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards op
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from narrowgauge.errors import RecipeError, suggestion
@@ -21,22 +21,28 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining optimizer state."""
+    """Hold bytes of parameters: weights as the model sees them, gradients, and the remaining optimizer state.
+
+    ``whole`` is optimizer state that is never sharded.
+    """
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
+    whole: float = 0.0
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+        return Bytes(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, factor: float) -> Bytes:
-        return Bytes(self.weights * factor, self.gradients * factor, self.optimizer * factor)
+        return Bytes(*(value * factor for value in astuple(self)))
 
 
 OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
 """States of each optimizer per matrix element, with the storage's code for each state."""
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
+RANKS = {row.name: option.default for row in UPDATE_RULES.values() for option in row.options if option.name == "rank"}
+"""Default rank of the subspace, by low-rank rule."""
 
 
 def is_stepped(storage: Storage, optimizer: str) -> bool:
@@ -63,7 +69,7 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
     Example:
         >>> from narrowgauge.spec.notation import parse
         >>> {name: with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES}
-        {'adamw': 16.0, 'adam': 16.0, 'lion': 12.0, 'muon': 12.0, 'adafactor': 8.0}
+        {'adamw': 16.0, 'adam': 16.0, 'lion': 12.0, 'muon': 12.0, 'adafactor': 8.0, 'galore': 8.0, 'gradnorm_lorp': 8.0}
     """
     if optimizer not in OPTIMIZER_STATES:
         raise RecipeError(
@@ -76,7 +82,8 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
             f"Cannot plan {recipe.title} because its layers differ.", f"Plan {main.name}, and add the rest."
         )
     refuse_pair(optimizer, recipe.storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
-    return replace(recipe, storage=recipe.storage.keeping(OPTIMIZER_STATES[optimizer]))
+    storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])
+    return replace(recipe, storage=replace(storage, low_rank=optimizer) if optimizer in RANKS else storage)
 
 
 @lru_cache(maxsize=256)
@@ -108,33 +115,48 @@ class ModelState:
 @lru_cache(maxsize=256)
 def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: int = 1) -> ModelState:
     """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices."""
-    vectors, storage = bytes_per_parameter(for_vectors(recipe.storage)), recipe.storage
+    storage = outer = recipe.storage
+    # AdamW steps embedding, head and vectors if a matrix rule of moments steps the layers.
+    if storage.low_rank or storage.states == OPTIMIZER_STATES["muon"]:
+        outer = replace(storage.keeping(OPTIMIZER_STATES["adamw"]), low_rank="")
+    vectors = bytes_per_parameter(for_vectors(outer if storage.low_rank else storage))
     layers, experts = vectors * a.vectors, Bytes()
     for matmul in a.matmuls[:-1]:
         if matmul.is_expert:
-            experts += _matrix_state(storage, matmul, expert_tensor)
+            experts += _matrix_state(storage, matmul, vectors, expert_tensor)
         else:
-            layers += _matrix_state(storage, matmul, tensor)
-    # AdamW steps embedding and head if Muon steps the layers.
-    if storage.states == OPTIMIZER_STATES["muon"]:
-        storage = storage.keeping(OPTIMIZER_STATES["adamw"])
+            layers += _matrix_state(storage, matmul, vectors, tensor)
     embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
-    first = _matrix_state(storage, embedding, tensor) + bytes_per_parameter(storage) * (a.positions * a.hidden_size)
+    first = _matrix_state(outer, embedding, vectors, tensor)
+    first += bytes_per_parameter(outer) * (a.positions * a.hidden_size)
     last = vectors * a.outer_vectors
     if not a.tie_embeddings:
-        last += _matrix_state(storage, a.matmuls[-1], tensor)
+        last += _matrix_state(outer, a.matmuls[-1], vectors, tensor)
     return ModelState(layers, experts, first, last)
 
 
-def _matrix_state(storage: Storage, matmul: Matmul, ranks: int) -> Bytes:
+def _matrix_state(storage: Storage, matmul: Matmul, vectors: Bytes, ranks: int) -> Bytes:
     """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
     rows = Bytes(optimizer=storage.bytes_per_row * matmul.count * matmul.out_features)
-    if not storage.states:
+    whole = Bytes(whole=matmul.count * _subspace_bytes(storage, matmul)) if storage.low_rank else Bytes()
+    if not storage.states and not storage.low_rank:
         rows += Bytes(optimizer=_FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features))
-    biases = bytes_per_parameter(for_vectors(storage)) * (matmul.count * matmul.out_features * matmul.has_bias)
-    return (bytes_per_parameter(storage) * matmul.num_elements + rows) * (
-        1 if matmul.split == "none" else 1 / ranks
-    ) + biases
+    sharded = bytes_per_parameter(storage) * matmul.num_elements + rows
+    biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
+    return sharded * (1 if matmul.split == "none" else 1 / ranks) + whole + biases
+
+
+def _subspace_bytes(storage: Storage, matmul: Matmul) -> int:
+    """Return the bytes of a matrix's basis and of the moments of its coordinates, of which every rank holds the whole.
+
+    Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values.
+    """
+    shorter, longer = sorted((matmul.in_features, matmul.out_features))
+    # A code is kept in whole bytes: 1, 2 or 4.
+    first, second = (1 << ((code.bits - 1) // 8).bit_length() for code in (storage.exp_avg, storage.exp_avg_sq))
+    lengths = 8 * matmul.in_features if storage.low_rank == "gradnorm_lorp" else 0
+    rank = min(int(RANKS[storage.low_rank]), shorter)
+    return rank * (shorter * first + longer * (first + second)) + lengths
 
 
 def on_stage(
@@ -158,4 +180,4 @@ def on_stage(
 def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
     """Return the state on one of ``ranks`` under the layout's ZeRO stage."""
     shares = [1 / ranks if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
-    return Bytes(state.weights * shares[0], state.gradients * shares[1], state.optimizer * shares[2])
+    return Bytes(state.weights * shares[0], state.gradients * shares[1], state.optimizer * shares[2] + state.whole)

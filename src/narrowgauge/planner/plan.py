@@ -60,7 +60,7 @@ def plan(
         sequence_length: in tokens; None for the model's longest, at most 4096.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for its days.
-        optimizer: ``"adamw"``, ``"adam"``, ``"lion"``, ``"muon"`` or ``"adafactor"``, for its states.
+        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states.
         layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,recompute=none"``.
         rates: further fields of :class:`~narrowgauge.planner.clusters.Cluster` for ``chip``:
             ``interconnect_gbit_per_second``, ``software``.

@@ -8,6 +8,7 @@ from typing import Any
 
 from narrowgauge.planner.efficiency import RESTARTS
 from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.model_state import RANKS
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
 from narrowgauge.planner.terms import Term, Terms
@@ -62,7 +63,7 @@ class Plan:
             lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
         elif not best.layout.is_fsdp:
             lines.append("narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here.")
-        if best.num_chips > 1:
+        if best.num_chips > 1 and self.optimizer not in RANKS:
             width = min(job.recipe.bytes_per_param for job in self.options)
             whole = best.architecture.num_parameters * width
             lines.append(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.model_state import bytes_per_parameter, shared
+from narrowgauge.planner.model_state import RANKS, bytes_per_parameter, shared
 from narrowgauge.planner.plan import read_recipes, recipes_of_storages
 from narrowgauge.planner.units import axes_text, bytes_text, count_text
 from narrowgauge.spec.chips import Chip, get_chip
@@ -46,6 +46,10 @@ def plan_state(
     """
     if not 1 <= params < 1e18:
         raise RecipeError(f"{params:g} parameters were requested.", "Give a number above 1, such as 10e9.")
+    if optimizer in RANKS:
+        raise RecipeError(
+            f"Cannot count the states of {optimizer} without shapes of matrices.", "narrowgauge plan run --model …"
+        )
     fixed = read_layout(layout)
     base = Layout(**fixed)
     places: list[Chip | None] = [*map(get_chip, chip)] or [None]
@@ -62,7 +66,14 @@ def plan_state(
         held = shared(on_rank, axes, axes.num_sharing)
         total = held.weights + held.gradients + held.optimizer
         row = {"recipe": recipe.title, "bytes_per_param": recipe.bytes_per_param, "layout": axes_text(axes)}
-        row |= {"chips": number, **asdict(held), "total": total, "resuming": held.weights + 2 * held.optimizer}
+        row |= {
+            "chips": number,
+            "weights": held.weights,
+            "gradients": held.gradients,
+            "optimizer": held.optimizer,
+            "total": total,
+            "resuming": held.weights + 2 * held.optimizer,
+        }
         rows.append(row if place is None else {**row, "chip": place.name, "free": place.memory_bytes - total})
     return sorted(rows, key=lambda row: (row["chips"], row["total"]))
 

@@ -173,6 +173,7 @@ class Storage:
         source: the publication or library.
         arithmetic: ``"float32"``, or ``"expansion"``: Collage's AdamW, with every operation rounded to the weight's precision.
         states: the optimizer states, each with its code; every update rule has its own.
+        low_rank: the low-rank rule of a plan, whose states have shapes of their own and are none of ``states``.
     """
 
     name: str
@@ -187,6 +188,7 @@ class Storage:
     fallback: str = "word"
     arithmetic: Arithmetic = "float32"
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
+    low_rank: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.states))  # hashing all fields takes a quarter of a step of many small tensors

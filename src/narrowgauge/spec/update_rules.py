@@ -194,12 +194,12 @@ _RULES = (
     UpdateRule(
         "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,
         (*_SUBSPACE, Option("scale", 0.25, Range())),
-        is_matrix=True, source="Zhao et al., ICML 2024 (2403.03507)",
+        is_matrix=True, moments=(), source="Zhao et al., ICML 2024 (2403.03507)",
     ),
     UpdateRule(
         "gradnorm_lorp", "GradNormLoRP", "lengths and low-rank directions of columns apart", _ADAM,
         (*_SUBSPACE, Option("scale", 1.0, Range())),
-        is_matrix=True, source="Huang et al., AAAI 2025 (2412.19616)",
+        is_matrix=True, moments=(), source="Huang et al., AAAI 2025 (2412.19616)",
     ),
 )  # fmt: skip
 
