@@ -10,6 +10,7 @@ checkpoint. Recipes and seeds may be added.
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 import tempfile
 import time
@@ -219,18 +220,22 @@ def run_comparison(
 
     say(f"{len(configs)} runs in {folder}")
     runs: list[Run] = []
-    seconds: list[float] = []
+    begun: set[str] = set()
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
-            began, took = time.monotonic(), "earlier"
-            num_left = len(configs) - number
-            if not _has_ended(place):
+            began, is_new = time.monotonic(), not _has_ended(place)
+            if is_new:
                 _train(config, Console(config.steps, 0, name, stream))
-                seconds.append(time.monotonic() - began)
-                left = f", about {duration(sum(seconds) / len(seconds) * num_left)} left" if num_left else ""
-                took = f"{duration(seconds[-1])}{left}"
+            spent, took = time.monotonic() - began, "earlier"
             runs.append(read_run(place))
+            if is_new:
+                # A recipe's first run compiles; of the others only the steps take long.
+                steps = config.steps * statistics.median([row["seconds"] for row in runs[-1].steps] or [0.0])
+                begun.add(config.recipe.title)
+                num_first = len({later.recipe.title for later in configs[number:]} - begun)
+                left = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
+                took = duration(spent) + (f", about {duration(left)} left" if number < len(configs) else "")
             say(f"{name}  {_result(runs[-1])}  {took}")
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
