@@ -231,7 +231,7 @@ def run_comparison(
             runs.append(read_run(place))
             if is_new:
                 # A recipe's first run compiles; of the others only the steps take long.
-                steps = config.steps * statistics.median([row["seconds"] for row in runs[-1].steps] or [0.0])
+                steps = config.steps * statistics.median([row.get("seconds") or 0.0 for row in runs[-1].steps] or [0.0])
                 begun.add(config.recipe.title)
                 num_first = len({later.recipe.title for later in configs[number:]} - begun)
                 left = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
