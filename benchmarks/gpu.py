@@ -103,14 +103,13 @@ def cast_row(cast: Cast, device: torch.device) -> Row:
         for x in (ordinary, edge_values(torch.bfloat16, (300, 520), seed=dim, finite=True)):
             x = padded(x, cast, dim)
             words = random_words(*x.shape, torch.tensor(17)) if cast.rounding != "nearest" else ()
-            fold = torch.ones(1, 1)
 
-            def function(x: Tensor, fold: Tensor, *words: Tensor, dim: int = dim) -> tuple[Tensor, ...]:
-                parts = quantize(x, cast, dim, words=words or None, fold=fold)  # type: ignore[arg-type]
+            def function(x: Tensor, *words: Tensor, dim: int = dim) -> tuple[Tensor, ...]:
+                parts = quantize(x, cast, dim, words=words or None)  # type: ignore[arg-type]
                 return tuple(part for part in parts if part is not None)
 
-            expected = function(x, fold, *words)
-            there = [argument.to(device) for argument in (x, fold, *words)]
+            expected = function(x, *words)
+            there = [argument.to(device) for argument in (x, *words)]
             for actual in (function(*there), compiled_for_pattern(function, *there)):
                 wrong += sum(differing(*pair) for pair in zip(expected, actual, strict=True))
     return {"": f"cast {cast}", "wrong": wrong, "passes": "yes" if wrong == 0 else "NO"}

@@ -39,16 +39,19 @@ from timing import Report, Row, exit_by, parser
 from torch import nn
 
 from narrowgauge.analysis.comparison.intervals import interval, shown_difference
-from narrowgauge.assembly.preparation import class_of, is_matrix, outer_names, prepare
+from narrowgauge.assembly.preparation import is_matrix, prepare
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
+from narrowgauge.optim import optimizers
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.update_rules import get_rule
+from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session, prepare_tokens
 from narrowgauge.trainer.step import evaluate, train_step
+
+OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 
 RUN_SECONDS = 75.0
 """That a run of the default size takes."""
@@ -102,6 +105,18 @@ Losses = dict[float, dict[int, float]]
 """Validation losses by rate and seed."""
 
 
+def outer_names(model: nn.Module) -> set[str]:
+    """Return the names of the embeddings and the output head.
+
+    Matrix rules are for the matrices between them (Jordan et al. 2024, "Muon"). Give these ``{"rule": "adamw"}`` in
+    ``options_of``.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    members = {parameter for module in outer for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter in members}
+
+
 def trained(case: Case, config: TrainConfig) -> dict[str, float]:
     """Train without a run folder; return the validation loss and the bytes per parameter."""
     torch.set_num_threads(1)
@@ -111,7 +126,7 @@ def trained(case: Case, config: TrainConfig) -> dict[str, float]:
     _, optimizer = prepare(
         model,
         config.recipe,
-        rule=case.rule,
+        optimizer=OPTIMIZERS[case.rule],
         lr=config.lr,
         **case.optimizer_options,
         decays=is_matrix,
@@ -179,7 +194,9 @@ def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
     wide, shapes = model.intermediate_size, [(model.hidden_size, model.hidden_size)] * 4
     shapes += [(wide, model.hidden_size)] * 2 + [(model.hidden_size, wide)]
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
-    optimizer = class_of(case.rule)(parameters, storage=case.storage, lr=1e-3, compile=False, **case.optimizer_options)
+    optimizer = OPTIMIZERS[case.rule](
+        parameters, storage=case.storage, lr=1e-3, compile=False, **case.optimizer_options
+    )
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -176,7 +176,7 @@ def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Calla
     data = prepare_data(config.data, vocab_size=get_model(config.model).vocab_size, seed=config.seed)
     session = build(config, folder, data)
     console = Console(config.steps, config.log_every)
-    record = Record(lambda: RunWriter.create(folder, describe(session)), config.recipe, console.say, console.row)
+    record = Record(lambda: RunWriter.create(folder, describe(session)), config.recipe, console.event, console.row)
     record.watch(session.model, session.optimizer, every=session.config.gauges_every)
     ours = Ours(session, record)
     bare = TrainConfig.from_dict({**config.to_dict(), "audit_every": 0})

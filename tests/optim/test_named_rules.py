@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from narrowgauge.assembly.preparation import class_of
 from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
+
+OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 
 RATES = {"params", "lr", "weight_decay", "options"}
 
@@ -26,12 +27,14 @@ def test_every_optimizer_has_a_row_and_every_row_an_optimizer() -> None:
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_steps(rule: str) -> None:
     row = get_rule(rule)
-    options = {name: p.default for name, p in inspect.signature(class_of(rule)).parameters.items() if name not in RATES}
+    options = {
+        name: p.default for name, p in inspect.signature(OPTIMIZERS[rule]).parameters.items() if name not in RATES
+    }
     shared = {"betas": "beta1" in row.settings, row.eps_option: "eps" in row.settings}
     for name, is_option in shared.items():
         assert (name in options) == is_option
         options.pop(name, None)
     assert {option.name: option.default for option in row.options} == options
     assert "weight_decay" in row.settings
-    optimizer = class_of(rule)([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32")
+    optimizer = OPTIMIZERS[rule]([nn.Parameter(torch.zeros(2, 2, dtype=torch.float32))], storage="float32")
     assert optimizer.rule.name == rule and isinstance(optimizer.rule, MatrixRule) == row.is_matrix

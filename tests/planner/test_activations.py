@@ -47,9 +47,7 @@ def _planned(architecture: Architecture, name: str) -> float:
     recipe = parse(name)
     tensors = layer_tensors(architecture, recipe, is_mixture=architecture.mixture is not None)
     weights = sum(m.count * m.in_features * m.out_features for m in architecture.matmuls if m.part != "head")
-    return (
-        bytes_per_token(tensors) + cast_weight_bytes(architecture, recipe) * weights / architecture.num_layers / _TOKENS
-    )
+    return bytes_per_token(tensors) + cast_weight_bytes(recipe) * weights / architecture.num_layers / _TOKENS
 
 
 def _counted(config: dict[str, Any], name: str) -> float:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.assembly.preparation import class_of
+from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.model import decoder, read_model
 from narrowgauge.planner.model_state import state_of, with_optimizer
 from narrowgauge.spec.notation import parse
+from narrowgauge.spec.update_rules import UPDATE_RULES
+
+OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 
 LLAMA = read_model("llama-8b")
 ROWS, COLS = 512, 256
@@ -36,7 +39,7 @@ def state_bytes(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
 )
 def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(ROWS, COLS, dtype=torch.bfloat16))
-    counted = state_bytes(class_of(name)([weight], lr=1e-3, storage=storage), weight)
+    counted = state_bytes(OPTIMIZERS[name]([weight], lr=1e-3, storage=storage), weight)
     # Of a model with twice the MLP's size two matrices more: up, and down.
     recipe = with_optimizer(parse(f"bfloat16/{storage}"), name)
     small, large = (
@@ -54,7 +57,7 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
 def test_low_rank_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
     shapes = [(COLS, COLS)] * 4 + [(ROWS, COLS), (COLS, ROWS)]  # attention, up, down
     weights = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
-    counted = sum(state_bytes(class_of(name)([weight], lr=1e-3, storage=storage), weight) for weight in weights)
+    counted = sum(state_bytes(OPTIMIZERS[name]([weight], lr=1e-3, storage=storage), weight) for weight in weights)
     shape = decoder(
         "one", num_layers=1, hidden_size=COLS, num_heads=1, intermediate_size=ROWS, vocab_size=1, is_gated=False
     )

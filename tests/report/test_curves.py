@@ -95,7 +95,7 @@ def test_events_of_one_kind_share_a_row_and_alarms_come_first(make_run: MakeRun)
     )
     table = event_table(group_runs([make_run(events=happened)])[0].named)
     assert [(row["kind"], row["step"]) for row in table.rows] == [("warning", "7–9"), ("start", "0"), ("note", "")]
-    assert table.rows[0]["message"] == "<b>lost</b> (1 repetition: see events.jsonl)"
+    assert table.rows[0]["message"] == "<b>lost</b> (1 more event: see events.jsonl)"
 
 
 def test_every_figure_is_valid_json(make_run: MakeRun) -> None:

@@ -123,7 +123,7 @@ def _formats_of(run: Run) -> tuple[str, ...]:
     recipe, model = recipe_of(run), run.run.get("model")
     if recipe is not None:
         return recipe.compute.dtype, recipe.storage.visible
-    if isinstance(model, dict) and not model.get("unseen"):
+    if isinstance(model, dict):
         names = tuple(str(model.get("formats", "")).split(", "))
         if all(name in FORMATS for name in names):
             return names

@@ -22,8 +22,8 @@ TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 """Compared tables of ``run.toml``."""
 
 NOT_COMPARED = frozenset({
-    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
-    "log_to", "gauges_every", "audit_every", "verify_every", "fingerprints_every",
+    "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints", "log_every",
+    "gauges_every", "audit_every", "verify_every", "fingerprints_every",
 })  # fmt: skip
 """Settings that do not affect the bits of training."""
 

@@ -30,14 +30,12 @@ from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart, linear_names, swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.validation import FLAGS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.update_rules import get_rule
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 
@@ -45,24 +43,6 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 def is_matrix(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter has two dims or more. Language models decay these."""
     return parameter.ndim >= 2
-
-
-def outer_names(model: nn.Module) -> set[str]:
-    """Return the names of the embeddings and the output head.
-
-    Matrix rules are for the matrices between them (Jordan et al. 2024, "Muon"). Give these ``{"rule": "adamw"}`` in
-    ``options_of``.
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
-    members = {parameter for module in outer for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if parameter in members}
-
-
-def class_of(rule: str) -> type[Any]:
-    """Return the optimizer class of a rule of ``narrowgauge show rules``. An unknown name is a ``RecipeError``."""
-    optimizer: type[Any] = getattr(optimizers, get_rule(rule).optimizer)
-    return optimizer
 
 
 def prepare(
@@ -221,11 +201,14 @@ def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
             f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.", "Name it in the recipe."
         )
     declared = [name for base in optimizer.__mro__ for name in inspect.signature(base).parameters if base is not object]
+    known = [name for name in (*declared, *FLAGS) if name not in ("params", "rule", "defaults")]
     for name in options:
-        if name not in (known := [*declared, *FLAGS]):
+        if name not in known:
             raise RecipeError(
                 f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no such option.",
-                suggestion(name, known) or "Leave it out.",
+                "Give optimizer=ng.Muon or another class."
+                if name == "rule"
+                else suggestion(name, known) or "Leave it out.",
             )
 
 

@@ -33,7 +33,6 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
         0
     """
     loaded: dict[str, Any] = {}
-    # Use partials, which copies of the optimizer keep.
     optimizer.register_state_dict_post_hook(partial(_add, model))
     optimizer.register_load_state_dict_pre_hook(partial(_take, loaded))
     optimizer.register_load_state_dict_post_hook(partial(_put, model, loaded))

@@ -33,7 +33,7 @@ class TakenCopy(DefaultSavePlanner):
     """Copy this rank's shards to the CPU now, and plan to save them.
 
     Args:
-        tensors: DTensors, and plain tensors that are the same on every rank.
+        tensors: DTensors sharded along rows, and plain tensors that are the same on every rank.
     """
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:

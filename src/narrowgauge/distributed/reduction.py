@@ -156,9 +156,8 @@ class GradientReduction:
         if self._sums_leaves:
             self._require_own_dtypes()
         self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            # As in its no_sync(): the sums are taken after each backward pass.
-            model.require_backward_grad_sync = False
+        self._ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        if self._ddp is not None:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
         if self.size > 1 or self._sums_leaves:
@@ -190,6 +189,9 @@ class GradientReduction:
         if self._is_closed:
             raise RuntimeError("micro_batch was entered of a reduction that is closed")
         self._begin()
+        if self._ddp is not None:
+            # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank 0's in each forward pass.
+            self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = False, True
         waiting: dict[Tensor, Tensor | None] = {}
         if is_absent and not self._sums_leaves:  # set this rank's sums aside: the pass does not count
             waiting = {p: p.grad for p in self._replicated.parameters}

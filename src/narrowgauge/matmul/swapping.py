@@ -73,7 +73,6 @@ class NarrowLayers:
         if self._hook is not None:
             self._hook.remove()
         _UNTIED.discard(self.clock)
-        # A partial, since a copy of the optimizer keeps it.
         self._hook = optimizer.register_step_post_hook(partial(_advance, self.clock))
 
     def overflows(self, step: int | None = None) -> dict[str, list[int]]:

@@ -131,7 +131,7 @@ def decay_decided(storage: Storage) -> Decay:
 
 
 def total_sums(terms: Sequence[Tensor]) -> Tensor:
-    """Sum each term of the audit in float32, over pieces of at most ``StepKernel.AUDIT`` words. Return float64 ``[terms]``."""
+    """Sum each term of the audit in float32, over pieces of at most ``Kernel.AUDIT`` words. Return float64 ``[terms]``."""
     return torch.stack([term.sum() for term in terms]).double()
 
 
@@ -308,7 +308,15 @@ class Kernel:
         key, arguments = (values.device, audited, torch.get_num_threads()), [*tensors, values, seed]
         if key not in self._compiled or not ((run := self._compiled[key]) is None or run.accepts(arguments)):
             step = self._audited if audited else self._plain
-            self._compiled[key] = compiled(step, arguments, exact=not audited, one_loop=self.one_loop and not audited)
+            # Prove it at scalars that all count: in its first step a run may skip, or have a rate or a decay of 0.
+            proof = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype)
+            proof[: len(CONTROL)] = torch.tensor([1.0, 0.0])
+            self._compiled[key] = compiled(
+                step,
+                [*tensors, proof.to(values.device), seed],
+                exact=not audited,
+                one_loop=self.one_loop and not audited,
+            )
         return self._compiled[key]
 
     def run_bucket(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:

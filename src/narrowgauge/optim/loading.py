@@ -1,4 +1,4 @@
-"""Load saved states, bit for bit. A state of another rule, storage or library is refused."""
+"""Load saved states, bit for bit. A state of other moments, another storage or library is refused."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def make_loaded_states(
         states |= optimizer.make_states({**saved, "params": group["params"]}, values)
         for parameter, entry in values.items():
             state = states[parameter]
-            state.take(entry)
             if (names := set(state.keys())) != entry.keys():
+                lost = sorted(names - entry.keys())
+                reason = f"it has no '{lost[0]}'" if lost else f"the rule has no '{min(entry.keys() - names)}'"
                 raise RecipeError(
-                    f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}', which has {sorted(names)}.",
+                    f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' because {reason}.",
                     "Load the state of this rule and storage.",
                 )
+            state.take(entry)
             state.step = int(entry["step"])
     return states
 

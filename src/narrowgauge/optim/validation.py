@@ -232,4 +232,9 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
                 "Build the optimizer with the storage of the state. optimizer.adopt(weights, moments) takes values of any other.",
             )
+        if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
+            raise RecipeError(
+                f"Cannot load a state without the option '{missing[0]}'.",
+                "Save it by optimizer.state_dict() of this version.",
+            )
         check_options(theirs, rule)

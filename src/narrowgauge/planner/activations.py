@@ -195,7 +195,7 @@ def bytes_per_token(tensors: tuple[SavedTensor, ...]) -> float:
     return sum(tensor.bytes_per_token for tensor in tensors)
 
 
-def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:
+def cast_weight_bytes(recipe: Recipe) -> float:
     """Return the bytes per multiplied parameter of autocast's weight casts until backward; 0 without autocast.
 
     A low-precision compute saves no weight cast beyond its matmul.

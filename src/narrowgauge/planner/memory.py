@@ -61,7 +61,7 @@ def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> tuple[flo
             tensors = layer_tensors(a, recipe, is_mixture=is_mixture, kernels=kernels)
             total += count / a.num_layers * bytes_per_token(tensors)
             stream += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
-    casts = cast_weight_bytes(a, recipe) * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers
+    casts = cast_weight_bytes(recipe) * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers
     return total, stream, casts
 
 

@@ -60,7 +60,7 @@ def measure(recipes: Sequence[Recipe], config: TrainConfig, say: Callable[[str],
     kinds = kinds_of(next(iter(sessions.values())).model)
     times = Times(kinds, {recipe: [] for recipe in timed}, {(r, kind.pattern): [] for r in timed for kind in kinds})
     # The compiler keeps a version of a block for each compute. By default it keeps eight.
-    with torch._dynamo.config.patch(recompile_limit=MANY_VERSIONS):
+    with torch._dynamo.config.patch(recompile_limit=max(torch._dynamo.config.recompile_limit, MANY_VERSIONS)):
         for recipe, session in sessions.items():
             say(f"compiling a step and the layers in {recipe.name}")
             train_step(session)

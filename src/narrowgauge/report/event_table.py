@@ -16,16 +16,17 @@ _COLUMNS = text_columns(step="step", run="run", kind="kind", what_happened="mess
 
 
 def event_table(named: Iterable[tuple[Run, str]]) -> Table:
-    """Return a row per run, kind and advice: its steps, its first message, and the number of its repetitions."""
-    groups: dict[tuple[str, Any, Any], list[Row]] = {}
+    """Return a row per run, kind and advice: its steps, its first message, and the number of others. Each note has its own."""
+    groups: dict[tuple[str, Any, Any, Any], list[Row]] = {}
     for run, name in named:
         for event in run.events:
-            groups.setdefault((name, event.get("kind", ""), event.get("advice", "")), []).append(event)
+            text = event.get("message", "") if event.get("kind") == "note" else ""
+            groups.setdefault((name, event.get("kind", ""), event.get("advice", ""), text), []).append(event)
     rows = []
-    for (label, kind, advice), events in groups.items():
+    for (label, kind, advice, _), events in groups.items():
         steps = dict.fromkeys(str(event.get("step", "")) for event in (events[0], events[-1]))
         message, more = events[0].get("message", ""), len(events) - 1
         if more:
-            message = f"{message} ({counted(more, 'repetition')}: see events.jsonl)"
+            message = f"{message} ({counted(more, 'more event')}: see events.jsonl)"
         rows.append({"step": "–".join(steps), "run": label, "kind": kind, "message": message, "advice": advice})
     return Table(_COLUMNS, sorted(rows, key=lambda row: row["kind"] in ROUTINE))

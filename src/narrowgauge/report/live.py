@@ -64,7 +64,7 @@ class LivePage:
     """Render the report of runs in folders that training writes, or will write.
 
     Args:
-        paths: run folders, or folders of runs. They may not exist yet.
+        paths: run folders, or folders of runs. They may hold no run yet.
         render: returns the page of these paths.
     Attributes:
         current: the number of the rendering, and its page; 0 before the first run.

@@ -85,7 +85,9 @@ def _read_csv(file: Path) -> Series:
 
 
 def _series(rows: list[Row], first: int = 0) -> Series:
-    names = {str(name).strip().lower(): name for row in rows for name in row}
+    names: dict[str, Any] = {}
+    for name in (name for row in rows for name in row):
+        names.setdefault(str(name).strip().lower(), name)
     step_name = next((names.pop(name) for name in _STEPS if name in names), None)
     if step_name is None:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")

@@ -130,7 +130,8 @@ def read_settings(path: Path) -> Row:
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
-        reason = "the folder has no run.toml" if path.is_dir() else "there is no such folder or file"
+        problem = "the file is no log that can be read" if path.is_file() else "there is no such folder or file"
+        reason = "the folder has no run.toml" if path.is_dir() else problem
         advice = f"Name the folder that was given as --out.{latest_runs(path)}"
         raise RecordError(f"No run in {path}: {reason}.", advice)
     try:

@@ -475,7 +475,8 @@ def stores_codes(compute: Compute) -> bool:
     left, right = compute.output.left, compute.output.right
     if keeps_outlier_weights(compute):
         return False
-    return right.element.bits == 8 and right.block is None and right.scaling == left.scaling == "current"
+    is_plain = right.block is None and right.rotation == "none"
+    return right.element.bits == 8 and is_plain and right.scaling == left.scaling == "current"
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:

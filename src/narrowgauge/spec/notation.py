@@ -65,7 +65,8 @@ def _refuse_ambiguous(text: str, choices: tuple[str, ...]) -> None:
 def full_names() -> list[str]:
     """List all valid ``compute/storage`` names, in the order of the tables."""
     pairs = ((compute, storage) for compute in COMPUTES.values() for storage in STORAGES.values())
-    return [f"{compute.name}/{storage.short_name}" for compute, storage in pairs if is_pair(compute, storage)]
+    names = [f"{compute.name}/{storage.short_name}" for compute, storage in pairs if is_pair(compute, storage)]
+    return [name for name in names if name not in AMBIGUOUS]
 
 
 def representative_names() -> list[str]:

@@ -106,7 +106,7 @@ def _rule_row(rule: UpdateRule) -> Row:
         "steps": "matrices; AdamW the rest" if rule.is_matrix else "everything",
         "settings": dict(rule.settings),
         "options": {option.name: option_text(option.in_training) for option in rule.options},
-        "rate": "none: set --lr" if rule.rate is None else f"{rule.rate:.2g} × AdamW's",
+        "rate": "none" if rule.rate is None else f"{rule.rate:.2g} × AdamW's",
         "source": rule.source,
     }
 

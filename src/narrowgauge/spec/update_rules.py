@@ -1,10 +1,7 @@
 """The update rules by name: each rule's optimizer, AdamW's settings that it takes, and its own options.
 
-``--rule`` of ``narrowgauge train`` and ``compare``, the checks of options and ``narrowgauge show rules`` read this table. A new
-rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
-
-Write a rule as a name and a text of options in any order: ``momentum=0.9,nesterov=false``. This table fills in missing options,
-so that a run's record is complete.
+The checks of options, ``narrowgauge plan --rule`` and ``narrowgauge show rules`` read this table. A new rule is a row, and a
+class in :mod:`narrowgauge.optim.optimizers`.
 """
 
 from __future__ import annotations
@@ -222,16 +219,6 @@ def get_rule(name: str) -> UpdateRule:
         near = suggestion(key, UPDATE_RULES) or f"Known: {', '.join(UPDATE_RULES)}."
         raise RecipeError(f"no update rule is named {name!r}.", f"{near} (narrowgauge show rules describes them.)")
     return row
-
-
-def rule_title(recipe: str, rule: str) -> str:
-    """Return a recipe's title, with the rule that steps it unless that is AdamW.
-
-    Example:
-        >>> rule_title("bfloat16/word", "adamw"), rule_title("bfloat16/word", "muon")
-        ('bfloat16/word', 'bfloat16/word by muon')
-    """
-    return recipe if rule == "adamw" else f"{recipe} by {rule}"
 
 
 def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool) -> None:

@@ -109,25 +109,25 @@ def compare(
     names = [recipes] if isinstance(recipes, str) else list(recipes)
     require_distinct([parsed_recipe(recipe) or recipe for recipe in names])
     labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
+    from narrowgauge.distributed.ranks import all_ranks
 
     if out is not None:
         require_package("plotly")  # for the page; not after hours of training
-        require_free(out)
+        all_ranks().of_first(lambda: require_free(out))
     runs = []
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
         for seed in numbers:
             for name, label in zip(names, labels, strict=True):
                 folder = Path(out or temporary) / run_name(label, seed)
-                _record(train_function, name, seed, folder)
-                runs.append(read_run(folder))
+                runs.append(_record(train_function, name, seed, folder))
     comparison = compare_runs(runs)
-    if out is not None:
+    if out is not None and all_ranks().is_first:
         publish(comparison, Path(out))
     return comparison
 
 
-def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path) -> None:
-    """Call a training function, and record its run in a folder."""
+def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path) -> Run:
+    """Call a training function, record its run in a folder, and return the run on every rank."""
     from narrowgauge.gauges.recording.record import Record, numbers
     from narrowgauge.gauges.recording.run_recorder import warn
 
@@ -148,6 +148,7 @@ def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed
             record.stop()
             raise
         record.finish(summary)
+    return record.here.of_first(lambda: read_run(record.folder))
 
 
 # ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────

@@ -297,6 +297,10 @@ class TrainConfig:
             raise kind(f"Cannot train: {message}.", advice)
 
         parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
+        sums = ACCUMULATIONS[self.accumulation_dtype].gradients
+        if parts > 1 and self.recipe.storage.visible == "float16" and "float16" not in sums:
+            message = f"accumulation_dtype '{self.accumulation_dtype}' sums no float16 gradients"
+            refuse(message, "Use --accumulation-dtype float32.", RecipeError)
         if self.batch_size % parts:
             message = f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches"
             refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")

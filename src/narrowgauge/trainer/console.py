@@ -70,6 +70,14 @@ class Console:
         else:
             self.stage(line)
 
+    def event(self, kind: str, sentence: str) -> None:
+        """Show an event. Notes say how a run differs from what was asked for: print them always."""
+        line = f"{kind}: {sentence}."
+        if kind == "note":
+            self.rich.print(line, markup=False, soft_wrap=True)
+        else:
+            self.say(line)
+
     def row(self, kind: str, row: Row) -> None:
         """Show a written row. Of steps, update the bar, or print a line every ``log_every`` steps."""
         if kind == "evals":

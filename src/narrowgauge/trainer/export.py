@@ -18,8 +18,7 @@ def export(folder: Path, out: Path) -> Path:
     """Write the model of a run's newest good checkpoint as a Hugging Face folder, complete or absent.
 
     ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` load it. The weights have the bits that the model sees.
-    A unit-scaled model is exported as the equivalent plain one. A run on a token map without a tokenizer exports only the
-    model.
+    A run on a token map without a tokenizer exports only the model.
 
     Args:
         out: the folder to make; missing parents are made.

@@ -130,7 +130,7 @@ def _console(config: TrainConfig) -> Console:
 
 
 def _record(config: TrainConfig, console: Console, open_folder: Callable[[], RunWriter]) -> Record:
-    return Record(open_folder, config.recipe, console.say, console.row)
+    return Record(open_folder, config.recipe, console.event, console.row)
 
 
 def _watch(session: Session, record: Record, console: Console) -> None:

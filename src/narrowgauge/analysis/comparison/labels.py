@@ -1,6 +1,6 @@
 """Labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
 
-A recipe's label is its full name, plus its own name or its table's overrides, plus any update rule other than AdamW. Runs that
+A recipe's label is its full name, plus its own name or its table's overrides. Runs that
 differ only in their seed share a label. If one recipe ran twice with one seed, the differing settings join the label. If no
 setting differs, the folder does. A label is for people: no code parses it.
 """
@@ -14,7 +14,6 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.update_rules import rule_title
 
 MOST_SETTINGS = 4
 """Maximum number of settings in a label. Runs that differ in more show their folders."""
@@ -70,12 +69,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
     # A folder may carry the name of another recipe.
-    labels = [
-        rule_title(recipe_name(run.config["recipe"]), str(run.config.get("rule", "adamw")))
-        if "recipe" in run.config
-        else run.path.name
-        for run in runs
-    ]
+    labels = [recipe_name(run.config["recipe"]) if "recipe" in run.config else run.path.name for run in runs]
     for distinguish in (_by_settings, _by_folder):
         pairs = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
         for label in sorted({label for label, seed in pairs if pairs.count((label, seed)) > 1}):

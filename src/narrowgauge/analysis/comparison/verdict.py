@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def sentences(comparison: Comparison) -> list[str]:
     """Return the whole verdict."""
-    parts = (_cheapest, _unresolved, _not_to_be_used, _not_audited, _left_out, _differing)
+    parts = (_cheapest, _unresolved, _worse, _not_to_be_used, _not_audited, _left_out, _differing)
     return [sentence for part in parts if (sentence := part(comparison))]
 
 
@@ -37,7 +37,9 @@ def _cheapest(comparison: Comparison) -> str:
         return "No two recipes have a finished run with a seed in common, so nothing can be compared."
     best = comparison.cheapest
     if best is None:
-        return "No recipe is named the cheapest: none of known bytes per parameter is fit for use."
+        known = any(recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values())
+        reason = "none of known bytes per parameter is fit for use" if known else "no record holds bytes per parameter"
+        return f"No recipe is named the cheapest: {reason}."
     reference = comparison.classes[base].row["bytes_per_param"]
     size = f"{best.row['bytes_per_param']:.2f} bytes per parameter"
     if best.label != base and reference is not None:
@@ -48,7 +50,9 @@ def _cheapest(comparison: Comparison) -> str:
         loss = f" Its loss differs from that of {base} by {difference.text}{seeds}."
     if not comparison.has_intervals:
         return f"One seed each, so a difference may be chance: take 3. {best.label} costs least: {size}.{loss}"
-    return f"{best.label} is the cheapest within the noise: {size}.{loss}"
+    is_cheaper = [r.usable_rank is Rank.INCONCLUSIVE and r.cost < best.cost for r in comparison.classes.values()]
+    place = "of those that these seeds can rank" if any(is_cheaper) else "within the noise"
+    return f"{best.label} is the cheapest {place}: {size}.{loss}"
 
 
 def _unresolved(comparison: Comparison) -> str:
@@ -67,6 +71,14 @@ def _unresolved(comparison: Comparison) -> str:
     return f"Not resolved, {question}: {listed(names)}. {advice}"
 
 
+def _worse(comparison: Comparison) -> str:
+    worse = [
+        r.difference for r in comparison.classes.values() if r.usable_rank is Rank.WORSE and r.difference is not None
+    ]
+    names = [f"{difference.recipe} ({difference.text})" for difference in worse]
+    return f"Worse with certainty, by less than 1 %: {listed(names)}." if names else ""
+
+
 def _not_to_be_used(comparison: Comparison) -> str:
     faulty = [recipe for recipe in comparison.classes.values() if recipe.faults]
     texts = [f"{recipe.label} {', '.join(recipe.faults)}" for recipe in faulty]
@@ -82,9 +94,10 @@ def _not_audited(comparison: Comparison) -> str:
 
 # ── what to know about the runs ─────────────────────────────────────────────────────────────────────────────────────
 
-_TABLES = ("config", "data", "machine")
 _FREE = ("recipe", "seed", "warmup_steps")
 """Settings that may differ between compared runs."""
+_ALIKE = (("data", "fingerprint"), ("machine", "device"), ("machine", "num_threads"))
+"""Entries of other tables of ``run.toml`` that may not."""
 
 
 def _runs(comparison: Comparison) -> list[RunStats]:
@@ -106,7 +119,10 @@ def _differing(comparison: Comparison) -> str:
     values: dict[str, dict[str, None]] = {}
     for first, second in combinations(_runs(comparison), 2):
         for setting in settings_diff(first.run.run, second.run.run) if first.seed == second.seed else ():
-            if setting.table in _TABLES and setting.name not in _FREE:
+            is_config = setting.table == "config" and setting.name not in _FREE
+            if is_config or (setting.table, setting.name) in _ALIKE:
                 values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
     items = [f"{name} {', '.join(texts)}" for name, texts in values.items()]
+    if logs := dict.fromkeys(run.label for run in _runs(comparison) if run.run.is_foreign):
+        items.append(f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(logs)}")
     return f"The runs differ in more than recipe and seed ({'; '.join(items)})." if items else ""

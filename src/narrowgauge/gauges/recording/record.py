@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Record(AbstractContextManager["Record"]):
 
     Args:
         open_folder: creates or opens the run folder, on rank 0. Its error is raised on all ranks.
-        say: shows one line, on rank 0.
+        say: shows an event, its kind and a sentence, on rank 0.
         on_row: called with the kind and the row after each row of steps, evaluations, gauges and events was written, on
             rank 0. After a rollback the steps since the checkpoint are repeated.
 
@@ -66,7 +67,7 @@ class Record(AbstractContextManager["Record"]):
         self,
         open_folder: Callable[[], RunWriter],
         recipe: Recipe | None,
-        say: Callable[[str], object],
+        say: Callable[[str, str], object],
         on_row: OnRow | None = None,
     ) -> None:
         self.here, self.recipe, self.say = all_ranks(), recipe, say
@@ -184,6 +185,9 @@ class Record(AbstractContextManager["Record"]):
         if self.writer is not None:
             self.writer.gauge(row)
             self._on_row("gauges", row)
+        # torch's GradScaler passes its scale this way. A scaled gradient overflows now and then.
+        if getattr(self.reader.optimizer, "grad_scale", None) is not None:
+            self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
         for event in self.alarms.on_gauges(row):
             self.event(event, shown=True)
 
@@ -200,7 +204,7 @@ class Record(AbstractContextManager["Record"]):
         if self.writer is not None:
             self.writer.event(event)
             if shown:
-                self.say(f"{event.kind.replace('_', ' ')}: {event.sentence}.")
+                self.say(event.kind.replace("_", " "), event.sentence)
             self._on_row("events", event.row())
 
     # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -413,9 +413,9 @@ class RunNotice(UserWarning):
     """A warning about a recorded loop. It is in ``events.jsonl`` too."""
 
 
-def warn(line: str) -> None:
-    """Show a line about a recorded loop. The loop has its own display."""
-    warnings.warn(line, RunNotice, stacklevel=5)
+def warn(kind: str, sentence: str) -> None:
+    """Show an event of a recorded loop. The loop has its own display."""
+    warnings.warn(f"{kind}: {sentence}.", RunNotice, stacklevel=5)
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
