@@ -32,19 +32,35 @@ def flushing(function: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("fault", ["nothing is written", "subnormals are flushed"])
+def scaling(function: Any) -> Any:
+    """Like a function of a rule's scalars, but the scalars are too large: a fault that a first rate of 0 does not show."""
+
+    def run(*arguments: Tensor) -> Any:
+        return function(*(x * 1.5 if x.dtype is torch.float32 and x.ndim == 1 else x for x in arguments))
+
+    return run
+
+
+FAULTS: dict[str, Any] = {
+    "nothing is written": lambda function: lambda *arguments: torch.zeros(0),
+    "subnormals are flushed": flushing,
+    "scalars are scaled": scaling,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_code_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """The definition runs, with the right bits, and one warning says so."""
 
     def wrong(function: Any, *_: object) -> Compiled:
-        return Compiled(flushing(function) if fault.startswith("sub") else lambda *arguments: torch.zeros(0), None)
+        return Compiled(FAULTS[fault](function), None)
 
     monkeypatch.setattr(compile, "_compiled_code", wrong)
     monkeypatch.setattr(compile, "_COMPILED", {})
     monkeypatch.setattr(compile, "can_compile", lambda place: True)
     compile._warn_once.cache_clear()
     optimizers = [
-        ng.SGD(parameters("naive", [(80, 80)]), storage="naive", compile=c, momentum=0.0) for c in (False, True)
+        ng.SGD(parameters("naive", [(80, 80)]), lr=0.0, storage="naive", compile=c, momentum=0.0) for c in (False, True)
     ]
     take_steps(optimizers[0], range(2))
     with pytest.warns(UserWarning, match="other bits.*same bits") as told:
