@@ -12,6 +12,7 @@ import narrowgauge as ng
 from narrowgauge import compile
 from narrowgauge.compile import Compiled, compiled, compiled_for_pattern
 from narrowgauge.machine import compiler_missing
+from narrowgauge.optim.kernel import CONTROL
 from optim.scenarios import kept, parameters
 from tensors import assert_same_bits, take_steps
 
@@ -36,7 +37,12 @@ def scaling(function: Any) -> Any:
     """Like a function of a rule's scalars, but the scalars are too large: a fault that a first rate of 0 does not show."""
 
     def run(*arguments: Tensor) -> Any:
-        return function(*(x * 1.5 if x.dtype is torch.float32 and x.ndim == 1 else x for x in arguments))
+        of_rule = [x.dtype is torch.float32 and x.ndim == 1 for x in arguments]
+        scaled = (
+            torch.cat([x[: len(CONTROL)], 1.5 * x[len(CONTROL) :]]) if is_scaled else x
+            for x, is_scaled in zip(arguments, of_rule, strict=True)
+        )
+        return function(*scaled)
 
     return run
 
