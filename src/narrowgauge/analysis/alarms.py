@@ -143,8 +143,8 @@ class Alarms:
         loss, norm, scale = (number(row.get(name)) for name in ("loss", "grad_norm", "loss_scale"))
         # Gradients overflow while the run searches for a loss scale.
         is_searching = scale is not None and bool(row.get("skipped"))
-        known = [value for value in (loss, None if is_searching else norm) if value is not None]
-        is_wrong = not all(map(math.isfinite, known))
+        values = [value for value in (loss, None if is_searching else norm) if value is not None]
+        is_wrong = not all(map(math.isfinite, values))
         metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
         if scale is not None:
             if row.get("step", 0) > SETTLING_STEPS:

@@ -136,7 +136,7 @@ class SpikeJudge:
     def _scale(self, metric: Literal["loss", "gradient"], value: float = math.inf) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation.
 
-        For a ``value`` that is no spike at the smallest deviation, return that: most steps need no other.
+        If a ``value`` is below a spike at the smallest deviation, return that deviation: most steps need no other.
         """
         values = list(self._losses if metric == "loss" else self._norms)
         if len(values) < FEWEST:

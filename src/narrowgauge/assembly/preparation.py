@@ -1,9 +1,8 @@
 """``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
 
-The order of the steps matters. Unit scaling redraws the weights, so it comes first. The optimizer takes its tails from the
-float32 weights *before* they are rounded. It takes its parameter groups from the parameters *after*. On many ranks the rounded
-model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated scales, autocast and the casts
-of :mod:`narrowgauge.matmul.scopes` come last.
+The order of the steps matters. The optimizer takes its tails from the float32 weights *before* they are rounded. It takes its
+parameter groups from the parameters *after*. On many ranks the rounded model is sharded in between, since FSDP2 gathers a
+group of parameters in one format. Propagated scales, autocast and the casts of :mod:`narrowgauge.matmul.scopes` come last.
 """
 
 from __future__ import annotations
@@ -201,14 +200,14 @@ def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
             f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.", "Name it in the recipe."
         )
     declared = [name for base in optimizer.__mro__ for name in inspect.signature(base).parameters if base is not object]
-    known = [name for name in (*declared, *FLAGS) if name not in ("params", "rule", "defaults")]
+    allowed = [name for name in (*declared, *FLAGS) if name not in ("params", "rule", "defaults")]
     for name in options:
-        if name not in known:
+        if name not in allowed:
             raise RecipeError(
                 f"Cannot pass {name} = {options[name]!r} to {optimizer.__name__} because it has no such option.",
                 "Give optimizer=ng.Muon or another class."
                 if name == "rule"
-                else suggestion(name, known) or "Leave it out.",
+                else suggestion(name, allowed) or "Leave it out.",
             )
 
 
@@ -245,13 +244,13 @@ def _groups(
 
 def _set_decay(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Set the decay of each group. Refuse options that the optimizer would never read."""
-    known = {*optimizer.defaults, "rule"}
+    allowed = {*optimizer.defaults, "rule"}
     for group, described in zip(optimizer.param_groups, groups, strict=True):
-        if strange := sorted(map(str, described["extra"].keys() - known)):
+        if strange := sorted(map(str, described["extra"].keys() - allowed)):
             raise RecipeError(
                 f"options_of gave '{strange[0]}' for '{described['params'][0][0]}', which {type(optimizer).__name__} does not "
                 "have.",
-                suggestion(strange[0], known),
+                suggestion(strange[0], allowed),
             )
         if not described["decays"]:
             group["weight_decay"] = 0.0

@@ -139,8 +139,8 @@ def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
 
 def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
     """Return the number of ranks whose gradient has other bits than rank 0's, by tensor, without equal tensors."""
-    first, *others = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
-    counts = {name: sum(prints.get(name) != bits for prints in others) for name, bits in first.items()}
+    first, *hashes = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
+    counts = {name: sum(prints.get(name) != bits for prints in hashes) for name, bits in first.items()}
     return {name: count for name, count in counts.items() if count}
 
 
@@ -297,9 +297,9 @@ def _compared(
 def _counts_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float) -> str:
     """Say how often each micro-batch counts, if a weighted sum of their gradients explains the difference."""
     columns = torch.stack([term.flatten().cpu() for term in terms], 1)
-    both = torch.stack([g.flatten().cpu(), r.flatten().cpu()], 1)
-    weights = torch.linalg.lstsq(columns, both, driver="gelsd").solution
-    residual = float((both - columns @ weights)[:, 0].norm())
+    pairs = torch.stack([g.flatten().cpu(), r.flatten().cpu()], 1)
+    weights = torch.linalg.lstsq(columns, pairs, driver="gelsd").solution
+    residual = float((pairs - columns @ weights)[:, 0].norm())
     if residual > 2 * bound * float(g.norm()) or bool((weights[:, 1].abs() < 1e-6).any()):
         return ""
     times = ", ".join(f"{round(ratio, 4) + 0.0:.3g}" for ratio in (weights[:, 0] / weights[:, 1]).tolist())

@@ -280,9 +280,9 @@ def _readings(sample: Sample, name: str, written: Written) -> Iterator[Reading]:
         far = max(wrong, key=lambda key: abs(numbers[key] - rule[key]) / max(abs(rule[key]), 1e-3))
         wrong = {far: wrong[far]}
     for key, bound in wrong.items():
-        what, words = _MEANING[key]
+        label, words = _MEANING[key]
         words = words.format(numbers[key], rule[key])
-        yield KINDS[what].reading(
+        yield KINDS[label].reading(
             sample.name, numbers[key], rule[key], bound, state=name, words=words, rate=rate, more=more
         )
     if not wrong:

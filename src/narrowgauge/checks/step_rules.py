@@ -69,8 +69,8 @@ def terms_of(sample: Sample, name: str, values: Values) -> dict[str, tuple[Tenso
     A state becomes ``kept · old + taken · term``, the weight ``weight + step · change − decay · rate · weight``.
     """
     if name != "weight":
-        kept, taken = state_factors(sample)[name]
-        return {"kept": (values[name], kept), "taken": (new_term(sample, name, values), taken)}
+        factor, taken = state_factors(sample)[name]
+        return {"kept": (values[name], factor), "taken": (new_term(sample, name, values), taken)}
     rate = float(sample.settings["lr"])
     decay = {"decay": (-rate * values["weight"], decay_of(sample))} if decouples(sample) else {}
     return {"step": (-rate * direction(sample, values), 1.0)} | decay

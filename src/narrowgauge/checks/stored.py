@@ -121,12 +121,12 @@ class Written:
             return None
         largest = self.reach * self.above + self.slack
         bound, distance = float(largest[largest.isfinite()].norm()), self._distance(self.expected)
-        for (numbers, errors), left in ((self._times_one_factor(), 0.0), (self._fitted(), share)):
+        for (numbers, errors), fraction in ((self._times_one_factor(), 0.0), (self._fitted(), share)):
             computed = self.value(numbers)
             other, left_outside = self.likelihood(computed)
             differs = differs or other - likelihood > DECIDES
             is_rare = not self._excludes(left_outside) or left_outside < _FEWER * outside
-            if differs and (is_rare or self._distance(computed) <= left):
+            if differs and (is_rare or self._distance(computed) <= fraction):
                 return Difference(distance, bound, numbers, errors)
         return Difference(distance, bound, {}, {}) if differs else None
 

@@ -32,7 +32,7 @@ class CommandGroup(click.Group):
         try:
             status = _recorded(super().main)(args, prog_name, **extra)
             sys.stdout.flush()
-        except BrokenPipeError:  # a reader that leaves early, such as head, is no error
+        except BrokenPipeError:  # a reader that leaves early, such as head, is not an error
             sys.stdout, status = io.StringIO(), 1  # Python flushes again on exit
         except ReportedError as error:
             status = error.status

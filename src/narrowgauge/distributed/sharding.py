@@ -201,10 +201,10 @@ def _exceptions(model: nn.Module) -> tuple[list[nn.Module], set[nn.Parameter]]:
     whole_params: set[nn.Parameter] = set()
     for module in model.modules():
         parameters = list(module.parameters(recurse=False))
-        others = {p for p in parameters if p.dtype is not usual or not p.ndim}
+        ignored = {p for p in parameters if p.dtype is not usual or not p.ndim}
         is_single = all(users[id(p)] == 1 and p.ndim for p in parameters) and len({p.dtype for p in parameters}) == 1
-        if is_single and any(p.ndim > 1 for p in others) and not any(True for _ in module.children()):
+        if is_single and any(p.ndim > 1 for p in ignored) and not any(True for _ in module.children()):
             separate.append(module)
         else:
-            whole_params |= others
+            whole_params |= ignored
     return separate, whole_params

@@ -50,7 +50,7 @@ def _attention(x: Tensor) -> Tensor:
 
 
 def _odd(x: Tensor) -> Tensor:
-    """Return 4,099 elements. This is no multiple of a vector's width, and kernels may round the last ones differently."""
+    """Return 4,099 elements. A vector's width does not divide this, and kernels may round the last ones differently."""
     return x.flatten()[:4099]
 
 

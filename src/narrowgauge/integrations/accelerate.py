@@ -35,9 +35,9 @@ def pass_states_on(optimizer: torch.optim.Optimizer) -> None:
         ours.make_missing(group, group["params"])
     for before, parameter in zip(old, new, strict=True):
         source, target = ours.state.pop(before), ours.state[parameter]
-        whole = source.tensors_of_extras()
+        unsharded = source.tensors_of_extras()
         values = {name: value.to(target.parameter.device) for name, value in source.in_parameter_order().items()}
-        target.take({name: v if name in whole else own_part(parameter, v) for name, v in values.items()})
+        target.take({name: v if name in unsharded else own_part(parameter, v) for name, v in values.items()})
         target.step = source.step
 
 

@@ -98,8 +98,8 @@ def power_below(x: Tensor) -> Tensor:
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:
     """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under ``seed`` (0-d int32).
 
-    The result depends only on key and seed. So shards, chunks and flattenings get the same bits, and there is no generator to
-    save. Right shifts are masked, since int32 shifts copy the sign.
+    The result depends only on key and seed. So shards, chunks and flattenings get the same bits, and no generator needs
+    saving. Right shifts are masked, since int32 shifts copy the sign.
 
     Source:
         Two of the three rounds of ``lowbias32`` of Chris Wellons' hash prospector; the seed is itself well mixed.

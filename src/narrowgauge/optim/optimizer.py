@@ -478,8 +478,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         states = make_loaded_states(self, entries, self.param_groups)
         state: dict[Any, Any] = self.state
-        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}  # of hooks and users
-        self.__setstate__({"state": defaultdict(dict, {**others, **states})})
+        notes = {key: value for key, value in state.items() if not isinstance(key, Tensor)}  # of hooks and users
+        self.__setstate__({"state": defaultdict(dict, {**notes, **states})})
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies and pickles."""

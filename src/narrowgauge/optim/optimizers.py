@@ -96,7 +96,7 @@ class SGD(Optimizer):
 
     Args:
         params, lr, options: as in :class:`AdamW`.
-        momentum: decay rate of the ``momentum_buffer``. With 0 there is no buffer, and no group may set another momentum.
+        momentum: decay rate of the ``momentum_buffer``. With 0 nothing is stored, and no group may set another momentum.
         dampening: fraction of each gradient, except the first, that does not enter the buffer.
         weight_decay: factor of the L2 penalty.
         nesterov: step along the gradient plus the next buffer. It needs momentum and no dampening.

@@ -171,10 +171,10 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, equals, value = (side.strip() for side in part.partition("="))
-        known = _FIELDS if equals else tuple(NAMED_LAYOUTS)
-        if name not in known:
+        choices = _FIELDS if equals else tuple(NAMED_LAYOUTS)
+        if name not in choices:
             raise RecipeError(
-                f"a layout has no {'field' if equals else 'name'} '{name}'.", suggestion(name, known) or _ADVICE
+                f"a layout has no {'field' if equals else 'name'} '{name}'.", suggestion(name, choices) or _ADVICE
             )
         if not equals:
             named |= NAMED_LAYOUTS[name]

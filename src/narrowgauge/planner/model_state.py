@@ -138,16 +138,16 @@ def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: in
 def _matrix_state(storage: Storage, matmul: Matmul, vectors: Bytes, ranks: int) -> Bytes:
     """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
     rows = Bytes(optimizer=storage.bytes_per_row * matmul.count * matmul.out_features)
-    whole = Bytes(whole=matmul.count * _subspace_bytes(storage, matmul)) if storage.low_rank else Bytes()
+    subspace = Bytes(whole=matmul.count * _subspace_bytes(storage, matmul)) if storage.low_rank else Bytes()
     if not storage.states and not storage.low_rank:
         rows += Bytes(optimizer=_FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features))
     sharded = bytes_per_parameter(storage) * matmul.num_elements + rows
     biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
-    return sharded * (1 if matmul.split == "none" else 1 / ranks) + whole + biases
+    return sharded * (1 if matmul.split == "none" else 1 / ranks) + subspace + biases
 
 
 def _subspace_bytes(storage: Storage, matmul: Matmul) -> int:
-    """Return the bytes of a matrix's basis and of the moments of its coordinates, of which every rank holds the whole.
+    """Return the bytes of a matrix's basis and of the moments of its coordinates. Every rank holds all of them.
 
     Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values.
     """

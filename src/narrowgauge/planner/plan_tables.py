@@ -65,10 +65,10 @@ class Plan:
             lines.append("narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here.")
         if best.num_chips > 1 and self.optimizer not in RANKS:
             width = min(job.recipe.bytes_per_param for job in self.options)
-            whole = best.architecture.num_parameters * width
+            size = best.architecture.num_parameters * width
             lines.append(
-                f"Pure data parallelism keeps the whole state on every chip, {bytes_text(whole)} at {width:g} B a parameter; "
-                f"a chip has {bytes_text(memory)}: {'impossible' if whole > memory else 'the state alone fits'}."
+                f"Pure data parallelism keeps the whole state on every chip, {bytes_text(size)} at {width:g} B a parameter; "
+                f"a chip has {bytes_text(memory)}: {'impossible' if size > memory else 'the state alone fits'}."
             )
         lines.append(
             f"While resuming, optimizer states exist twice. A chip has {bytes_text(memory)}: where that is not "

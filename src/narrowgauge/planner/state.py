@@ -63,16 +63,16 @@ def plan_state(
             )
         axes = replace(base, shard=base.shard * ranks)
         on_rank = bytes_per_parameter(recipe.storage) * (params / axes.tensor / axes.pipeline)
-        held = shared(on_rank, axes, axes.num_sharing)
-        total = held.weights + held.gradients + held.optimizer
+        state = shared(on_rank, axes, axes.num_sharing)
+        total = state.weights + state.gradients + state.optimizer
         row = {"recipe": recipe.title, "bytes_per_param": recipe.bytes_per_param, "layout": axes_text(axes)}
         row |= {
             "chips": number,
-            "weights": held.weights,
-            "gradients": held.gradients,
-            "optimizer": held.optimizer,
+            "weights": state.weights,
+            "gradients": state.gradients,
+            "optimizer": state.optimizer,
             "total": total,
-            "resuming": held.weights + 2 * held.optimizer,
+            "resuming": state.weights + 2 * state.optimizer,
         }
         rows.append(row if place is None else {**row, "chip": place.name, "free": place.memory_bytes - total})
     return sorted(rows, key=lambda row: (row["chips"], row["total"]))

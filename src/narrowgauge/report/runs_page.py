@@ -62,7 +62,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
     verdict = differences(groups, comparison)
     figures = {"verdict": [verdict] if verdict is not None else [], **comparison_figures(groups, comparison.baseline)}
     figures = {name: [marked(figure, readings) for figure in section] for name, section in figures.items()}
-    apart, shared = setting_tables(named)
+    differing, shared = setting_tables(named)
     words: dict[str, Any] = {
         "title": title_of([run for run, _ in named], [group.label for group in groups]),
         "subtitle": _subtitle([run for run, _ in named]),
@@ -78,7 +78,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
         "named": named,
         "events": event_table(named),
         "routine": ROUTINE,
-        "settings_apart": apart,
+        "settings_apart": differing,
         "settings": shared,
         "formats": SHOWN_FORMATS,
     }

@@ -221,7 +221,7 @@ def run_comparison(
 
     say(f"{len(configs)} runs in {folder}")
     runs: list[Run] = []
-    begun: set[str] = set()
+    trained: set[str] = set()
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
@@ -233,10 +233,10 @@ def run_comparison(
             if is_new:
                 # A recipe's first run compiles; of the others only the steps take long.
                 steps = config.steps * statistics.median([row.get("seconds") or 0.0 for row in runs[-1].steps] or [0.0])
-                begun.add(config.recipe.title)
-                num_first = len({later.recipe.title for later in configs[number:]} - begun)
-                left = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
-                took = duration(spent) + (f", about {duration(left)} left" if number < len(configs) else "")
+                trained.add(config.recipe.title)
+                num_first = len({later.recipe.title for later in configs[number:]} - trained)
+                remaining = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
+                took = duration(spent) + (f", about {duration(remaining)} left" if number < len(configs) else "")
             say(f"{name}  {_result(runs[-1])}  {took}")
     except KeyboardInterrupt as interruption:
         raise type(interruption)(

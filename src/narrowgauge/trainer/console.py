@@ -54,9 +54,9 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def stage(self, what: str) -> None:
+    def stage(self, text: str) -> None:
         """Show a pulsing bar with a stage before the first step."""
-        self.progress.update(self.task, metrics=what)
+        self.progress.update(self.task, metrics=text)
 
     def start(self, name: str, step: int) -> None:
         """Begin to count steps; the first ones compile."""

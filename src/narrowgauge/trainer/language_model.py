@@ -216,8 +216,8 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
         else:
             module.compile(fullgraph=is_whole, options=options)
     # Chunks are recomputed in backward, so their loss stays eager.
-    whole = cross_entropy if chunked else torch.compile(cross_entropy, fullgraph=True)
-    return partial(loss_sum, model, chunked=chunked, cross_entropy=whole)
+    loss_of = cross_entropy if chunked else torch.compile(cross_entropy, fullgraph=True)
+    return partial(loss_sum, model, chunked=chunked, cross_entropy=loss_of)
 
 
 _GPT2 = {

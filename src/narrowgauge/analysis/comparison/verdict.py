@@ -37,8 +37,10 @@ def _cheapest(comparison: Comparison) -> str:
         return "No two recipes have a finished run with a seed in common, so nothing can be compared."
     best = comparison.cheapest
     if best is None:
-        known = any(recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values())
-        reason = "none of known bytes per parameter is fit for use" if known else "no record holds bytes per parameter"
+        has_bytes = any(recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values())
+        reason = (
+            "none of known bytes per parameter is fit for use" if has_bytes else "no record holds bytes per parameter"
+        )
         return f"No recipe is named the cheapest: {reason}."
     reference = comparison.classes[base].row["bytes_per_param"]
     size = f"{best.row['bytes_per_param']:.2f} bytes per parameter"

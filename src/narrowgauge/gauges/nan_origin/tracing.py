@@ -218,9 +218,11 @@ class NanTracer(TorchDispatchMode):
             weak, source = self.sources.get(storage._cdata, (None, None))
             if source is not None and weak is not None and not weak.expired():
                 return source
-        name, whole = self._find(tensor) or (None, values)
+        name, content = self._find(tensor) or (None, values)
         is_mask = "nan" not in kinds and name not in self.parameters and (kinds == {"-inf"} or values.ndim == 0)
-        bad = bad_value("input", self._where()[1], reader, whole if nonfinite_kinds(whole) else values, name or "it")
+        bad = bad_value(
+            "input", self._where()[1], reader, content if nonfinite_kinds(content) else values, name or "it"
+        )
         source = Source(self._count, replace(bad, parameter=name), is_mask)
         self._remember(tensor, source)
         return source

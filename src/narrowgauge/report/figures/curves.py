@@ -106,7 +106,7 @@ def loss_scale(groups: Sequence[Group]) -> Figure | None:
 
 
 def _over_decades(groups: Sequence[Group], name: str, title: str, how: str) -> Figure | None:
-    """Draw a column of the steps, over a logarithmic axis if its values are positive and far apart."""
+    """Draw a column of the steps, over a logarithmic axis if its values are positive and span decades."""
     curves = _curves(groups, "steps", name)
     means = np.concatenate([curve.means for curve in curves] or [np.empty(0)])
     is_log = bool(means.size and 0 < 3 * means.min() < means.max())
