@@ -92,8 +92,8 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
 
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
-        >>> bytes_per_parameter(STORAGES["master"]), bytes_per_parameter(STORAGES["word"])
-        (Bytes(weights=2.0, gradients=2.0, optimizer=12.0), Bytes(weights=2.0, gradients=2.0, optimizer=4.0))
+        >>> bytes_per_parameter(STORAGES["word"])
+        Bytes(weights=2.0, gradients=2.0, optimizer=4.0, whole=0.0)
     """
     visible = VISIBLE[storage.visible][0] / 8
     return Bytes(visible, visible, sum(width_of(group) for group in storage.packing) / 8)
