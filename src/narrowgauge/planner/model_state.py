@@ -8,7 +8,7 @@ Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shards op
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from narrowgauge.errors import RecipeError, suggestion
@@ -32,10 +32,13 @@ class Bytes:
     whole: float = 0.0
 
     def __add__(self, other: Bytes) -> Bytes:
-        return Bytes(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return Bytes(
+            self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer,
+            self.whole + other.whole,
+        )  # fmt: skip
 
     def __mul__(self, factor: float) -> Bytes:
-        return Bytes(*(value * factor for value in astuple(self)))
+        return Bytes(self.weights * factor, self.gradients * factor, self.optimizer * factor, self.whole * factor)
 
 
 OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
