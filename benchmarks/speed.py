@@ -43,7 +43,8 @@ def optimi_kahan(params: Sequence[Tensor]) -> torch.optim.Optimizer:
 def heavyball_ecc(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     import heavyball
 
-    return heavyball.AdamW(params, ecc="bf16+8", param_ecc="bf16+8", **OPTIONS)
+    # By default a step takes the gradients away, and the next one does nothing.
+    return heavyball.AdamW(params, ecc="bf16+8", param_ecc="bf16+8", consume_grad=False, **OPTIONS)
 
 
 def bitsandbytes_adamw8(params: Sequence[Tensor]) -> torch.optim.Optimizer:
