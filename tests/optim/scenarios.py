@@ -9,9 +9,13 @@ from torch import Tensor
 
 import expectations
 import narrowgauge as ng
-from narrowgauge.optim import layout
+from narrowgauge.optim import layout, optimizers
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
+from narrowgauge.spec.update_rules import UPDATE_RULES
+
+OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
+"""The optimizer class of each rule."""
 
 REPRESENTATIVES = {name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for}
 """One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""

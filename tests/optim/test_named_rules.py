@@ -12,8 +12,7 @@ from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
-
-OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
+from optim.scenarios import OPTIMIZERS
 
 RATES = {"params", "lr", "weight_decay", "options"}
 

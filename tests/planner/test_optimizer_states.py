@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.model import decoder, read_model
 from narrowgauge.planner.model_state import state_of, with_optimizer
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.update_rules import UPDATE_RULES
-
-OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
+from optim.scenarios import OPTIMIZERS
 
 LLAMA = read_model("llama-8b")
 ROWS, COLS = 512, 256

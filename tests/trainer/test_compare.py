@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.compare import compare, define, run_comparison
 from narrowgauge.trainer.config import TrainConfig
 from trainer.tiny_runs import lasting, settings
@@ -171,6 +171,20 @@ def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> N
     before = {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")}
     assert done(base, first[0]).count("earlier") == 4
     assert {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")} == before
+
+
+def test_finished_runs_are_compared_though_their_tokens_are_gone(
+    first: tuple[Path, str], base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> NoReturn:
+        raise DataError("the tokens are gone")
+
+    for name in ("open_data", "prepare_tokens"):
+        monkeypatch.setattr(session, name, gone)
+    (first[0] / "compare.json").unlink()
+    printed = done(base, first[0])
+    assert printed.count("earlier") == 4 and "Token frequencies" not in printed
+    assert (first[0] / "compare.json").exists()
 
 
 def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(

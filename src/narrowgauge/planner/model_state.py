@@ -155,8 +155,7 @@ def _subspace_bytes(storage: Storage, matmul: Matmul) -> int:
     Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values.
     """
     shorter, longer = sorted((matmul.in_features, matmul.out_features))
-    # A code is kept in whole bytes: 1, 2 or 4.
-    first, second = (1 << ((code.bits - 1) // 8).bit_length() for code in (storage.exp_avg, storage.exp_avg_sq))
+    first, second = (width_of([(code.name, code.bits)]) // 8 for code in (storage.exp_avg, storage.exp_avg_sq))
     lengths = 8 * matmul.in_features if storage.low_rank == "gradnorm_lorp" else 0
     rank = min(int(RANKS[storage.low_rank]), shorter)
     return rank * (shorter * first + longer * (first + second)) + lengths

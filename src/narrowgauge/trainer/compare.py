@@ -9,6 +9,7 @@ checkpoint. Recipes and seeds may be added.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import sys
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run, is_run, read_run
@@ -242,11 +243,10 @@ def run_comparison(
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
         ) from None
-    from narrowgauge.trainer.session import (
-        prepare_tokens,  # needs PyTorch and an extra, which a wrong definition does not
-    )
+    from narrowgauge.trainer.session import data_of_run  # needs an extra, which ng.compare does not
 
-    say(f"Token frequencies alone have a loss of {prepare_tokens(configs[0]).unigram_loss():.4f}.")
+    with contextlib.suppress(DataError, RecordError):  # the tokens of earlier runs may be gone
+        say(f"Token frequencies alone have a loss of {data_of_run(runs[0], configs[0]).unigram_loss():.4f}.")
     comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
 

@@ -26,7 +26,6 @@ from narrowgauge.gauges.recording.record import GO_BACK, Record
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, symptom
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
@@ -214,8 +213,7 @@ def _run(session: Session, record: Record, console: Console) -> None:
 
 def _summary(session: Session, record: Record) -> Row:
     """Return the content of ``summary.json``. Evaluate first if the last step has no evaluation yet."""
-    run = session.here.of_first(lambda: read_run(session.folder))
-    if all(row["step"] != session.step for row in run.evals):
+    if record.evaluated != session.step:
         record.eval({"val_loss": evaluate(session)})
     return record.summary(
         recipe=session.config.recipe.to_value(),

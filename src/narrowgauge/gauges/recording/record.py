@@ -58,6 +58,7 @@ class Record(AbstractContextManager["Record"]):
 
     Attributes:
         num_steps, tokens, seconds: of all steps so far.
+        evaluated: the step of the last validation; -1 for none.
         is_bad: the last step was skipped for another reason than the search for a loss scale.
         alarm_kinds: kinds of the alarms so far.
         undo: what leaves the model and the optimizer as they were.
@@ -81,7 +82,7 @@ class Record(AbstractContextManager["Record"]):
         self._on_row = on_row or (lambda kind, row: None)
         self.reader, self.alarms, self.undo = StepReader(), Alarms(recipe), ExitStack()
         self.gauges: Gauges | None = None
-        self.num_steps, self.tokens, self.seconds = 0, 0, 0.0
+        self.num_steps, self.tokens, self.seconds, self.evaluated = 0, 0, 0.0, -1
         self.is_bad, self.alarm_kinds = False, list[str]()
         self._num_failed, self._seconds_before, self._began = 0, 0.0, time.perf_counter()
 
@@ -178,6 +179,7 @@ class Record(AbstractContextManager["Record"]):
         if self.writer is not None:
             self.writer.eval(row)
             self._on_row("evals", row)
+        self.evaluated = self.num_steps
         self.reader.restart_clock()
 
     def gauge(self, row: Row) -> None:
@@ -223,6 +225,7 @@ class Record(AbstractContextManager["Record"]):
         self.here.of_first(rewind)
         run = self._rebuild()
         self.num_steps, self._num_failed = step, 0
+        self.evaluated = run.evals[-1]["step"] if run.evals else -1
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
         self.seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
         if self.gauges is not None:

@@ -113,9 +113,7 @@ ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"),
 def _sgd_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     momentum, nesterov = float(group["momentum"]), bool(group["nesterov"])
     decay, rate = float(group["weight_decay"]), -float(group["lr"])
-    if (
-        momentum == 0
-    ):  # of a group, or set later. As in torch the buffer stays as it is, and steps go along the gradient
+    if momentum == 0:  # as in torch, the buffer stays as it is, and steps go along the gradient
         return decay, 1.0, 0.0, 1.0, 0.0, rate
     gain = 1.0 if step == 1 else 1 - group["dampening"]
     return decay, momentum, gain, float(nesterov), momentum if nesterov else 1.0, rate
