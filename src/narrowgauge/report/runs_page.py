@@ -53,7 +53,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs give the same document.
 
-    Cost: about two seconds per ten thousand steps, a third of them for the diagnosis. The document is 2 MB for
+    Cost: about half a second per ten thousand steps, half of it for the diagnosis. The document is 2 MB for
         Plotly plus about 0.1 MB per run.
     """
     groups = groups_of(comparison)

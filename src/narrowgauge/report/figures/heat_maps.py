@@ -120,11 +120,12 @@ def _maps_of(rows: Sequence[Row], table: str) -> Iterator[tuple[str, Row]]:
     """Yield the heat maps of one table. Skip tensors without any finite value of a metric."""
     chosen = {name: metric for name, metric in HEAT_MAPS.items() if metric.table == table}
     places = [list(METRICS[table]).index(metric.field) for metric in chosen.values()]
-    steps = sorted({step for step, _, _ in lists(rows, table)})
+    entries = list(lists(rows, table))
+    steps = sorted({step for step, _, _ in entries})
     columns = {step: column for column, step in enumerate(steps)}
-    tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in lists(rows, table)))}
+    tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in entries))}
     cells = np.full((len(chosen), len(tensors), len(steps)), np.nan)
-    for step, tensor, values in lists(rows, table):
+    for step, tensor, values in entries:
         for number, place in enumerate(places):
             if place < len(values) and (value := finite_number(values[place])) is not None:
                 cells[number, tensors[tensor], columns[step]] = value
