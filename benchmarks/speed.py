@@ -69,13 +69,13 @@ def parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Te
     return params
 
 
-def steps(shapes: Sequence[tuple[int, ...]], report: Report) -> Iterator[Contender]:
-    """The step of each storage and of each peer that works here."""
+def steps(shapes: Sequence[tuple[int, ...]], report: Report, peers: bool = False) -> Iterator[Contender]:
+    """The step of each storage, and of each peer that works here."""
     yield Contender(FUSED, torch.optim.AdamW(parameters(shapes, torch.float32), fused=True, **OPTIONS).step)
     for storage in STORAGES:
         params = parameters(shapes, torch.bfloat16)
         yield Contender(storage, ng.AdamW(params, storage=storage, compile=True, audit_every=0, **OPTIONS).step)
-    for name, make in PEERS.items():
+    for name, make in PEERS.items() if peers else ():
         try:
             step = make(parameters(shapes, torch.bfloat16)).step
             step()
@@ -135,7 +135,7 @@ def main() -> int:
     def table(title: str, contenders: Iterator[Contender], baseline: str, rounds: int) -> None:
         report.add(title, [t.row() for t in measure(list(contenders), baseline=baseline, rounds=rounds)])
 
-    table(f"one step of {2 * side * side:,} parameters", steps([(2 * side, side)], report), FUSED, rounds)
+    table(f"one step of {2 * side * side:,} parameters", steps([(2 * side, side)], report, peers=True), FUSED, rounds)
     table(f"one step of {count} tensors of 8,192", steps([(128, 64)] * count, report), FUSED, rounds)
     table("forward and backward of a layer, eager", layers(compiled=False), LINEAR, 20 * rounds)
     table("forward and backward of a layer, compiled", layers(compiled=True), LINEAR, 20 * rounds)

@@ -86,6 +86,18 @@ def test_readings_are_those_of_the_tensors() -> None:
     assert set(row["updates"]) == {name for name, _ in model.named_parameters()}
 
 
+def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
+    model, optimizer = made()
+    seen: dict[str, Tensor] = {}
+    model.get_output_embeddings = lambda: model.head
+    model.head.register_forward_pre_hook(lambda m, args: seen.update(x=args[0].detach()))
+    gauges = attach_gauges(model, optimizer, every=1)
+    trained(model, optimizer, 1)
+    logits = F.linear(seen["x"].flatten(0, 1)[:8].float(), model.head.weight.float(), model.head.bias.float())
+    expected = logits.abs().max().item(), abs(logits.logsumexp(-1).mean().item())
+    assert gauges.last is not None and gauges.last["logits"]["head"] == pytest.approx(expected, rel=0.02)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_any_module_and_any_optimizer(kind: Any) -> None:
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from narrowgauge import inductor
 from narrowgauge.errors import NarrowgaugeError
@@ -26,6 +26,7 @@ from narrowgauge.gauges.sampling import SAMPLING, Recorder, is_any_recording
 from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
+from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import METRICS, Row
@@ -126,6 +127,8 @@ class Gauges:
             elif attention.is_attention(module):
                 self._place(name, module, "attention")
                 self._undo.callback(attention.record_module(module))
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        self._head = next((name for name, layer in self._layers.items() if layer is head), "")
 
     def _place(self, name: str, module: Any, *kinds: str) -> None:
         """Give a module its entries. An attribute, not a closure, so that equal layers share code."""
@@ -162,17 +165,35 @@ class Gauges:
                 parts[f"histogram {kind}"] = exponents(torch.cat(present))
         if (moments := self.shadow.measure()) is not None:
             parts["moments"] = moments
+        if (logits := self._head_logits()) is not None:
+            parts["logits"] = logits
         fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
         if "moments" in fetched and (table := self.shadow.rows(fetched["moments"])):
             row["moments"] = table
+        if "logits" in fetched:
+            row["logits"] = {self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]}
         row["seconds"] = rounded(time.perf_counter() - began)
         self._warn_if_nothing_recorded(row)
         self.last = row
         if self.on_row is not None:
             self.on_row(row)
+
+    def _head_logits(self) -> Tensor | None:
+        """Return the largest logit and the magnitude of the mean log Z: the step's sampled inputs times the new weights.
+
+        ``None`` if the model does not name its head, as models of transformers do, or its weight is shared out over ranks.
+        """
+        head: Any = self._layers.get(self._head)
+        sample = self.recorder.samples.get(self.recorder.index("input", self._head)) if head is not None else None
+        if sample is None or is_split_over_ranks(head.weight) or sample.shape[1] != head.weight.shape[1]:
+            return None
+        logits = matmul(sample[:8].to(head.weight.dtype), head.weight.detach().t()).float()
+        if head.bias is not None:
+            logits += head.bias.detach()
+        return torch.stack([logits.abs().amax(), logits.logsumexp(-1).mean().abs()])
 
     def _warn_if_nothing_recorded(self, row: Row) -> None:
         """Warn once if no linear layer was recorded, e.g. because the code was compiled before attaching the gauges."""

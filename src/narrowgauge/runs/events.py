@@ -22,7 +22,7 @@ KINDS = frozenset({
     "warning", "divergence", "corruption", "checkpoint_damaged",
     # symptoms, each with detectors in analysis/data/detectors.toml
     "lost_updates", "unchanged_weights", "lost_decay", "noise", "frozen_moments", "underflow", "overflow", "outliers",
-    "attention", "loss_scale", "loss_spike", "gradient_spike", "growth", "dead_layer", "nonfinite",
+    "attention", "logits", "loss_scale", "loss_spike", "gradient_spike", "growth", "dead_layer", "nonfinite",
 })  # fmt: skip
 """Every kind of event."""
 

@@ -31,6 +31,7 @@ HEALTHY: Row = {
                "imprecision_share": 0.9, "lost_decay": 0.01},
     "moment": {"bias": 1.0, "frozen_fraction": 0.02},
     "attention": {"max_logit": 12.0, "entropy": 0.7},
+    "logits": {"max": 10.0, "log_z": 8.0},
     "step": {"loss": 3.0, "grad_norm": 0.5, "skipped": False},
 }  # fmt: skip
 
@@ -54,6 +55,7 @@ def gauges(step: int, **wrong: Any) -> Row:
         "updates": {f"{layer}.weight": figures("update", "updates", bad) for layer, bad in pairs},
         "moments": {f"{layer}.weight": figures("moment", "moments", bad) for layer, bad in pairs},
         "attention": {ATTENTION: figures("attention", "attention", True)},
+        "logits": {"lm_head": figures("logits", "logits", True)},
     }
 
 
@@ -92,6 +94,7 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "attention-logits": (NAIVE, sampled(attention={"max_logit": 2e4}), [], "attention", ATTENTION, 400),
     "attention-growth": (NAIVE, sampled(480, 600, attention={"max_logit": 150.0}), [], "attention", ATTENTION, 520),
     "attention-entropy": (NAIVE, sampled(attention={"entropy": 0.01}), [], "attention", ATTENTION, 440),
+    "logit-drift": (NAIVE, sampled(logits={"log_z": 31.0}), [], "logits", "lm_head", 440),
     "dead-gradient": (NAIVE, sampled(grad={"rms": 0.0}), [], "dead_layer", f"grad:{WEIGHT}", 440),
     "nonfinite": (NAIVE, sampled(input={"nonfinite": 1}), [], "nonfinite", f"input:{LAYER}", 400),
     "nonfinite-gradient": (NAIVE, sampled(output_grad={"nonfinite": 1}), [], "nonfinite", f"output_grad:{LAYER}", 400),
@@ -137,7 +140,7 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
 
     rows = [
         gauges(step, **{kind: jitter("tensor") for kind in ("weight", "input", "output_grad", "grad")}, update=jitter("update"),
-               attention=jitter("attention"))
+               attention=jitter("attention"), logits=jitter("logits"))
         for step in range(20, 2000, 20)
     ]  # fmt: skip
     steps = stepped(
