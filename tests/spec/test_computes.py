@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 import expectations
+from narrowgauge.errors import RecipeError
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Compute
 from tables import exhaustive
@@ -32,6 +37,11 @@ def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
 
 
 # ── what the casts of a product have in common ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_compute_of_ones_own_names_a_wide_dtype() -> None:
+    with pytest.raises(RecipeError, match="'mine' has the dtype 'float8_e4m3fn'"):
+        replace(COMPUTES["float8-row"], name="mine", dtype="float8_e4m3fn")
 
 
 def test_bits_of_a_value_have_its_share_of_a_scale() -> None:

@@ -188,6 +188,8 @@ def unseen(run: Run) -> dict[str, str]:
     loop, last = loop_of(run), (_compared(run) or [{}])[-1].get("unseen")
     reasons = last if isinstance(last, dict) else {}
     areas = {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)}
+    if "lost updates" in areas and run.steps and len(skipped_steps(run)) == len(run.steps):
+        areas["lost updates"] = "no step was applied"
     return areas | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
 

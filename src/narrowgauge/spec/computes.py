@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
@@ -162,6 +163,12 @@ class Compute:
     fallback: str = "bfloat16"
     default_storage: str = "word"
     owns_storages: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16", "float32"):
+            raise RecipeError(
+                f"compute '{self.name}' has the dtype '{self.dtype}'.", "Outside its casts a compute has 16 or 32 bits."
+            )
 
     def __hash__(self) -> int:
         return hash(self.name)  # hashing all fields takes a tenth of a plan

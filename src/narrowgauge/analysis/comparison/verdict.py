@@ -66,7 +66,7 @@ def _unresolved(comparison: Comparison) -> str:
         return ""
     counts = [seeds_needed(difference.spread, comparison.acceptable) or MOST_SEEDS + 1 for difference in paired]
     most = max(*counts, *(difference.num_pairs + 1 for difference in paired))
-    advice = f"--seeds {most} tells it in four of five such comparisons."
+    advice = f"{most} seeds tell it in four of five such comparisons."
     if most > MOST_SEEDS:
         advice = f"More than {MOST_SEEDS} seeds would tell: take longer runs."
     question = f"worse than {comparison.baseline} by more than 1 % of the loss or not"
