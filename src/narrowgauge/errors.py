@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 class NarrowgaugeError(Exception):
-    """The base class; ``advice`` says what to do."""
+    """Base class of the package's errors; ``advice`` says what to do."""
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)

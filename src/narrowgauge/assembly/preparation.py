@@ -80,15 +80,15 @@ def prepare(
         seed: seed of stochastic rounding.
         loss_scaler: becomes ``optimizer.loss_scaler``. ``None`` makes one if the compute is float16. Pass the loss through its
             ``scale`` before ``backward()``.
-        mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated with ``shard="none"``. Two
-            axes are replicas of a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole;
+        mesh: a ``DeviceMesh`` that contains this rank. The model is sharded over it, or replicated with ``shard="none"``. A
+            mesh of two axes replicates a sharded model. Every rank starts from rank 0's values. ``None`` keeps the model whole;
             DistributedDataParallel may wrap it afterwards.
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         narrow_gather: gather weights as the codes of their matmuls, in ``int8-row`` and ``float8-tensor``: half of bfloat16's
             bytes, the same bits. It needs a mesh.
         average: average gradients over the ranks of the mesh, as FSDP2 does. ``False`` adds them up. Use that if each loss is a
-            micro-batch's part of the step's loss. The same bits on any number of ranks need it.
+            micro-batch's part of the step's loss. The same bits on any number of ranks require it.
         options: of the optimizer: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``max_grad_norm``, ``audit_every``, ``compile``,
             ``momentum`` of :class:`narrowgauge.SGD`, ….
     Returns:

@@ -39,7 +39,7 @@ def check(
         batch: this rank's batch: tensors with a first dim of sequences, in tuples or dicts. A list holds micro-batches.
         loss: ``loss(model, batch)`` returns the objective, a mean over its batch, with the loop's autocast.
         backward: ``backward(model, batch)`` computes the gradients of a step as the loop does, with its accumulation, loss
-            scale and reductions. ``None``: the loss of each micro-batch over their number.
+            scale and reductions. ``None``: each micro-batch's loss, divided by their number.
     Returns:
         The readings beyond their bound. ``ok`` is true if none is worse than a note; ``require()`` raises otherwise.
     Raises:

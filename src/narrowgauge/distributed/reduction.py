@@ -60,8 +60,8 @@ def reduce_gradients_with(
     Returns:
         The reduction. Surround each forward and backward pass with its ``micro_batch``. Passes outside are refused.
     Raises:
-        RecipeError: an unknown row, a model on several meshes or with another reduction, or a mixed precision of FSDP2 by which
-            one rank would sum other values than several.
+        RecipeError: an unknown row, a model on several meshes or with another reduction, or an FSDP2 mixed precision with
+            which one rank would sum other values than several do.
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1, bias=False)

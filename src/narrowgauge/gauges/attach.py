@@ -36,7 +36,7 @@ from narrowgauge.torch_names import plain_name
 
 
 class GaugeNotice(UserWarning):
-    """Gauges that record nothing."""
+    """Warn that gauges record nothing."""
 
 
 class Gauges:

@@ -1,4 +1,4 @@
-"""Delayed scaling: a cast takes its scale from the amax of earlier steps, so no tensor is read twice.
+"""Delayed scaling: a cast takes its scale from the amax of earlier steps.
 
 Each operand of a layer has an amax ring buffer of ``HISTORY`` steps. Each entry holds its step. A step writes its own amax and
 scales by earlier ones. Values beyond that scale saturate and are counted. The buffer is state outside the graph: compilers,

@@ -126,7 +126,7 @@ def swap_linears(
     keep: tuple[str, ...] | None = None,
     seed: int = 0,
 ) -> NarrowLayers:
-    """Make a model's linear layers and experts compute in a compute of ``COMPUTES``, in place.
+    """Make a model's linear layers and experts multiply in the formats of a compute, in place.
 
     Parameters, names and ``state_dict`` stay. A layer is swapped unless its name matches ``keep``. On a CPU that does not
     multiply bfloat16, the other bfloat16 layers use float32 matmuls, with the same values.

@@ -291,7 +291,7 @@ def round_to(
     * ``nearest``: Ties go to the even mantissa. A scale has no mantissa: its ties go up, as do all values between its two
       smallest powers. PyTorch and ml_dtypes do the same.
     * ``toward_zero``: Take the neighbour nearer to zero. Finite values never leave the range.
-    * ``stochastic``: Take one of the two neighbours. The nearer is more probable, so the mean is the value, to 2^-30 of a step.
+    * ``stochastic``: Take one of the two neighbours. The nearer is more probable, so the mean is the value, to 2^-30 of an ulp.
       The random bits are a hash of the seed, the element's logical index and its bits. They are the same in any memory
       layout, eager and compiled.
     * Overflow means a rounded value past the largest, or an infinity. It gives infinity if the format has one, else NaN if it

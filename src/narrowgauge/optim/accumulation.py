@@ -39,8 +39,8 @@ class GradientAccumulator:
     optimizer skips the step.
 
     Args:
-        parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped. Autograd sums
-            gradients of float32 parameters.
+        parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped. Autograd itself
+            sums gradients of float32 parameters.
 
     Cost: 4 bytes per parameter from the first call on, and under 16 MiB more during a call.
 

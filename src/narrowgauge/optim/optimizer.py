@@ -58,7 +58,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Invariant: for a given history of gradients every stored bit depends only on (seed, that history). It does not depend on
     sharding, chunks, the number of threads, or compiled kernels. Matrix rules, which read whole matrices, are an exception. The
-    storage's ``vectors`` names the storage of parameters with one dimension (``master`` for ours). They cost nothing and fail
+    storage's ``vectors`` names the storage of parameters with one dimension (``master`` for ours). They are few and freeze
     first. A model flattened into one long vector counts as one.
 
     ``state`` holds a :class:`~narrowgauge.optim.state.ParameterState` for each parameter. :meth:`state_dict` returns plain
@@ -68,7 +68,7 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group may set ``storage``. If the
             optimizer has a matrix rule, a group may set ``rule="adamw"``. Parameters are already in the storage's visible
-            format (``narrowgauge.prepare`` converts them without losing the cut bits).
+            format (``narrowgauge.prepare`` converts them and stores the cut bits).
         rule: the update rule.
         defaults: the rule's options, which groups may override.
         storage: the name of a storage of ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
@@ -446,7 +446,7 @@ class Optimizer(torch.optim.Optimizer):
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, lossless and packed: a copy of each plane in the parameter's shape.
+        """Return the state, lossless and packed: a copy of each buffer in the parameter's shape.
 
         Returns:
             A dict as in ``torch.optim``. A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master``

@@ -22,7 +22,7 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Answer a question.
+    """Hold the answer of :func:`narrowgauge.plan`.
 
     Args:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.

@@ -31,7 +31,7 @@ from narrowgauge.spec.toml import load_toml
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder, read.
+    """Hold the content of a run folder, as :func:`read_run` returns it.
 
     Args:
         path: the folder.

@@ -250,7 +250,7 @@ class Storage:
     def keeps_updates(self) -> bool:
         """Return whether small updates survive. They do not if few-bit weights or second moments round to nearest.
 
-        A remainder (tail, master copy or low part) prevents this.
+        A tail, master copy or low part keeps small updates of the weight. It does not help second moments.
 
         Example:
             >>> [name for name in ("master", "word", "naive", "no-master", "kahan") if STORAGES[name].keeps_updates]

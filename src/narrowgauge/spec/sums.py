@@ -95,7 +95,7 @@ class Reduction:
 
     @property
     def is_stochastic(self) -> bool:
-        """Tell whether what travels is rounded stochastically: codes with scales of their own."""
+        """Return whether sent values are rounded stochastically: codes with scales of their own."""
         return self.scale_bits > 0
 
     def bytes_per_element(self, gradient: str) -> float:

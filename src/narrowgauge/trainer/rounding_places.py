@@ -117,7 +117,7 @@ def rounding_places(
     *,
     say: Callable[[str], object] = lambda line: None,
 ) -> RoundingPlaces:
-    """Recompute the gradients of a run's step in float32, and with each place of their rounding alone.
+    """Recompute the gradients of a run's step in float32, and with each place of rounding alone.
 
     Nothing in the run folder changes, not even a lock. The model is not compiled.
 

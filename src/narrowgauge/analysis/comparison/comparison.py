@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def cheapest(self) -> Classification | None:
-        """Return the recipe of the lowest known cost that is fit for use. With one seed each, take all without faults."""
+        """Return the cheapest recipe that is fit for use. With one seed each, all without faults are."""
         usable = [
             recipe
             for recipe in self.classes.values()
@@ -143,9 +143,9 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     Invariant: torch is not needed, nothing is written, and the same runs give the same sentences.
 
     The baseline is the most precise recipe with a finished run, no divergence and no lost updates. Recipes without
-    low-precision matmuls come first. Then more bytes per parameter, then the wider compute, then the order decide. The losses
-    never decide, or the intervals would not hold (see the module). A recipe is as good as the baseline only if it is certainly
-    no worse than by 1 % of the loss. Otherwise the verdict gives the number of seeds needed.
+    low-precision matmuls come first. Then more bytes per parameter, then the wider compute, then the order decide. Losses
+    never decide, or the intervals would not hold (see the module). A recipe is as good as the baseline only if its interval
+    ends below 1 % of the loss. Otherwise the verdict gives the number of seeds needed.
 
     Args:
         runs: finished or not, in any order.

@@ -410,7 +410,7 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
 
 
 class RunNotice(UserWarning):
-    """A warning about a recorded loop. It is in ``events.jsonl`` too."""
+    """Warn about a recorded loop. The warning is in ``events.jsonl`` too."""
 
 
 def warn(kind: str, sentence: str) -> None:
