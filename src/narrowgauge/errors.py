@@ -1,7 +1,7 @@
 """The exceptions that a user can cause.
 
 Every message states what was requested, what was found and where; ``advice`` says what to do. The command line prints both on
-one line, without a traceback, and exits with status 2.
+one line, without a traceback, and exits with ``status``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Iterable
 
 
 class NarrowgaugeError(Exception):
-    """Base class of the package's errors; ``advice`` says what to do."""
+    """Base class of the package's errors; ``advice`` says what to do, ``status`` is 2 for wrong input and 1 for a machine."""
+
+    status = 2
 
     def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
@@ -61,6 +63,8 @@ class ReportedError(NarrowgaugeError):
 
 class CorruptionError(NarrowgaugeError):
     """Memory of a rank is damaged. ``rank`` and ``tensor`` say where, if known."""
+
+    status = 1
 
     def __init__(self, message: str, advice: str = "", rank: int | None = None, tensor: str | None = None) -> None:
         super().__init__(message, advice)

@@ -51,3 +51,13 @@ def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) 
     learn(twin, other.scale, range(4))
     assert_same_bits(everything(optimizer), everything(twin))
     assert scaler.state_dict() == other.state_dict()
+
+
+def test_two_optimizers_with_one_scaler_are_refused() -> None:
+    """The first step changes the scale by which the second would divide."""
+    scaler, weights = ng.LossScaler(2.0, growth_interval=1), [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    first, second = (ng.SGD([p], lr=0.5, storage="float32", loss_scaler=scaler) for p in weights)
+    scaler.scale(sum(p.sum() for p in weights)).backward()
+    first.step()
+    with pytest.raises(ng.errors.RecipeError, match="two optimizers with one LossScaler"):
+        second.step()

@@ -91,3 +91,28 @@ def test_a_step_that_a_cuda_graph_records_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match=r"graph .* would repeat .* random bits"):
         refuse_capture(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"betas": (0.9,)}, "two numbers"), ({"lr": "1"}, "one number"), ({"seed": "x"}, "one integer"),
+     ({"audit_every": 1.5}, "one integer"), ({"storage": "bfloat16/word"}, "the storage is 'word'"),
+     ({"storage": "float32"}, "'exact', 'split' take it as it is")],
+)  # fmt: skip
+def test_wrong_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ng.errors.RecipeError, match=words):
+        ng.AdamW(parameters("word"), **options)
+
+
+def test_values_of_another_shape_or_tensor_are_not_adopted() -> None:
+    (weight,) = params = [nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))]
+    optimizer = ng.AdamW(params)
+    for weights, states, words in (
+        ({weight: torch.ones(3, 2)}, {}, "of shape"),
+        ({torch.ones(2): torch.ones(2)}, {}, "does not step"),
+        ({}, {weight: {}}, "states and no weight"),
+        ({weight: torch.ones(2, 3)}, {weight: {"exp_avg": torch.ones(3, 2)}}, "'exp_avg' of shape"),
+        ({weight: torch.ones(2, 3)}, {weight: {"momentum": torch.ones(2, 3)}}, "has exp_avg, exp_avg_sq"),
+    ):
+        with pytest.raises(ng.errors.RecipeError, match=words):
+            optimizer.adopt(weights, states)

@@ -79,6 +79,19 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     assert (state["settings"]["lr"], state["settings"]["steps"]) == (0.007, 6)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("seed", 7, "seed 7, and the run began with"),
+        ("held_out", 0.4, "held_out 0.4"),
+        ("recipe", "bfloat16/exact", "exact"),
+    ],
+)
+def test_an_edit_that_makes_another_run_is_refused(stopped: Path, name: str, value: object, says: str) -> None:
+    edit(stopped, **{name: value})
+    assert says in refused(stopped)
+
+
 def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, finished: Run) -> None:
     moved = stopped.rename(stopped.with_name("moved"))
     edit(moved, out=str(moved), stop_after=None)

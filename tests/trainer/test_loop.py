@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from narrowgauge.errors import ChipError
+from narrowgauge.errors import ChipError, NarrowgaugeError
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import config, loop, session
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.console import Console
 from trainer.tiny_runs import CASES, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,3 +136,29 @@ def test_a_run_that_compiles_by_default_runs_uncompiled_where_nothing_can_be_com
     with pytest.raises(ChipError, match="a compiled model was requested, and no C"):
         loop.train(settings(place, tmp_path / "other", steps=2, compile=True))
     assert not (tmp_path / "other").exists()
+
+
+class Reader(io.StringIO):
+    """A pipe whose reader leaves after three writes."""
+
+    def write(self, text: str) -> int:
+        if self.tell() > 200:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_a_reader_that_leaves_ends_the_run_at_a_checkpoint(place: Path, tmp_path: Path) -> None:
+    config = settings(place, tmp_path / "run", **CASES["naive"], checkpoint_every=0)
+    with pytest.raises(BrokenPipeError):
+        loop.train(config, console=Console(config.steps, 1, stream=Reader()))
+    steps = len(read_run(tmp_path / "run").steps)
+    assert 0 < steps < config.steps
+    assert loop.resume(tmp_path / "run") and (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}").is_dir()
+
+
+def test_ranks_share_the_batch_unless_the_settings_say_how() -> None:
+    config = TrainConfig(batch_size=6)
+    assert [config.on_ranks(ranks).gradient_accumulation_steps for ranks in (1, 3)] == [1, 3]
+    assert replace(config, gradient_accumulation_steps=2).on_ranks(3).gradient_accumulation_steps == 2
+    with pytest.raises(NarrowgaugeError, match="6 sequences cannot be split into 4"):
+        config.on_ranks(4)

@@ -23,7 +23,7 @@ TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 
 NOT_COMPARED = frozenset({
     "out", "stop_after", "eval_every", "checkpoint_every", "keep_checkpoints", "log_every",
-    "gauges_every", "audit_every", "verify_every", "fingerprints_every",
+    "gauges_every", "audit_every", "verify_every", "fingerprints_every", "unigram_loss",
 })  # fmt: skip
 """Settings that do not affect the bits of training."""
 
@@ -64,7 +64,8 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
         first, second = (run.get(table) for run in (first_run, second_run))
         if isinstance(first, dict) and isinstance(second, dict):
             for difference in _of_table(table, first, second):
-                repeats = table == "optimizer" and difference.name in named  # its groups repeat the settings
+                # Both repeat settings: the optimizer's groups, and the seed of the data.
+                repeats = table in ("optimizer", "data") and difference.name in named
                 # The same content in another folder is not a difference.
                 are_paths = all("/" in value or "\\" in value for value in difference.values)
                 moved = table == "config" and difference.name in same and are_paths
@@ -85,7 +86,7 @@ def _of_table(
     if table == "machine":  # a single process records no rank count
         names = [*names, *({"ranks"} & (first_table.keys() ^ second_table.keys()))]
     for name in names:
-        if table == "config" and name in NOT_COMPARED:
+        if name in NOT_COMPARED:
             continue
         first, second = first_table.get(name, 1), second_table.get(name, 1)
         if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":

@@ -14,6 +14,7 @@ reported and skipped. Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -78,6 +79,14 @@ def latest_checkpoint(
             return checkpoint
         on_damaged(checkpoint.path, reason)
     return None
+
+
+def newest_state(folder: Path) -> dict[str, Any]:
+    """Return the state of a run's newest checkpoint, without a check of its tensors; empty if there is none."""
+    for checkpoint in _listed(Path(folder) / _FOLDER):
+        with contextlib.suppress(NarrowgaugeError, ValueError):
+            return checkpoint.state()
+    return {}
 
 
 def damage(path: Path, ranks: Ranks = ALONE) -> str:

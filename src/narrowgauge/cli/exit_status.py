@@ -17,7 +17,7 @@ from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, sugg
 
 
 class CommandGroup(click.Group):
-    """Exits with status 2 for invalid input, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Exits with status 2 for invalid input, 1 for a machine that fails, 130 after Ctrl-C, 143 after SIGTERM."""
 
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
@@ -31,27 +31,29 @@ class CommandGroup(click.Group):
         extra.setdefault("obj", list(sys.argv[1:] if args is None else args))
         try:
             status = _recorded(super().main)(args, prog_name, **extra)
-            sys.stdout.flush()
+            if sys.stdout is not None:  # else it was closed before
+                sys.stdout.flush()
         except BrokenPipeError:  # a reader that leaves early, such as head, is not an error
             sys.stdout, status = io.StringIO(), 1  # Python flushes again on exit
         except ReportedError as error:
             status = error.status
         except NarrowgaugeError as error:
-            status = _print_error(type(error).__name__, str(error), 2)
+            status = _print_error(type(error).__name__, str(error), error.status)
         except click.Abort as abort:
             code = 143 if isinstance(abort.__cause__, Terminated) else 130
             status = _print_error("Interrupted", str(abort) or "the command was stopped.", code)
         except click.ClickException as error:
             status = _print_error("UsageError", _with_advice(error), 2)
         except OSError as error:
+            status = 1
             if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT):
                 sys.stdout = io.StringIO()
                 message = f"Cannot write to standard output: {error.strerror}. Redirect it to another place."
             elif error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-                message = f"Cannot open '{error.filename}': {error.strerror}. Name another path."
+                message, status = f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2
             else:
                 raise  # a bug
-            status = _print_error("OSError", message, 2)
+            _print_error("OSError", message, status)
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:

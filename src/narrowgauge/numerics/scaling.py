@@ -76,6 +76,8 @@ class LossScaler:
         self._waits_for_device = True
         self.request: object = None
         """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
+        self.stepped: object = None
+        """The request of the latest step."""
         self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32)}
         for name in COUNTERS:
             value = hysteresis if name == "lives" else 0

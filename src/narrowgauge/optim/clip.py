@@ -128,7 +128,12 @@ class StepControl:
                     "own torch.amp.GradScaler scale the loss (fp16=True, '16-mixed'), or take a bfloat16 recipe.",
                 )
             return grad_scale, False
-        self._request = scaler.request
+        if scaler.stepped is scaler.request:
+            raise RecipeError(
+                "Cannot step two optimizers with one LossScaler: the first step has changed the scale of the loss.",
+                "Put all parameters into one optimizer, in param groups, or scale the loss with torch.amp.GradScaler.",
+            )
+        self._request = scaler.stepped = scaler.request
         ours = scaler.scale_tensor
         return ours if grad_scale is None else grad_scale.to(ours.device) * ours, True
 

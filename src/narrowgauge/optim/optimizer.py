@@ -107,7 +107,7 @@ class Optimizer(torch.optim.Optimizer):
         if unknown := flags.keys() - set(FLAGS):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
         check_options({**defaults, **flags}, rule)
-        Range().check("audit_every", audit_every)
+        Range(is_integer=True).check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
         self.rule, self.compile = rule, compile
@@ -261,7 +261,17 @@ class Optimizer(torch.optim.Optimizer):
             values: the float32 weight of each parameter, of its shape, rounded to nearest.
             states: the float32 states of each parameter by name. ``step`` is the number of steps taken. A stochastic
                 code rounds stochastically here. Rounded to nearest, many equal values would have the same error.
+        Raises:
+            RecipeError: a tensor is not a parameter of the optimizer, a state has no weight or an unknown name, or a value
+                has another shape.
         """
+        known = {p for group in self.param_groups for p in group["params"] if p in values}
+        if unknown := {*values, *(states or {})} - known:
+            raise RecipeError(
+                f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the optimizer does not step it, or it "
+                "has states and no weight.",
+                "Pass a weight for each parameter, by the parameters of this optimizer.",
+            )
         for group in self.param_groups:
             members = [p for p in group["params"] if p in values]
             with torch.no_grad():

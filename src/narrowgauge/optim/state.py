@@ -237,6 +237,9 @@ class ParameterState:
 
     def put(self, name: str, values: Tensor, seed: Tensor | None = None) -> None:
         """Store the values of a state, as :meth:`adopt` does for the weight."""
+        if name not in self.shapes_of_states:
+            states = ", ".join(self.shapes_of_states)
+            raise RecipeError(f"Cannot adopt '{name}': rule '{self.kernel.rule.name}' has {states or 'no states'}.")
         if name in self.extras:
             self.put_extra(name, values, seed)
             return
@@ -255,6 +258,10 @@ class ParameterState:
 
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
+        if values.shape != self.parameter.shape:
+            raise RecipeError(
+                f"Cannot adopt a '{name}' of shape {tuple(values.shape)} for a parameter of shape {tuple(self.parameter.shape)}."
+            )
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
         value = values.detach().float().contiguous().reshape(matrix)
         if name in self.bounds:

@@ -99,7 +99,11 @@ def known_row(storage: object) -> Storage:
     """Return the row of a name."""
     row = STORAGES.get(storage) if isinstance(storage, str) else None
     if row is None:
-        near = suggestion(storage, STORAGES) if isinstance(storage, str) else ""
+        near, last = (
+            (suggestion(storage, STORAGES), storage.rpartition("/")[2]) if isinstance(storage, str) else ("", "")
+        )
+        if last in STORAGES:
+            near = f"A recipe is a compute and a storage; the storage is '{last}'."
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
     return row
 
@@ -107,13 +111,18 @@ def known_row(storage: object) -> Storage:
 def check_visible(parameter: Tensor, storage: Storage) -> None:
     """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):
+        rows = [row.name for row in STORAGES.values() if getattr(torch, row.visible) is parameter.dtype]
+        advice = "Leave it to an optimizer of torch.optim: no storage holds it."
+        if parameter.dtype is torch.float64:
+            advice = "Call model.float() first."
+        elif rows:
+            advice = f"{', '.join(map(repr, rows[:3]))} take it as it is, in a param group of its own if other weights differ"
+            wide = "; narrowgauge.prepare converts a float32 model without losing the bits that are cut"
+            advice += f"{wide if parameter.dtype is torch.float32 else ''}."
         raise RecipeError(
             f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
             f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
-            "Call model.float() first."
-            if parameter.dtype is torch.float64
-            else "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
-            "storage='float32' takes it as it is.",
+            advice,
         )
 
 

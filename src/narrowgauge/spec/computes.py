@@ -289,7 +289,7 @@ _COMPUTES = (
     ),
     Compute(
         "bfloat16", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
-        purpose="the usual default: 8 bits of precision, float32's range, accumulation in float32", source="Kalamkar et al. 2019",
+        purpose="8 bits of precision, float32's range, accumulation in float32", source="Kalamkar et al. 2019",
     ),
     Compute(
         "float16", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),

@@ -320,7 +320,7 @@ STORAGES: dict[str, Storage] = {
         ),
         _row(
             "weight8", "bfloat16", "float8-row-stochastic+e4m3-row+e5m3-row", fallback="states8",
-            loses="20 bits of the weight and of each moment, all stochastic: no bias, noise of 2^-4 per step",
+            loses="20 bits of the weight (in 2 bytes) and of each moment, all stochastic: no bias, noise of 2^-4 per step",
             source="Narrowgauge; 8-bit master weights as in FP8-LM's ablation (Peng et al. 2023, 2310.18313, table 6, #3)",
         ),
         _row(

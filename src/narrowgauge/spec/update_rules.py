@@ -18,27 +18,34 @@ from narrowgauge.spec.storages import Storage
 # ── what an option may be ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+_ANY = "a number"
+
+
 @dataclass(frozen=True)
 class Range:
-    """A numeric option in ``[low, high)``, or in ``(low, high)`` if ``above``. NaN is never inside."""
+    """A numeric option in ``[low, high)``, or in ``(low, high)`` if ``above``. NaN is never inside. A pair has two of them."""
 
     low: float = 0.0
     high: float = math.inf
     above: bool = False
     is_integer: bool = False
+    is_pair: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value outside the range. For a pair, check both."""
         parts = value if isinstance(value, (tuple, list)) else (value,)
+        if self.is_pair and len(parts) != 2:
+            raise RecipeError(f"{name} = {value!r} was requested; it must be two numbers, {self}.")
         for place, part in enumerate(parts):
             label = name if part is value else f"{'beta' if name == 'betas' else name}{place + 1}"
             try:
-                if isinstance(part, bool):
+                if isinstance(part, (bool, str)):
                     raise TypeError
                 number = operator.index(part) if self.is_integer else float(part)
             except (TypeError, ValueError, RuntimeError):
                 kind = "integer" if self.is_integer else "number"
-                raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}, {self}.") from None
+                limits = "" if str(self) == _ANY else f", {self}"
+                raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}{limits}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
                 shown = part if isinstance(part, (int, float)) else number
                 finite = "" if self.is_integer else " and finite"
@@ -46,7 +53,7 @@ class Range:
 
     def __str__(self) -> str:
         low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
-        return " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])]) or "a number"
+        return " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])]) or _ANY
 
 
 @dataclass(frozen=True)
@@ -127,9 +134,9 @@ class UpdateRule:
     @property
     def laws(self) -> Laws:
         """Return the allowed values of a param group's options."""
-        ranges: Laws = {"lr": Range(), "weight_decay": Range()}
+        ranges: Laws = {"lr": Range(), "weight_decay": Range(), "seed": Range(-math.inf, is_integer=True)}
         if "beta1" in self.settings:
-            ranges["betas"] = Range(0, 1)
+            ranges["betas"] = Range(0, 1, is_pair=True)
         if "eps" in self.settings:
             ranges[self.eps_option] = Range()
         return ranges | {option.name: option.law for option in self.options}

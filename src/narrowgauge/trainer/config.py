@@ -133,7 +133,8 @@ class TrainConfig:
     steps: int = count(400, "Optimizer steps.")
     batch_size: int = count(8, "Sequences per optimizer step.")
     sequence_length: int = count(256, "Tokens per sequence.")
-    gradient_accumulation_steps: int = count(1, "Micro-batches per optimizer step; must divide the batch size.")
+    gradient_accumulation_steps: int = count(
+        1, "Micro-batches per optimizer step, at least one for each rank; must divide the batch size.")
     lr: float | None = setting(
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
         "0.0003]", Range(above=True))
@@ -280,6 +281,14 @@ class TrainConfig:
                 f"a compiled model was requested, and {missing}.",
                 "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
             )
+
+    def on_ranks(self, num_ranks: int) -> TrainConfig:
+        """Return the settings with a micro-batch for each rank, unless the settings name several."""
+        config = self
+        if self.gradient_accumulation_steps == 1:
+            config = replace(self, gradient_accumulation_steps=num_ranks)
+            config.require_agreement()
+        return config
 
     def require_ranks(self, num_ranks: int) -> None:
         """Refuse a number of ranks that the settings do not fit."""

@@ -36,6 +36,8 @@ from narrowgauge.trainer.resume_checks import changed_settings, unfinished_run
 from narrowgauge.trainer.session import Session, build, data_of_run, describe, prepare_tokens
 from narrowgauge.trainer.step import evaluate, train_step
 
+_SIGPIPE = getattr(signal, "SIGPIPE", signal.SIGTERM)  # Windows has none
+
 
 class DivergenceError(NarrowgaugeError):
     """Training was stopped at a bad step, as requested."""
@@ -51,7 +53,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
     ranks = all_ranks()
-    config = ranks.of_first(lambda: config.validated())
+    config = ranks.of_first(lambda: config.validated().on_ranks(ranks.size))
     folder = Path(str(config.out))
     with console or _console(config) as shown:
         shown.stage("preparing the data")
@@ -179,7 +181,8 @@ def _run(session: Session, record: Record, console: Console) -> None:
                     record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK))
                     raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
                 # A signal may reach the ranks in different steps. All stop after the same step.
-                number = here.largest(signals[0] if signals else 0)
+                left = _SIGPIPE if console.reader_left else 0
+                number = here.largest(signals[0] if signals else left)
                 is_stopping = bool(number) or (session.step == config.stop_after and not is_last)
                 if is_stopping or is_last or _is_due(session.step, config.checkpoint_every):
                     save()
@@ -190,7 +193,8 @@ def _run(session: Session, record: Record, console: Console) -> None:
                         f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
                     )
                     if number:
-                        raise Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+                        ends = {signal.SIGTERM: Terminated, _SIGPIPE: BrokenPipeError}
+                        raise ends.get(signal.Signals(number), KeyboardInterrupt)()
                     return
             summary = _summary(session, record)
             session.saver.close()

@@ -13,6 +13,8 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.lines import json_value
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import short
+from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
 
 _FREE = ("out", "stop_after", "verify_every")
@@ -33,6 +35,20 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
     names = [name for name in {**first, **second} if name not in _FREE and first.get(name) != second.get(name)]
     return [(name, text(first, name), text(second, name)) for name in names]
+
+
+def require_same_run(run: Run, config: TrainConfig) -> None:
+    """Refuse edited settings that a started run cannot change: its model, storage and split of the data."""
+    from narrowgauge.checkpoints.saving import newest_state  # needs PyTorch, which takes seconds
+
+    saved = newest_state(run.path).get("settings", {})
+    for name, old, new in changed_settings(saved, config.to_dict()) if saved else ():
+        is_fixed = name in ("seed", "held_out") or (name == "model" and {old, new} & MODELS.keys())
+        if is_fixed or (name == "recipe" and parse(saved["recipe"]).storage != config.recipe.storage):
+            raise RecordError(
+                f"{run.path / 'run.toml'} says {name} {new}, and the run began with {old}.",
+                "Put it back, or start another run with narrowgauge train.",
+            )
 
 
 def run_of_trainer(folder: Path) -> Run:

@@ -46,7 +46,7 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
-from narrowgauge.trainer.resume_checks import run_of_trainer
+from narrowgauge.trainer.resume_checks import require_same_run, run_of_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -256,6 +256,7 @@ def describe(session: Session) -> dict[str, Any]:
             "seed": session.config.seed,
             "fingerprint": session.data.fingerprint,
             "tokens": session.data.num_tokens,
+            "unigram_loss": session.data.unigram_loss(),
         },
         "model": describe_model(session.model),
     }
@@ -282,6 +283,7 @@ def load(folder: str | Path) -> Session:
 
 def data_of_run(run: Run, config: TrainConfig) -> Dataset:
     """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
+    require_same_run(run, config)
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
         data = open_data(str(recorded.get("folder")), config.held_out, config.seed)

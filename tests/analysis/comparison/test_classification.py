@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,3 +113,8 @@ def test_the_cheapest_is_fit(groups: list[list[Run]], cheapest: str | None) -> N
 
 def test_what_might_be_cheaper_is_named_with_the_seeds_that_would_tell() -> None:
     assert any("bfloat16/compact" in line and "seeds tell it" in line for line in compared(MASTER, UNSURE).verdict)
+
+
+def test_models_that_learned_nothing_give_no_verdict() -> None:
+    runs = [replace(run, run={**run.run, "data": {"unigram_loss": 4.05}}) for run in (*MASTER, *word(4.0, 4.1, 4.2))]
+    assert "No recipe is named: bfloat16/master learned no more" in compared(runs).verdict[0]

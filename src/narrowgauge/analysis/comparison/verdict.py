@@ -35,6 +35,12 @@ def _cheapest(comparison: Comparison) -> str:
         if base is not None and len(comparison.classes) == 1:
             return f"{base} alone was run: validation loss {shown_loss(comparison.rows[0]['val_loss'])}."
         return "No two recipes have a finished run with a seed in common, so nothing can be compared."
+    tables = [run.run.run.get("data") or {} for run in comparison.classes[base].runs]
+    levels = [table["unigram_loss"] for table in tables if "unigram_loss" in table]
+    if levels and not comparison.classes[base].row["val_loss"] < min(levels):
+        return (
+            f"No recipe is named: {base} learned no more than token frequencies, at {min(levels):.4f}. Take more steps."
+        )
     best = comparison.cheapest
     if best is None:
         has_bytes = any(recipe.row["bytes_per_param"] is not None for recipe in comparison.classes.values())

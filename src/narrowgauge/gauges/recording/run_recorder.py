@@ -122,6 +122,10 @@ class RunRecorder:
         on_row: OnRow | None = None,
         resume: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise RecipeError(
+                f"RunRecorder records a module, and got a {type(model).__name__}.", "Pass the model first."
+            )
         require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
         policy = _recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
