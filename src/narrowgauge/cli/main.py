@@ -11,6 +11,7 @@ import dataclasses
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,9 @@ def _run(config: TrainConfig, function: Callable[[], Path]) -> None:
     from narrowgauge.distributed import job
 
     keep_pages()
+    # PyTorch's own, of calls within FSDP2 and of its logger, at every step.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
     with job.joined(), job.threads_of(config.threads, config.recipe.reduction.order_invariant):
         job.require_same(config.to_dict())
         folder = function()
@@ -172,7 +176,7 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
     config = dataclasses.replace(defaults, **flags.given(settings))
     num_ranks, out = _ranks_to_start(nproc), config.out
     if job.world_size() == 1:
-        config = config.validated()
+        config = config.validated().on_ranks(num_ranks or 1)
         config.require_ranks(num_ranks or 1)
     if num_ranks:
         words = click.get_current_context().obj
