@@ -44,8 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", nargs="+", default=CASES, help="the cases (default: all)")
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="peak learning rates")
     args, options = parser.parse_known_args()  # the rest are options of narrowgauge train
-    for recipe, lr in itertools.product(args.recipes, RATES):
+    for recipe, lr in itertools.product(args.recipes, args.rates):
         lossy, plain = ([trained(args.folder, name, lr, seed, options) for seed in SEEDS] for name in (recipe, WORD))
         # As diagnose says it: the mean over audited steps.
         edq = fmean(fmean(row["edq"] for row in run.steps if row.get("edq") is not None) for run in lossy)
