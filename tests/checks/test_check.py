@@ -177,6 +177,16 @@ def one_weight(value: Tensor, **options: Any) -> tuple[nn.Module, torch.optim.Op
     return nn.ParameterList([weight]), torch.optim.AdamW([weight], **options)
 
 
+def test_each_rate_has_its_own_reading_of_the_tensors_that_it_names() -> None:
+    torch.manual_seed(0)
+    small, *large = (nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(3))
+    groups = [{"params": [p], "lr": lr} for p, lr in zip((*large, small), (3e-2, 1e-3, 5e-4), strict=True)]
+    check = ng.check(nn.ParameterList([small, *large]), torch.optim.AdamW(groups, betas=(0.9, 0.95)))
+    lost = {r.tensor: r for r in check if r.what == "lost-updates"}
+    assert lost.keys() == {"0", "2"} and all(r.excess > 1 for r in lost.values())
+    assert "at lr 0.0005," in lost["0"].advice and "at lr 0.001," in lost["2"].advice
+
+
 @pytest.mark.parametrize("lr", [3e-4, 6e-4, 2e-3])
 def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     """Gradients of random sign, a bfloat16 weight: the EDQ before the run beside that of 60 steps."""
