@@ -60,6 +60,15 @@ def parameters_twice(_: Path) -> ng.analysis.Readings:
     return ng.check(model, torch.optim.AdamW(tied))
 
 
+def nonfinite_weights(_: Path) -> ng.analysis.Readings:
+    model, optimizer = torch_adamw(torch.float32)
+    model[1].weight.data[0, 0], model[4].weight.data[0, 0] = float("nan"), float("-inf")
+    model[3].register_parameter("mask", nn.Parameter(torch.full((2, 2), float("-inf")), requires_grad=False))
+    check = ng.check(model, optimizer)
+    assert [r.value for r in check] == [2]
+    return check
+
+
 # ── what rounding loses ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -88,6 +97,7 @@ PROVOKED: dict[str, tuple[Loop, set[str]]] = {
     "missing-parameters": (missing_parameters, set()),
     "replaced-parameters": (replaced_parameters, set()),
     "parameters-twice": (parameters_twice, set()),
+    "nonfinite-weights": (nonfinite_weights, set()),
     "stands-still": (sixteen_bits, NARROW),
     "swallowed-decay": (sixteen_bits, NARROW),
     "truncated-setting": (truncated_setting, NARROW),

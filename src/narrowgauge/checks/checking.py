@@ -45,7 +45,7 @@ def check(
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without ``loss``.
 
-    Cost: reads 4,096 elements of each parameter. With ``batch`` three passes of a float32 copy, and one of the model.
+    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: three passes of a float32 copy, one of the model.
 
     Example:
         >>> import torch, narrowgauge as ng

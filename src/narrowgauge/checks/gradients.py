@@ -275,7 +275,12 @@ def _compared(
         factor = float((g * r).sum()) / length**2 if length else 0.0
         if bad := int((~g.isfinite()).sum()):
             if all(reading.what != "nonfinite-gradient" for reading in readings):  # the first in backward
-                readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0))
+                wide = (
+                    "float32's are"
+                    if bool(r.isfinite().all())
+                    else "nor are float32's, so look at weights, data and loss"
+                )
+                readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
         elif not bool(g.any()) and (length or name not in gradients):
             readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
         elif distance <= bound:
