@@ -178,6 +178,18 @@ def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate
     assert not whats(ng.check(model, torch.optim.AdamW(model.parameters())))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_a_parameter_of_another_format_is_named_and_not_judged(dtype: torch.dtype) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(8, 8).to(dtype))])
+
+    def loss(model: nn.Module, _: Any) -> Tensor:
+        return model[0].to(torch.complex64).abs().sum()
+
+    check = ng.check(model, torch.optim.AdamW(model.parameters()), batch=TOKENS, loss=loss)
+    assert not whats(check) and check.unseen["updates of 0"] == str(dtype).removeprefix("torch.")
+    assert ("the gradient" in check.unseen) == dtype.is_complex, check
+
+
 # ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

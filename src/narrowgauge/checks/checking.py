@@ -57,7 +57,7 @@ def check(
     if (batch is None) != (loss is None):
         raise RecipeError("Cannot compare gradients because batch= needs loss=, and loss= needs batch=.", "Pass both.")
     set_up = set_up_of(model, optimizer)
-    readings, lines, unseen = [*static_readings(set_up)], described(set_up), dict[str, str]()
+    readings, lines, unseen = [*static_readings(set_up)], described(set_up), set_up.unseen
     if loss is not None:
         more, words = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words

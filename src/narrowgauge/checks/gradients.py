@@ -67,6 +67,9 @@ def gradient_readings(
         Readings beyond rounding, the same on every rank; and a line about the equal gradients.
     """
     ranks, model = all_ranks(), set_up.model
+    if any(p.is_complex() for p in model.parameters()):
+        unseen["the gradient"] = "complex parameters"
+        return [], []
     parts = list(batch) if isinstance(batch, list) else [batch]
     with put_back(model):
         for module in model.modules():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.analysis.reading import of_all
 from narrowgauge.checks.step_samples import spread
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
@@ -65,6 +66,11 @@ class SteppedParameter:
         return dict(self.optimizer.state.get(self.parameter, {}))
 
     @property
+    def unpredicted(self) -> str:
+        """Return why its updates are not predicted, or an empty text."""
+        return "" if self.parameter.dtype in NAIVE else dtype_name(self.parameter.dtype)
+
+    @property
     def is_short(self) -> bool:
         """Return whether a change below 0.5 ulp of a 16-bit weight is lost."""
         return self.storage.visible != "float32" and self.keeps_nothing
@@ -111,8 +117,21 @@ class SetUp:
 
     @property
     def trained(self) -> list[SteppedParameter]:
-        """Return the stepped parameters that have values and are not frozen."""
-        return [p for p in self.stepped if p.parameter.requires_grad and not p.parameter.is_meta]
+        """Return the stepped parameters that have values of a known format and are not frozen."""
+        return [
+            p
+            for p in self.stepped
+            if p.parameter.requires_grad and not p.parameter.is_meta and p.parameter.dtype in NAIVE
+        ]
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """Return the parameters whose updates are not predicted, and the reasons."""
+        names: dict[str, list[str]] = {}
+        for p in self.stepped:
+            if p.parameter.requires_grad and p.unpredicted:
+                names.setdefault(p.unpredicted, []).append(p.name)
+        return {f"updates of {of_all(members)}": reason for reason, members in names.items()}
 
 
 def set_up_of(model: Any, optimizer: Any) -> SetUp:
