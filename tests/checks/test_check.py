@@ -209,6 +209,12 @@ def test_each_rate_has_its_own_reading_of_the_tensors_that_it_names() -> None:
     assert "at lr 0.0005," in lost["0"].advice and "at lr 0.001," in lost["2"].advice
 
 
+def test_the_rate_is_the_peak_of_a_schedule() -> None:
+    model, optimizer = one_weight(torch.randn(64, 64), lr=1e-3)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100)
+    assert not len(ng.check(model, optimizer))
+
+
 @pytest.mark.parametrize("lr", [3e-4, 6e-4, 2e-3])
 def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     """Gradients of random sign, a bfloat16 weight: the EDQ before the run beside that of 60 steps."""

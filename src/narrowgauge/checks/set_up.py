@@ -57,9 +57,9 @@ class SteppedParameter:
 
     @property
     def rate(self) -> float:
-        """Return the larger of the learning rate and the initial rate that a schedule multiplies."""
+        """Return the largest of the learning rate, the initial rate that a schedule multiplies, and a cycle's peak."""
         # Some have None: transformers' Adafactor computes its own.
-        return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr"))
+        return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr", "max_lr"))
 
     @property
     def state(self) -> dict[str, Any]:
