@@ -19,7 +19,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import plain_name
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -67,8 +67,12 @@ class SteppedParameter:
 
     @property
     def unpredicted(self) -> str:
-        """Return why its updates are not predicted, or an empty text."""
-        return "" if self.parameter.dtype in NAIVE else dtype_name(self.parameter.dtype)
+        """Return why its updates are not predicted: an unknown format, or a stored weight unlike the visible one."""
+        row, dtype = self.storage, self.parameter.dtype
+        if dtype not in NAIVE:
+            return dtype_name(dtype)
+        is_visible = row.weight.mantissa_bits == 23 - VISIBLE[row.visible][1]
+        return "" if row.beside or is_visible else f'storage "{row.name}"'
 
     @property
     def is_short(self) -> bool:

@@ -34,9 +34,10 @@ DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 def update_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated settings."""
-    still = [p for p in set_up.trained if _stands_still(p)]
+    trained = [p for p in set_up.trained if not p.unpredicted]
+    still = [p for p in trained if _stands_still(p)]
     yield from _standing_still(still)
-    yield from _lost_updates([p for p in set_up.trained if p.is_short and p not in still])
+    yield from _lost_updates([p for p in trained if p.is_short and p not in still])
     yield from _swallowed_decay(set_up)
     yield from _frozen_second_moment(set_up)
     yield from _truncated(set_up)
