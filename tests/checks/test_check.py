@@ -216,6 +216,15 @@ def test_each_rate_has_its_own_reading_of_the_tensors_that_it_names() -> None:
     assert "at lr 0.0005," in lost["0"].advice and "at lr 0.001," in lost["2"].advice
 
 
+@pytest.mark.parametrize(("number", "words"), [(1, "1 norm weight stays "), (2, "2 norm weights stay ")])
+def test_one_tensor_and_several_take_their_own_verb(number: int, words: str) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(8).bfloat16()) for _ in range(number)])
+    (reading,) = [
+        r for r in ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-3)) if r.what == "stands-still"
+    ]
+    assert reading.advice.startswith(words)
+
+
 def test_the_rate_is_the_peak_of_a_schedule() -> None:
     model, optimizer = one_weight(torch.randn(64, 64), lr=1e-3)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100)

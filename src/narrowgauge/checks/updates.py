@@ -101,8 +101,9 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         needed = spacing / 4 if are_ones else spacing / 2
         is_flat = all(p.parameter.ndim < 2 for p in members)
         things = counted(len(members), "norm weight" if are_ones else "vector" if is_flat else "tensor")
+        things, them = (f"{things} stays", "it") if len(members) == 1 else (f"{things} stay", "them")
         yield KINDS["stands-still"].reading(
-            of_all(p.name for p in members), rate, None, needed, things=things, typical=typical, rate=rate,
+            of_all(p.name for p in members), rate, None, needed, things=things, them=them, typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,
         )  # fmt: skip
 
