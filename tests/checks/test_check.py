@@ -60,6 +60,15 @@ def parameters_twice(_: Path) -> ng.analysis.Readings:
     return ng.check(model, torch.optim.AdamW(tied))
 
 
+def nonfinite_weights(_: Path) -> ng.analysis.Readings:
+    model, optimizer = torch_adamw(torch.float32)
+    model[1].weight.data[0, 0], model[4].weight.data[0, 0] = float("nan"), float("-inf")
+    model[3].register_parameter("mask", nn.Parameter(torch.full((2, 2), float("-inf")), requires_grad=False))
+    check = ng.check(model, optimizer)
+    assert [r.value for r in check] == [2]
+    return check
+
+
 # ── what rounding loses ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -88,6 +97,7 @@ PROVOKED: dict[str, tuple[Loop, set[str]]] = {
     "missing-parameters": (missing_parameters, set()),
     "replaced-parameters": (replaced_parameters, set()),
     "parameters-twice": (parameters_twice, set()),
+    "nonfinite-weights": (nonfinite_weights, set()),
     "stands-still": (sixteen_bits, NARROW),
     "swallowed-decay": (sixteen_bits, NARROW),
     "truncated-setting": (truncated_setting, NARROW),
@@ -168,6 +178,25 @@ def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate
     assert not whats(ng.check(model, torch.optim.AdamW(model.parameters())))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_a_parameter_of_another_format_is_named_and_not_judged(dtype: torch.dtype) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(8, 8).to(dtype))])
+
+    def loss(model: nn.Module, _: Any) -> Tensor:
+        return model[0].to(torch.complex64).abs().sum()
+
+    check = ng.check(model, torch.optim.AdamW(model.parameters()), batch=TOKENS, loss=loss)
+    assert not whats(check) and check.unseen["updates of 0"] == str(dtype).removeprefix("torch.")
+    assert ("the gradient" in check.unseen) == dtype.is_complex, check
+
+
+@pytest.mark.parametrize("storage", ["nearest8", "weight8"])
+def test_a_stored_weight_unlike_the_visible_one_is_named_and_not_predicted(storage: str) -> None:
+    weight = nn.Parameter(torch.randn(64, 64).bfloat16())
+    check = ng.check(nn.ParameterList([weight]), ng.AdamW([weight], lr=1e-3, storage=storage, weight_decay=0.0))
+    assert "lost-updates" not in whats(check) and check.unseen == {"updates of 0": f'storage "{storage}"'}
+
+
 # ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -175,6 +204,31 @@ def one_weight(value: Tensor, **options: Any) -> tuple[nn.Module, torch.optim.Op
     weight = nn.Parameter(value.bfloat16())
     options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, **options}
     return nn.ParameterList([weight]), torch.optim.AdamW([weight], **options)
+
+
+def test_each_rate_has_its_own_reading_of_the_tensors_that_it_names() -> None:
+    torch.manual_seed(0)
+    small, *large = (nn.Parameter(torch.randn(64, 64).bfloat16()) for _ in range(3))
+    groups = [{"params": [p], "lr": lr} for p, lr in zip((*large, small), (3e-2, 1e-3, 5e-4), strict=True)]
+    check = ng.check(nn.ParameterList([small, *large]), torch.optim.AdamW(groups, betas=(0.9, 0.95)))
+    lost = {r.tensor: r for r in check if r.what == "lost-updates"}
+    assert lost.keys() == {"0", "2"} and all(r.excess > 1 for r in lost.values())
+    assert "at lr 0.0005," in lost["0"].advice and "at lr 0.001," in lost["2"].advice
+
+
+@pytest.mark.parametrize(("number", "words"), [(1, "1 norm weight stays "), (2, "2 norm weights stay ")])
+def test_one_tensor_and_several_take_their_own_verb(number: int, words: str) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(8).bfloat16()) for _ in range(number)])
+    (reading,) = [
+        r for r in ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-3)) if r.what == "stands-still"
+    ]
+    assert reading.advice.startswith(words)
+
+
+def test_the_rate_is_the_peak_of_a_schedule() -> None:
+    model, optimizer = one_weight(torch.randn(64, 64), lr=1e-3)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100)
+    assert not len(ng.check(model, optimizer))
 
 
 @pytest.mark.parametrize("lr", [3e-4, 6e-4, 2e-3])

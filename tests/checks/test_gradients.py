@@ -180,6 +180,13 @@ def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward()
 
     result = check(Model(), tokens_of(0), overflow)
     assert [(r.what, r.tensor) for r in result] == [("nonfinite-gradient", "norm.weight")]
+    assert "; float32's are. " in result[0].advice
+
+    def infinite(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, batch) * float("inf")
+
+    result = check(Model(), tokens_of(0), loss=infinite)
+    assert [r.what for r in result] == ["nonfinite-gradient"] and "; nor are float32's" in result[0].advice
 
 
 # ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,6 +108,25 @@ def test_states_that_torch_casts_at_a_load_are_not_the_same_value() -> None:
     result = ng.check_resume(step, lambda: copy.deepcopy(optimizer.state_dict()), load)
     (reading,) = [r for r in result if r.tensor == "optimizer.momentum_buffer"]
     assert "float32 of norm" in reading.advice and "bfloat16 of norm" in reading.advice
+
+
+STATES: dict[str, Callable[[int], Any]] = {
+    "a long list": lambda seed: [*range(100), seed],
+    "a long list of dicts": lambda seed: [{"lr": seed}] * 20,
+    "a number of NumPy": np.int64,
+    "a set": lambda seed: {1, seed},
+}
+
+
+@pytest.mark.parametrize("name", [*STATES, "an object"])
+def test_every_state_is_compared_or_named_as_not_looked_at(name: str) -> None:
+    make = STATES.get(name, lambda seed: random.Random(seed))
+    saved, fresh = {"state": make(3)}, {"state": make(7)}
+    result = ng.check_resume(lambda: saved, lambda: None, lambda _: (fresh, lambda: fresh))
+    if name in STATES:
+        assert [r.tensor for r in result] == ["state"] and not result.unseen
+    else:
+        assert result.unseen == {"state": "Random has no state_dict()"}
 
 
 def sharded(rank: int, place: str, is_saving: bool) -> Any:

@@ -74,7 +74,8 @@ DAMAGED = {
         "which is not a number": [state(log_history=[{"loss": "low", "step": 1}])],
     },
     "metrics.csv": {
-        "no column of steps": [""],
+        "no column of steps": ["loss\n1.0\n"],
+        "has no rows": ["", "step,loss\n"],
         "line 3 has not as many values": ["step,loss\n0,1.0\n1\n"],
         "holds no loss": ["step,loss\n,1.0\n"],
         "is damaged": ["step,loss\n\x000,1.0\n"],

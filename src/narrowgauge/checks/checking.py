@@ -45,7 +45,7 @@ def check(
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without ``loss``.
 
-    Cost: reads 4,096 elements of each parameter. With ``batch`` three passes of a float32 copy, and one of the model.
+    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: three passes of a float32 copy, one of the model.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -57,7 +57,7 @@ def check(
     if (batch is None) != (loss is None):
         raise RecipeError("Cannot compare gradients because batch= needs loss=, and loss= needs batch=.", "Pass both.")
     set_up = set_up_of(model, optimizer)
-    readings, lines, unseen = [*static_readings(set_up)], described(set_up), dict[str, str]()
+    readings, lines, unseen = [*static_readings(set_up)], described(set_up), set_up.unseen
     if loss is not None:
         more, words = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words

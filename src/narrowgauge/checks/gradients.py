@@ -67,6 +67,9 @@ def gradient_readings(
         Readings beyond rounding, the same on every rank; and a line about the equal gradients.
     """
     ranks, model = all_ranks(), set_up.model
+    if any(p.is_complex() for p in model.parameters()):
+        unseen["the gradient"] = "complex parameters"
+        return [], []
     parts = list(batch) if isinstance(batch, list) else [batch]
     with put_back(model):
         for module in model.modules():
@@ -275,7 +278,12 @@ def _compared(
         factor = float((g * r).sum()) / length**2 if length else 0.0
         if bad := int((~g.isfinite()).sum()):
             if all(reading.what != "nonfinite-gradient" for reading in readings):  # the first in backward
-                readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0))
+                wide = (
+                    "float32's are"
+                    if bool(r.isfinite().all())
+                    else "nor are float32's, so look at weights, data and loss"
+                )
+                readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
         elif not bool(g.any()) and (length or name not in gradients):
             readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
         elif distance <= bound:

@@ -1,18 +1,24 @@
-"""Check the parameters of an optimizer: missing, listed twice, or without a gradient."""
+"""Check parameters: missing in the optimizer, listed twice, not finite, or without a gradient."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.set_up import SetUp
+from narrowgauge.checks.set_up import NAIVE, SetUp
+from narrowgauge.numerics.dtensor import local_of
 
 
 def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield parameters that are in no optimizer, listed twice, or without a gradient."""
+    """Yield parameters that are in no optimizer, listed twice, not finite, or without a gradient."""
     yield from _missing(set_up)
+    if names := [name for name, p in set_up.parameters.items() if p.dtype in NAIVE and not _is_finite(p)]:
+        yield KINDS["nonfinite-weights"].reading(of_all(names), len(names), 0)
     counts = Counter(id(p.parameter) for p in set_up.stepped)
     if names := [p.name for p in set_up.stepped if counts[id(p.parameter)] > 1]:
         yield KINDS["parameters-twice"].reading(of_all(names), len(set(names)), 0)
@@ -36,3 +42,12 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
         yield KINDS["replaced-parameters"].reading(of_all(replaced), len(replaced), 0)
     elif lost:
         yield KINDS["missing-parameters"].reading(of_all(lost), len(lost), 0)
+
+
+def _is_finite(parameter: Tensor) -> bool:
+    """Return whether a parameter holds no NaN and, unless it is frozen, no infinity. A mask may be infinite."""
+    values = local_of(parameter.detach())
+    if values.is_meta or not values.numel():
+        return True
+    ends = torch.stack(torch.aminmax(values))  # NaN if any value is; without a mask of the tensor's size
+    return bool((ends.isfinite() if parameter.requires_grad else ~ends.isnan()).all())

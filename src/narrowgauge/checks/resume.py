@@ -7,6 +7,7 @@ the second part may run on another number of ranks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
@@ -31,6 +32,9 @@ Objects = Mapping[str, Any]
 Step = Callable[[], Objects]
 Entry = dict[str, Any]
 BITS, VALUE, NOT_RESTORED = "same bits", "same value", "not restored"
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LONG = 16
+"""A list of more plain values than this is one state, by its hash."""
 
 
 def check_resume(
@@ -47,7 +51,7 @@ def check_resume(
 
     Args:
         step: takes the loop's next step and returns the loop's objects by name: modules, optimizers, tensors, numbers, and
-            anything with a ``state_dict()``.
+            anything with a ``state_dict()``, in dicts and lists. Other objects are in ``unseen``.
         save: writes a checkpoint, and returns the argument of ``load``.
         load: rebuilds everything from the checkpoint, and returns the fresh objects by the same names, and their ``step``.
         record: the file that carries the saved state to another job.
@@ -68,17 +72,17 @@ def check_resume(
     ranks = all_ranks()
     if record is None and (load is None or step is None):
         raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
-    file = None if record is None else Path(record)
+    file, unseen = None if record is None else Path(record), dict[str, str]()
     if step is not None:
         undrawn = _generators()
-        before = snapshot(step())
+        before = snapshot(step(), unseen)
         saved = save()
         generators = _generators()
-        after = snapshot(step())
+        after = snapshot(step(), unseen)
         if file is not None and ranks.is_first:
             file.write_text(json.dumps({"held": before, "after": after}), encoding="utf-8")
         if load is None:
-            return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"])
+            return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"], unseen=unseen)
         drawn = _generators()
         # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
         before |= {name: entry for name, entry in generators.items() if drawn[name] != undrawn[name]}
@@ -90,14 +94,14 @@ def check_resume(
     torch.rand(7), np.random.rand(7), random.random()
     assert load is not None
     objects, fresh_step = load(saved)
-    loaded = snapshot(objects) | _generators()
+    loaded = snapshot(objects, unseen) | _generators()
     before = {name: entry for name, entry in before.items() if name.partition("|")[0] in {*objects, "generators"}}
     readings, lines = _differences(before, loaded, "after the load")
-    again = snapshot(fresh_step())
+    again = snapshot(fresh_step(), unseen)
     if not readings:
         readings, more = _differences(after, again, "after one step more")
         lines += more
-    return Readings(readings, lines, "every state has the bits of the run that went on")
+    return Readings(readings, lines, "every state has the bits of the run that went on", unseen)
 
 
 def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: str) -> tuple[list[Reading], list[str]]:
@@ -124,8 +128,11 @@ def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: st
 # ── the state of a loop ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def snapshot(objects: Objects) -> dict[str, Entry]:
-    """Return an entry for each state of a loop's objects, as ``OBJECT|KIND|NAME``. All ranks make the call."""
+def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
+    """Return an entry for each state of a loop's objects, as ``OBJECT|KIND|NAME``. All ranks make the call.
+
+    Fill ``unseen`` with the kinds of states that cannot be read.
+    """
     states = {f"{key}|{kind}|{name}": x for key, value in objects.items() for kind, name, x in _states_of(key, value)}
     tensors = {k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided}
     bits, _ = fingerprints_whole_and_own(tensors)
@@ -139,6 +146,12 @@ def snapshot(objects: Objects) -> dict[str, Entry]:
             norm = math.sqrt(float(total.full_tensor() if is_sharded(total) else total))
             dtype = str(value.dtype).removeprefix("torch.")
             entries[key] = _entry(f"{dtype} {bits[key]}", str(values[key]), norm, f"{dtype} of norm {norm:.6g}")
+        elif isinstance(value, list):
+            digest = hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
+            entries[key] = _entry(digest, digest, None, f"{len(value)} values of hash {digest[:8]}")
+        elif not isinstance(value, (*PLAIN, Tensor)):
+            _, kind, name = key.split("|", 2)
+            unseen.setdefault(kind, f"{name} {type(value).__name__} has no state_dict()".lstrip())
         else:
             number = float(value) if isinstance(value, (int, float)) else None
             entries[key] = _entry(repr(value), repr(value if number is None else number), number, repr(value)[:60])
@@ -151,7 +164,7 @@ def _entry(bits: str, value: str, number: float | None, shown: str) -> Entry:
 
 def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield kind, name and value of each state of an object. An optimizer's states are kinds of their own."""
-    for name, item in _leaves(value.state_dict() if hasattr(value, "state_dict") else value):
+    for name, item in _leaves(value):
         place = name.split(".")
         if isinstance(value, torch.optim.Optimizer) and len(place) > 2:  # state.0.exp_avg, param_groups.0.lr
             yield f"{key}.{place[2]}", ".".join((*place[:2], *place[3:])), item
@@ -162,16 +175,26 @@ def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    """Yield the name and value of each tensor, plain value, long list of plain values, and unreadable object."""
+    if hasattr(value, "state_dict"):
+        yield from _leaves(value.state_dict(), name)
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, (list, tuple)) and len(value) <= 16:
-        for place, item in enumerate(value):
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+        items = [item.item() if isinstance(item, np.generic) else item for item in items]
+        if len(items) > _LONG and all(isinstance(item, PLAIN) for item in items):
+            yield name, items
+            return
+        for place, item in enumerate(items):
             yield from _leaves(item, f"{name}.{place}" if name else str(place))
+    elif isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":  # of strings or objects
+        yield from _leaves(value.tolist(), name)
     elif isinstance(value, np.ndarray):
         yield name, torch.from_numpy(np.ascontiguousarray(value))
-    elif value is None or isinstance(value, (Tensor, int, float, str, bool)):
-        yield name, value
+    else:
+        yield name, value.item() if isinstance(value, np.generic) else value
 
 
 def _generators() -> dict[str, Entry]:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.analysis.reading import of_all
 from narrowgauge.checks.step_samples import spread
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import plain_name
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -56,13 +57,22 @@ class SteppedParameter:
 
     @property
     def rate(self) -> float:
-        """Return the larger of the learning rate and the initial rate that a schedule multiplies."""
+        """Return the largest of the learning rate, the initial rate that a schedule multiplies, and a cycle's peak."""
         # Some have None: transformers' Adafactor computes its own.
-        return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr"))
+        return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr", "max_lr"))
 
     @property
     def state(self) -> dict[str, Any]:
         return dict(self.optimizer.state.get(self.parameter, {}))
+
+    @property
+    def unpredicted(self) -> str:
+        """Return why its updates are not predicted: an unknown format, or a stored weight unlike the visible one."""
+        row, dtype = self.storage, self.parameter.dtype
+        if dtype not in NAIVE:
+            return dtype_name(dtype)
+        is_visible = row.weight.mantissa_bits == 23 - VISIBLE[row.visible][1]
+        return "" if row.beside or is_visible else f'storage "{row.name}"'
 
     @property
     def is_short(self) -> bool:
@@ -111,8 +121,21 @@ class SetUp:
 
     @property
     def trained(self) -> list[SteppedParameter]:
-        """Return the stepped parameters that have values and are not frozen."""
-        return [p for p in self.stepped if p.parameter.requires_grad and not p.parameter.is_meta]
+        """Return the stepped parameters that have values of a known format and are not frozen."""
+        return [
+            p
+            for p in self.stepped
+            if p.parameter.requires_grad and not p.parameter.is_meta and p.parameter.dtype in NAIVE
+        ]
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """Return the parameters whose updates are not predicted, and the reasons."""
+        names: dict[str, list[str]] = {}
+        for p in self.stepped:
+            if p.parameter.requires_grad and p.unpredicted:
+                names.setdefault(p.unpredicted, []).append(p.name)
+        return {f"updates of {of_all(members)}": reason for reason, members in names.items()}
 
 
 def set_up_of(model: Any, optimizer: Any) -> SetUp:

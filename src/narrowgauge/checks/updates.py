@@ -23,7 +23,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES, Storage
 
 STILL = 0.9
 """A tensor is frozen if the largest step leaves more than this fraction of its elements unchanged."""
@@ -34,9 +34,10 @@ DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 def update_readings(set_up: SetUp) -> Iterator[Reading]:
     """Yield losses by rounding: frozen tensors, lost updates, lost decay, frozen moments, truncated settings."""
-    still = [p for p in set_up.trained if _stands_still(p)]
+    trained = [p for p in set_up.trained if not p.unpredicted]
+    still = [p for p in trained if _stands_still(p)]
     yield from _standing_still(still)
-    yield from _lost_updates([p for p in set_up.trained if p.is_short and p not in still])
+    yield from _lost_updates([p for p in trained if p.is_short and p not in still])
     yield from _swallowed_decay(set_up)
     yield from _frozen_second_moment(set_up)
     yield from _truncated(set_up)
@@ -100,35 +101,34 @@ def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
         needed = spacing / 4 if are_ones else spacing / 2
         is_flat = all(p.parameter.ndim < 2 for p in members)
         things = counted(len(members), "norm weight" if are_ones else "vector" if is_flat else "tensor")
+        things, them = (f"{things} stays", "it") if len(members) == 1 else (f"{things} stay", "them")
         yield KINDS["stands-still"].reading(
-            of_all(p.name for p in members), rate, None, needed, things=things, typical=typical, rate=rate,
+            of_all(p.name for p in members), rate, None, needed, things=things, them=them, typical=typical, rate=rate,
             format=visible, needed=needed, fallback=members[0].storage.fallback,
         )  # fmt: skip
 
 
 def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
     """Check 16-bit weights without low bits, master copy or compensation. Skip SGD before its first gradient."""
-    sums, names, worst = [], [], (2.0, "")
+    groups: dict[tuple[float, Storage], list[tuple[float, str, Tensor]]] = {}
     for p in short:
         weight = spread(p.parameter)
         if p.rate <= 0 or (change := change_of(p, weight)) is None or not weight.numel():
             continue
         total = predicted(p, change, weight) * (p.parameter.numel() / len(weight))
-        sums.append(total)
         if (quality := float(update_metrics(total)["edq"])) < MIN_EDQ:
-            names.append(p.name)
-            worst = min(worst, (quality, p.name))
-    if not names:
-        return
-    row, total = short[0].storage, torch.stack(sums).sum(0)
-    value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
-    advice = (
-        f"Rounding will lose {lost:.0%} of the changes of a step at lr {short[0].rate:g}, so that it acts like {value:.2f} × lr; "
-        f'least of all in {worst[1]} ({worst[0]:.2f}). storage "{row.fallback}" keeps them in '
-        f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}; start at "
-        f"lr {short[0].rate * value:.2g} there."
-    )
-    yield Reading(0, "storage", of_all(names), "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)
+            groups.setdefault((p.rate, p.storage), []).append((quality, p.name, total))
+    for (rate, row), members in groups.items():
+        worst, total = min(member[:2] for member in members), torch.stack([sums for *_, sums in members]).sum(0)
+        value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
+        advice = (
+            f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}, so that it acts like {value:.2f} × lr; "
+            f'least of all in {worst[1]} ({worst[0]:.2f}). storage "{row.fallback}" keeps them in '
+            f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}; start at "
+            f"lr {rate * value:.2g} there."
+        )
+        names = of_all(name for _, name, _ in members)
+        yield Reading(0, "storage", names, "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)
 
 
 def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:

@@ -117,6 +117,7 @@ class Optimizer(torch.optim.Optimizer):
         # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
         self.skip_above = math.inf
         self.num_skipped = 0
+        self.num_calls = 0  # of step(), skipped steps too; torch.amp.GradScaler may leave a call out
         self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
@@ -365,6 +366,7 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._step()
+        self.num_calls += 1
         return loss
 
     def _step(self) -> None:

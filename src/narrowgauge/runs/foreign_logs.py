@@ -85,6 +85,8 @@ def _read_csv(file: Path) -> Series:
 
 
 def _series(rows: list[Row], first: int = 0) -> Series:
+    if not rows:
+        return {}
     names: dict[str, Any] = {}
     for name in (name for row in rows for name in row):
         names.setdefault(str(name).strip().lower(), name)
@@ -199,7 +201,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
             raise RecordError(f"{files[0]} is damaged: {error}.", "Restore the file from a copy.") from error
     if not steps and not evals:
         raise RecordError(
-            f"{files[0]} holds no loss. It has {', '.join(sorted(values)[:8]) or 'nothing'}.",
+            f"{files[0]} holds no loss. It has {', '.join(sorted(values)[:8]) or 'no rows with a step'}.",
             f"If one of its columns is the loss, rename it to one of {', '.join(NAMES['loss'][:3])}.",
         )
     summary: Row = {"steps": max(row["step"] for row in (*steps, *evals))}

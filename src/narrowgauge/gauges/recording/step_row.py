@@ -39,7 +39,7 @@ class StepReader:
 
     Attributes:
         ours: the optimizer, if it is one of Narrowgauge's.
-        was_skipped: the last step changed no weight.
+        was_skipped: our optimizer skipped the last step itself; torch's changed no weight.
         scale: the loss scale of the current step.
     """
 
@@ -65,7 +65,7 @@ class StepReader:
         if self.ours is None:
             self._before = self._num_changes()
             return
-        self._num_skipped = self.ours.num_skipped
+        self._num_skipped, self._num_calls = self.ours.num_skipped, self.ours.num_calls
         if self.ours.loss_scaler is not None:
             self.scale = float(self.ours.loss_scaler.scale_tensor)
 
@@ -106,7 +106,7 @@ class StepReader:
             return row | ({"skipped": True} if self.was_skipped else {})
         self.ours.settle()
         self.was_skipped = self.ours.num_skipped > self._num_skipped
-        row["skipped"] = self.was_skipped
+        row["skipped"] = self.was_skipped or self.ours.num_calls == self._num_calls
         if self.ours.grad_norm is not None:
             row["grad_norm"] = float(self.ours.grad_norm)
         if self.ours.loss_scaler is not None:
