@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import chunks, exact_sums
-from narrowgauge.numerics.exact_sums import exact_norm, exact_squares
+from narrowgauge.numerics.exact_sums import exact_squares
+from narrowgauge.numerics.rounding import sqrt
 from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, squares_bound
 from tensors import scalar_bits
 
@@ -22,6 +23,10 @@ NARROW = (torch.bfloat16, torch.float16, torch.float32)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set the chunk length, so that small tensors have many chunks."""
     return lambda size: monkeypatch.setattr(chunks, "CHUNK", size)
+
+
+def exact_norm(tensors: list[Tensor], compile: bool = True) -> Tensor:
+    return sqrt(exact_squares(tensors, compile=compile)).float()
 
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:

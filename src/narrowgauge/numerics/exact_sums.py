@@ -37,7 +37,6 @@ from narrowgauge.compile import COMPILE_ELEMENTS, can_compile, compiled_for_patt
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
-from narrowgauge.numerics.rounding import sqrt
 
 JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
 """Join tensors of at most the first number of elements, up to the second: one call then serves many tensors."""
@@ -108,29 +107,21 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return (even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()
 
 
-def exact_norm(tensors: Sequence[Tensor], *, compile: bool = True) -> Tensor:
-    """Return the L2 norm of all tensors as one vector: float32 0-d, NaN or infinite if a value is.
-
-    For DTensors it is the norm of the whole. All ranks of their meshes pass the same tensors in the same order. They get the
-    same bits as one process that holds all.
-
-    Cost: two reads of this rank's data, and two small messages.
-    Example:
-        >>> exact_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
-        tensor(5.)
-    """
-    if not tensors:
-        return torch.zeros((), dtype=torch.float32)
-    return sqrt(exact_squares(tensors, compile=compile)).float()
-
-
 @torch.no_grad()
 def exact_squares(tensors: Sequence[Tensor], *, peaks: Sequence[Tensor] | None = None, compile: bool = True) -> Tensor:
-    """Return the sum of squares of all tensors, at least one: float64 0-d.
+    """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a value is.
+
+    For DTensors it is that of the whole. All ranks of their meshes pass the same tensors in the same order. They get the same
+    bits as one process that holds all.
 
     Args:
         peaks: the largest magnitude of each local tensor, if known.
         compile: compile the second pass for large tensors.
+
+    Cost: two reads of this rank's data, and two small messages.
+    Example:
+        >>> exact_squares([torch.tensor([3.0]), torch.tensor([[4.0]])]).item()
+        25.0
     """
     device = local_of(tensors[0]).device
     groups = by_group(tensors)
