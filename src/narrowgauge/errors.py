@@ -16,10 +16,11 @@ class NarrowgaugeError(Exception):
 
     status = 2
 
-    def __init__(self, message: str, advice: str = "") -> None:
+    def __init__(self, message: str, advice: str = "", *, status: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.advice = advice
+        self.status = self.status if status is None else status
 
     def __str__(self) -> str:
         return f"{self.message} {self.advice}".strip()

@@ -249,7 +249,7 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(saving, "_publish", full_disk)
         refused = call("resume", str(folder))
-    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
+    assert refused.exit_code == 1 and refused.stderr.count("\n") == 1
     assert refused.stderr.startswith("RecordError: ") and "space" in refused.stderr
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000002"]
     loop.resume(folder)
@@ -273,7 +273,7 @@ def test_a_full_disk_at_the_start_leaves_nothing(
 
     monkeypatch.setattr(os, "fsync", fsync)
     refused = call(*words_of(settings(place, folder, steps=1, eval_batches=1)))
-    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, refused.stderr
     if not (folder / "run.toml").exists():
         assert folder.exists() == existed and not (existed and os.listdir(folder))
 

@@ -260,6 +260,6 @@ def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeEr
     if isinstance(cause, OSError):
         reported = disk_error(path, cause)
     elif isinstance(cause, NarrowgaugeError):
-        reported = RecordError(cause.message, cause.advice)
+        reported = RecordError(cause.message, cause.advice, status=cause.status)
     where = f" (rank {rank})" if ranks.size > 1 else ""
-    return RecordError(f"{reported.message.removesuffix('.')}{where}.", reported.advice)
+    return RecordError(f"{reported.message.removesuffix('.')}{where}.", reported.advice, status=reported.status)

@@ -183,8 +183,7 @@ def _damage(sample: Sample) -> Iterator[Reading]:
         return
     if of_gradient := int((~sample.gradient.isfinite()).sum()):
         advice = "The step wrote values of the gradient that are not finite to the weights. Skip a step whose norm is not finite."
-        reading = KINDS["nonfinite-gradient"].reading(sample.name, of_gradient, 0)
-        yield replace(reading, advice=advice)
+        yield Reading(0, "gradient", sample.name, "nonfinite-gradient", of_gradient, 0, 0, advice)
     else:
         advice = "The step made them of a finite gradient, weight and state. Look at eps in the format of the weights."
         yield Reading(0, "optimizer step", sample.name, "nonfinite", bad, 0, 0, advice)

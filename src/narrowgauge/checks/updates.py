@@ -124,8 +124,7 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
         advice = (
             f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}, so that it acts like {value:.2f} × lr; "
             f'least of all in {worst[1]} ({worst[0]:.2f}). storage "{row.fallback}" keeps them in '
-            f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}; start at "
-            f"lr {rate * value:.2g} there."
+            f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}."
         )
         names = of_all(name for _, name, _ in members)
         yield Reading(0, "storage", names, "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)

@@ -39,18 +39,14 @@ def disk_error(path: Path, error: Exception, then: str = RESUME) -> RecordError:
     """Return a ``RecordError`` for an error of the operating system. On a full disk it gives the free bytes."""
     error = system_error(error) or OSError(str(error))
     if error.errno not in _FULL:
-        failed = RecordError(
-            f"Cannot use {path}: {error.strerror or error}.", "Check the path and who may write there."
-        )
-        failed.status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
-        return failed
+        status = 1 if error.errno in (errno.EIO, errno.EFBIG) else 2
+        advice = "Check the path and who may write there."
+        return RecordError(f"Cannot use {path}: {error.strerror or error}.", advice, status=status)
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    full = RecordError(
-        f"Cannot write {path}: the disk is full ({free:,} bytes free).", f"Free some space, then {then}."
+    return RecordError(
+        f"Cannot write {path}: the disk is full ({free:,} bytes free).", f"Free some space, then {then}.", status=1
     )
-    full.status = 1
-    return full
 
 
 def system_error(error: BaseException) -> OSError | None:
