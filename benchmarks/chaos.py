@@ -4,7 +4,8 @@ Every try trains a tiny model with ``narrowgauge train`` on one to three ranks, 
 ``narrowgauge resume``, often on another number of ranks. Tries are drawn by their number, so ``--first`` repeats one.
 
 Claim: afterwards the run has every loss, norm and weight bit of a run that nobody disturbed, or the command has refused with one
-line and exit status 2, or 1 for a full disk. No try ends in a traceback, and no rank is left waiting. Baseline: the undisturbed run on one rank.
+line and exit status 2, or 1 for a full disk. No try ends in a traceback, and no rank is left waiting. Baseline: the undisturbed
+run on one rank.
 Run: ``./dev bench chaos [--tries N] [--first N] [--quick]``. A hundred tries take about ten minutes on 2 cores.
 No times are taken, so ``--rounds`` has no effect.
 """
