@@ -63,6 +63,7 @@ def refused(folder: Path, *words: str) -> str:
 def test_a_setting_that_is_not_named_any_more_is_at_its_default(stopped: Path) -> None:
     edit(stopped, weight_decay=None, lr=None)
     loop.resume(stopped, stop_after=5)
+    assert len(read_run(stopped).steps) == 5
 
 
 def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> None:

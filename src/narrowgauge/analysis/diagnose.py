@@ -70,7 +70,7 @@ class Diagnosis(Readings):
 
     def __init__(self, run: Run) -> None:
         skipped = skipped_steps(run)
-        super().__init__(recorded_readings(run, skipped), unseen=unseen(run))
+        super().__init__(recorded_readings(run, skipped), unseen=unseen(run, skipped))
         self.name, self.areas, self.notes = run.path.name or run.path.resolve().name, looked_at(run), list(_notes(run))
         self.num_steps, self.num_applied = len(run.steps), len(run.steps) - len(skipped)
         self.lines = [f"{self.name}: {self.verdict}"]
@@ -183,12 +183,12 @@ def looked_at(run: Run) -> tuple[str, ...]:
     return tuple(areas)
 
 
-def unseen(run: Run) -> dict[str, str]:
+def unseen(run: Run, skipped: list[int]) -> dict[str, str]:
     """Return the areas that the record does not show, each with a way to record it; empty text if there is none."""
     loop, last = loop_of(run), (_compared(run) or [{}])[-1].get("unseen")
     reasons = last if isinstance(last, dict) else {}
     areas = {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)}
-    if "lost updates" in areas and run.steps and len(skipped_steps(run)) == len(run.steps):
+    if "lost updates" in areas and run.steps and len(skipped) == len(run.steps):
         areas["lost updates"] = "no step was applied"
     return areas | {f"{part} of the compared steps": why for part, why in reasons.items()}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.set_up import NAIVE, SetUp
 from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.exact_sums import largest_magnitude
 
 
 def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
@@ -46,8 +46,8 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
 
 def _is_finite(parameter: Tensor) -> bool:
     """Return whether a parameter holds no NaN and, unless it is frozen, no infinity. A mask may be infinite."""
-    values = local_of(parameter.detach())
-    if values.is_meta or not values.numel():
+    values = local_of(parameter)
+    if values.is_meta:
         return True
-    ends = torch.stack(torch.aminmax(values))  # NaN if any value is; without a mask of the tensor's size
-    return bool((ends.isfinite() if parameter.requires_grad else ~ends.isnan()).all())
+    largest = largest_magnitude(values)
+    return bool(largest.isfinite() if parameter.requires_grad else ~largest.isnan())

@@ -99,9 +99,8 @@ def known_row(storage: object) -> Storage:
     """Return the row of a name."""
     row = STORAGES.get(storage) if isinstance(storage, str) else None
     if row is None:
-        near, last = (
-            (suggestion(storage, STORAGES), storage.rpartition("/")[2]) if isinstance(storage, str) else ("", "")
-        )
+        name = storage if isinstance(storage, str) else ""
+        near, last = suggestion(name, STORAGES), name.rpartition("/")[2]
         if last in STORAGES:
             near = f"A recipe is a compute and a storage; the storage is '{last}'."
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
@@ -112,17 +111,19 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
     """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):
         rows = [row.name for row in STORAGES.values() if getattr(torch, row.visible) is parameter.dtype]
-        advice = "Leave it to an optimizer of torch.optim: no storage holds it."
-        if parameter.dtype is torch.float64:
-            advice = "Call model.float() first."
-        elif rows:
-            advice = f"{', '.join(map(repr, rows[:3]))} take it as it is, in a param group of its own if other weights differ"
-            wide = "; narrowgauge.prepare converts a float32 model without losing the bits that are cut"
-            advice += f"{wide if parameter.dtype is torch.float32 else ''}."
+        advice = (
+            f"{', '.join(map(repr, rows[:3]))} take it as it is, in a param group of its own if other weights differ"
+        )
+        if parameter.dtype is torch.float32:
+            advice += "; narrowgauge.prepare converts a float32 model without losing the bits that are cut"
+        elif parameter.dtype is torch.float64:
+            advice = "Call model.float() first"
+        elif not rows:
+            advice = "Leave it to an optimizer of torch.optim: no storage holds it"
         raise RecipeError(
             f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
             f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
-            advice,
+            f"{advice}.",
         )
 
 

@@ -15,24 +15,25 @@ _LINE = (*_BAR, "lr", "edq")
 
 
 class PipedConsole(RichConsole):
-    """A console that leaves a closed pipe to the command line. rich would exit the process."""
+    """A console that is quiet once the reader of its lines has left, such as ``head``. rich would exit the process."""
+
+    reader_left = False
 
     def on_broken_pipe(self) -> None:
-        raise
+        self.quiet = self.reader_left = True
 
 
 class Console:
     """Print the progress of one run to standard output, or a stream. Without a bar, print a line every ``log_every`` steps.
 
     With ``log_every`` 0 print no lines, as for a run of a comparison. Messages appear above the bar. ``is_quiet`` shows
-    nothing. ``reader_left`` says that the reader of the lines has ended, such as ``head``; later ones are not written.
+    nothing.
     """
 
     def __init__(
         self, num_steps: int, log_every: int, name: str = "", stream: TextIO | None = None, is_quiet: bool = False
     ) -> None:
         self.num_steps, self.log_every, self.name = num_steps, log_every, name
-        self.reader_left = False
         self.rich = PipedConsole(file=stream, highlight=False, quiet=is_quiet)
         # A bar needs a terminal that can move its cursor.
         on_terminal = self.rich.file.isatty() and not self.rich.is_dumb_terminal and not is_quiet
@@ -67,21 +68,15 @@ class Console:
     def say(self, line: str) -> None:
         """Show a message."""
         if self.log_every:
-            self._print(line)
+            self.rich.print(line, markup=False, soft_wrap=True)
         else:
             self.stage(line)
-
-    def _print(self, line: str) -> None:
-        try:
-            self.rich.print(line, markup=False, soft_wrap=True)
-        except BrokenPipeError:
-            self.rich.quiet = self.reader_left = True
 
     def event(self, kind: str, sentence: str) -> None:
         """Show an event. Notes say how a run differs from what was asked for: print them always."""
         line = f"{kind}: {sentence}."
         if kind == "note":
-            self._print(line)
+            self.rich.print(line, markup=False, soft_wrap=True)
         else:
             self.say(line)
 

@@ -61,7 +61,13 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         data.require(config.sequence_length)
         shown.stage("building the model")
         session = build(config, folder, data)
-        with _record(config, shown, lambda: RunWriter.create(folder, describe(session))) as record:
+
+        def create() -> RunWriter:
+            content = describe(session)
+            content["data"]["unigram_loss"] = data.unigram_loss()  # of all tokens, so not again at each resume
+            return RunWriter.create(folder, content)
+
+        with _record(config, shown, create) as record:
             if ranks.is_first and data.tokenizer_path is not None:
                 with disk_errors(folder, AGAIN):
                     shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
@@ -181,7 +187,7 @@ def _run(session: Session, record: Record, console: Console) -> None:
                     record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK))
                     raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
                 # A signal may reach the ranks in different steps. All stop after the same step.
-                left = _SIGPIPE if console.reader_left else 0
+                left = _SIGPIPE if console.rich.reader_left else 0
                 number = here.largest(signals[0] if signals else left)
                 is_stopping = bool(number) or (session.step == config.stop_after and not is_last)
                 if is_stopping or is_last or _is_due(session.step, config.checkpoint_every):

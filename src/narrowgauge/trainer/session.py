@@ -256,7 +256,6 @@ def describe(session: Session) -> dict[str, Any]:
             "seed": session.config.seed,
             "fingerprint": session.data.fingerprint,
             "tokens": session.data.num_tokens,
-            "unigram_loss": session.data.unigram_loss(),
         },
         "model": describe_model(session.model),
     }
