@@ -63,6 +63,14 @@ def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(tm
     assert report([tmp_path], tmp_path / "all.html").exists()  # a folder that holds runs of both kinds
 
 
+def test_a_table_of_lightning_counts_steps_from_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("epoch,step,train_loss,val_loss\n0,0,2.5,\n0,1,2.25,\n0,1,,2.5\n")
+    run = ng.read_run(tmp_path)
+    assert run.steps == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]
+    assert run.evals == [{"step": 2, "val_loss": 2.5}]
+    assert ng.compare_runs([run]).rows[0]["bytes_per_param"] is None
+
+
 def state(**changes: Any) -> str:
     whole = {"global_step": 1, "max_steps": 2, "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}], **changes}
     return json.dumps(whole)
