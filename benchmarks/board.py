@@ -5,8 +5,9 @@ is a line of ``benchmarks/board.jsonl``; ``docs/board.md`` holds the tables. See
 text, so runs of one seed are compared in pairs. The learning rate falls to 1e-6: the last updates are small and decide what is
 lost.
 
-Baseline: ``master`` with the same learning rate, beta2 and seed; ``word`` for a compute over ``word``. A cell (a learning rate
-and a beta2) is not shown if its baseline ends above the unigram level less 1 nat. Three rows are controls, which must lose.
+Baseline: ``master`` with the same learning rate, beta2 and seed; ``word`` for a compute over ``word``; ``float32/float32`` for
+16 bits. A cell (a learning rate and a beta2) is not shown if its baseline ends above the unigram level less 1 nat. Three rows
+are controls, which must lose.
 
 Run: ``./dev bench board`` with one of
 
@@ -71,10 +72,14 @@ STORAGES = (
 COMPUTES = tuple(
     f"{name}/{WORD}" for name in ("int8-row", "float8-row", "float8-tensor", "mxfp8", "nvfp4", "mxfp4", "scalify")
 )
+FULL = "float32/float32"
+SIXTEEN_BITS = ("float32", "float16/float32", "naive", "float16/naive")
+"""float32 weights with matmuls in bfloat16 and in float16, and 16 bits throughout."""
 OTHERS = (
     "torch AdamW bfloat16", "torchao AdamW8bit", "torchao AdamW8bit stochastic", "bitsandbytes AdamW8bit", "optimi AdamW Kahan",
     "heavyball AdamW ecc", "published/coat", "published/fp8-lm", "published/flashoptim",
 )  # fmt: skip
+ROWS = (*STORAGES, *COMPUTES, FULL, *SIXTEEN_BITS, *OTHERS)
 
 CHECKPOINT_EVERY = 200
 FEW_SEEDS = 3
@@ -325,10 +330,6 @@ def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
 # ── the page ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def baseline_of(row: str) -> str:
-    return WORD if row in COMPUTES else MASTER
-
-
 def runs_of(records: Sequence[Record], row: str, cell: Cell) -> list[Record]:
     return [record for record in records if (record.row, record.cell) == (row, cell)]
 
@@ -339,9 +340,9 @@ def is_refused(records: Sequence[Record], cell: Cell) -> bool:
     return any(run.val_loss is None or run.val_loss > run.unigram - MARGIN for run in baselines)
 
 
-def differences(records: Sequence[Record], row: str, cell: Cell) -> list[float]:
+def differences(records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER) -> list[float]:
     """Return a row's losses less its baseline's, one for each seed that both have; infinite where the row diverged."""
-    baselines = {run.key[1:]: run.val_loss for run in runs_of(records, baseline_of(row), cell)}
+    baselines = {run.key[1:]: run.val_loss for run in runs_of(records, baseline, cell)}
     pairs: dict[int, float] = {}
     for run in runs_of(records, row, cell):
         if (base := baselines.get(run.key[1:])) is not None:
@@ -386,14 +387,14 @@ def cell_name(cell: Cell) -> str:
     return f"lr {cell[0]:g}, beta2 {cell[1]:g}"
 
 
-def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell]) -> str:
+def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell], baseline: str) -> str:
     """Return a line for each row that has a record: bytes, EDQ, the difference in each cell and over all of them."""
     lines = []
     for row in rows:
         runs = [run for cell in cells for run in runs_of(records, row, cell)]
-        if not runs or row in (ONCE, baseline_of(row)):
+        cost = [differences(records, row, cell, baseline) for cell in cells]
+        if not any(cost) or row in (ONCE, baseline):
             continue
-        cost = [differences(records, row, cell) for cell in cells]
         edqs = [run.edq for run in runs if run.edq is not None]
         name = f"{row} ({runs[-1].package})" if row in PEERS else f"`{row}`"
         edq = f"{statistics.fmean(edqs):.3f}" if edqs else "–"
@@ -438,8 +439,13 @@ def section(records: Sequence[Record], setting: Setting) -> str:
             for run, weights in proofs
         ),
     ]
-    for title, rows in (("Storages", STORAGES), ("Computes", COMPUTES), ("Others", OTHERS)):
-        parts += [f"### {title}, less `{baseline_of(rows[-1])}`", cost_table(records, rows, cells)]
+    for title, rows, baseline in (
+        ("Storages", STORAGES, MASTER),
+        ("Computes", COMPUTES, WORD),
+        ("Sixteen bits", SIXTEEN_BITS, FULL),
+        ("Others", OTHERS, MASTER),
+    ):
+        parts += [f"### {title}, less `{baseline}`", cost_table(records, rows, cells, baseline)]
     return "\n\n".join(parts)
 
 
@@ -469,7 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PAGE.write_text(filled_page(PAGE.read_text()))
         return 0
     if options.add and not options.quick:
-        rows = (*STORAGES, *COMPUTES, *OTHERS) if options.add == ["all"] else (MASTER, *options.add)
+        rows = ROWS if options.add == ["all"] else (MASTER, *options.add)
         return int(add(jobs(setting, rows, options.seeds, options.data), options.out) > 0)
     with tempfile.TemporaryDirectory() as folder:
         short = dataclasses.replace(setting, steps=6, eval_batches=2)
