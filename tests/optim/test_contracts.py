@@ -162,6 +162,17 @@ def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -
     assert all(optimizer.stored(p).isfinite().all() for p in params)
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_nan_reaches_the_weight_unless_a_guard_skips_the_step(storage: str) -> None:
+    optimizer = build("adamw", parameters(storage), storage)
+    params = parameters_of(optimizer)
+    for p, gradient in zip(params, step_gradients(params, 0), strict=True):
+        p.grad = gradient
+    params[0].grad.view(-1)[3] = math.nan  # type: ignore[union-attr]
+    optimizer.step()
+    assert [int((~p.isfinite()).sum()) for p in params] == [1, 0, 0]
+
+
 ODD: list[Shape] = [(), (0,), (0, 4), (1, 1), (3, 5, 2), (7, 9), (4, 3, 2, 2)]
 
 

@@ -424,6 +424,7 @@ def _split_weight(
         # All of the few bits are visible: a value of the row's code is also one of the visible format.
         into = _into(storage.weight, lane.scales, "weight", 0)
         stored = decode(storage.weight, encode(storage.weight, value, addend, 0, into), 0, _inverse(into))
+        stored = torch.where(value.isnan(), value, stored)  # the visible format holds it, the code does not
         return encode_visible(storage, stored, 0), {}, stored
     visible, field, stored = encode_weight(storage, value, addend)
     if field is None:
@@ -464,7 +465,7 @@ def write_parts(
             into = _into(code, lane.scales, name, place)
             bits = encode(code, value, half(dropped_bits(code)), shift, into)
             if name == "weight":
-                stored.append(decode(code, bits, shift, _inverse(into)))
+                stored.append(torch.where(value.isnan(), value, decode(code, bits, shift, _inverse(into))))
             if part != "weight":
                 fields[part] = bits
     visible = encode_visible(storage, stored[0], 0)
