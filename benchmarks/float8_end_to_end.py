@@ -7,8 +7,8 @@ FP8-LM (2310.18313) are kept. The product has no such sums, since this is what t
 
 Baseline: ``bfloat16/word`` with sums in float32 and the same seed: the same first weights and batches.
 
-Run: ``./dev bench float8_end_to_end [--out FOLDER] [--seeds …] [--quick]``. Finished runs are kept under ``--out``. With AVX2 a
-run takes 3 to 15 minutes of a core. ``--rounds`` has no effect.
+Run: ``./dev bench float8_end_to_end [--out FOLDER] [--seeds …] [--report-only] [--quick]``. Finished runs are kept under
+``--out``. With AVX2 a run takes 5 to 15 minutes of a core. ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ class Case(NamedTuple):
 BASELINE = Case("bfloat16/word", "", 4)
 CASES = (
     BASELINE,
-    *(Case("bfloat16/word", rounding, number) for number in (64, 16, 4, 1) for rounding in ("nearest", "stochastic")),
+    Case("bfloat16/word", "nearest", 64),
     Case("bfloat16/weight8", "", 4),
     Case("bfloat16/nearest8", "", 4),
     Case("float8-row/weight8", "stochastic", 16),
     Case("float8-row/nearest8", "nearest", 16),
+    Case("bfloat16/word", "stochastic", 64),
+    *(Case("bfloat16/word", rounding, number) for number in (16, 4, 1) for rounding in ("nearest", "stochastic")),
 )
 
 
@@ -144,14 +146,15 @@ def table(results: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> lis
     """Return a row for each case that has a result: loss, its difference from the baseline, and the first alarm."""
     rows: list[Row] = []
     for case in CASES:
-        runs = [results[part_name(case, seed)] for seed in seeds]
-        costs = [
-            run["loss"] - results[part_name(BASELINE, seed)]["loss"] for run, seed in zip(runs, seeds, strict=True)
-        ]
+        pairs = [[results.get(part_name(each, seed)) for each in (case, BASELINE)] for seed in seeds]
+        runs = [run for run, _ in pairs if run is not None]
+        costs = [run["loss"] - base["loss"] for run, base in pairs if run is not None and base is not None]
+        if not costs:
+            continue
         mean, half = interval(costs)
         alarms = [alarm for run in runs for alarm in run["alarms"]]
         row: Row = {"case": str(case), "loss": runs[0]["loss"]}
-        row |= {"less baseline": f"{mean:+.4f}" + (f" ± {half:.4f}" if len(seeds) > 1 else "")}
+        row |= {"less baseline": f"{mean:+.4f}" + (f" ± {half:.4f}" if len(costs) > 1 else "")}
         row |= {"first alarm": "step {} ({})".format(*min(alarms)) if alarms else "none"}
         rows.append(row)
     return rows
@@ -182,11 +185,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser(__doc__, rounds=1)
     add_out(flags, "float8-end-to-end", of="finished runs")
     flags.add_argument("--seeds", type=int, nargs="+", default=[0])
+    flags.add_argument("--report-only", action="store_true", help="only make the table of the runs that are there")
     options = flags.parse_args(arguments)
     torch.set_num_threads(1)
     report = Report("float8, end to end", options)
     with out_folder(options, "float8-end-to-end") as out:
-        results = complete(parts(options), out, report)
+        results = complete(parts(options), out, report, only_kept=options.report_only)
     report.add(f"llama-1m, {BATCH} × {TOKENS} tokens; nats", table(results, options.seeds))
     return report.end()
 
