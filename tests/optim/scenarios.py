@@ -76,7 +76,7 @@ class Stall:
     """What became of the stall case: error of the stored displacement, and the audit."""
 
     error: float
-    reading: ng.optim.Reading
+    reading: ng.optim.AuditedUpdates
 
 
 def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, side: int = 256) -> Stall:

@@ -1,5 +1,5 @@
 from .audit import Alarm as Alarm
-from .audit import Reading as Reading
+from .audit import AuditedUpdates as AuditedUpdates
 from .audit import UpdateLossWarning as UpdateLossWarning
 from .optimizers import GaLore as GaLore
 from .optimizers import GradNormLoRP as GradNormLoRP

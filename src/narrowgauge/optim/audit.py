@@ -39,7 +39,7 @@ class UpdateLossWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AuditedUpdates:
     """Audit of one tensor over a window. D is the intended, E the stored and V the visible change.
 
     Args:
@@ -87,7 +87,7 @@ class Alarm:
     tensor: str
     storage: str
     fallback: str
-    reading: Reading
+    reading: AuditedUpdates
 
     @property
     def message(self) -> str:
@@ -105,7 +105,7 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
-def read(rows: Iterable[Tensor]) -> Reading:
+def read(rows: Iterable[Tensor]) -> AuditedUpdates:
     """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step. Sum first, then divide.
 
     The delta method gives the error of the EDQ, a ratio of sums over the steps.
@@ -117,7 +117,7 @@ def read(rows: Iterable[Tensor]) -> Reading:
     if count > 1 and float(dd.sum()) > 0:
         spread = float(((de - edq * dd) ** 2).sum())
         error = math.sqrt(spread * count / (count - 1)) / float(dd.sum())
-    return Reading(**values, edq_error=error, num_audits=count)
+    return AuditedUpdates(**values, edq_error=error, num_audits=count)
 
 
 Sums = tuple[Tensor, Tensor, tuple[float, ...]]
@@ -237,8 +237,8 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-class Audit(dict[str, Reading]):
-    """Map the name of each audited tensor to its :class:`Reading`. Print a table, worst tensors first.
+class Audit(dict[str, AuditedUpdates]):
+    """Map the name of each audited tensor to its :class:`AuditedUpdates`. Print a table, worst tensors first.
 
     Attributes:
         total: the reading of all tensors together; ``None`` before the first audited step.
@@ -247,7 +247,7 @@ class Audit(dict[str, Reading]):
     LINES = 20
     """Largest number of tensors to print."""
 
-    def __init__(self, readings: Mapping[str, Reading], total: Reading | None) -> None:
+    def __init__(self, readings: Mapping[str, AuditedUpdates], total: AuditedUpdates | None) -> None:
         super().__init__(readings)
         self.total = total
 
@@ -290,8 +290,8 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
         optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's wrapper around one.
         model: provides names for unnamed parameters, here and in later alarms.
     Returns:
-        An :class:`Audit`: a :class:`Reading` per parameter name (``"param 0"`` … for unnamed ones), and their ``total``. It is
-        empty before the first audited step.
+        An :class:`Audit`: :class:`AuditedUpdates` per parameter name (``"param 0"`` … for unnamed ones), and their ``total``.
+        It is empty before the first audited step.
     Raises:
         RecipeError: the optimizer is not a Narrowgauge optimizer.
 
