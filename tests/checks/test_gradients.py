@@ -115,6 +115,21 @@ def test_gradients_buffers_modes_and_generators_are_put_back() -> None:
     assert all(module.training for module in model.modules())
 
 
+def test_a_loss_without_a_backward_pass_is_refused() -> None:
+    wrong: list[Any] = [
+        lambda model, batch: (loss(model, batch), 1.0),
+        lambda model, batch: loss(model, batch).item(),
+        lambda model, batch: loss(model, batch).detach(),
+        lambda model, batch: model(batch[0]),
+    ]
+    for each in wrong:
+        for backward in (None, lambda model, batch: loss(model, batch).backward()):
+            with pytest.raises(ng.errors.RecipeError, match="Return the mean loss"):
+                check(Model(), tokens_of(0), backward, loss=each)
+    with pytest.raises(ng.errors.RecipeError, match="empty list"):
+        check(Model(), [])
+
+
 def scaled(factor: float, part: str = "") -> Any:
     def backward(model: nn.Module, batch: Any) -> None:
         loss(model, batch).backward()

@@ -71,6 +71,8 @@ def gradient_readings(
         unseen["the gradient"] = "complex parameters"
         return [], []
     parts = list(batch) if isinstance(batch, list) else [batch]
+    if not parts:
+        raise RecipeError("Cannot compare gradients because batch= is an empty list.", "Pass a batch or micro-batches.")
     with put_back(model):
         for module in model.modules():
             module.training = False  # not train(False), which some modules override
@@ -112,7 +114,7 @@ def _configured(
             last = place == len(parts) - 1
             waits: AbstractContextManager[Any] = nullcontext() if last else getattr(model, "no_sync", nullcontext)()
             with waits if reduction is None else reduction.micro_batch(is_last=last):
-                (loss(model, part) / len(parts)).backward()
+                (_scalar(loss(model, part)) / len(parts)).backward()
     finally:
         handle.remove()
     gradients = {}
@@ -122,6 +124,18 @@ def _configured(
             gradients[inner_name(name)] = _whole(gradient.detach()).to_dense().clone()
             dtypes.add(p.dtype)
     return gradients, dtypes
+
+
+def _scalar(result: Any) -> Tensor:
+    """Return what the user's ``loss`` returned, if a backward pass can begin there."""
+    if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
+        kind = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        kind += ", without a graph" if isinstance(result, Tensor) and not result.requires_grad else ""
+        raise RecipeError(
+            f"Cannot compare gradients because loss(model, batch) returned {kind}.",
+            "Return the mean loss over the batch, a tensor of one element.",
+        )
+    return result
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -214,7 +228,7 @@ def gradients_of(model: nn.Module, part: Any, loss: Loss, unit: float = 0.0, see
     """Return the gradients of a float32 model, float64 on its device."""
     named = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     with torch.random.fork_rng(sorted({p.device.index or 0 for p in named.values() if p.is_cuda})), Widened(unit, seed):
-        gradients: Any = torch.autograd.grad(loss(model, part), list(named.values()), allow_unused=True)
+        gradients: Any = torch.autograd.grad(_scalar(loss(model, part)), list(named.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.detach().to_dense().double()
         for (name, p), g in zip(named.items(), gradients, strict=True)
