@@ -340,14 +340,20 @@ def is_refused(records: Sequence[Record], cell: Cell) -> bool:
     return any(run.val_loss is None or run.val_loss > run.unigram - MARGIN for run in baselines)
 
 
-def differences(records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER) -> list[float]:
-    """Return a row's losses less its baseline's, one for each seed that both have; infinite where the row diverged."""
-    baselines = {run.key[1:]: run.val_loss for run in runs_of(records, baseline, cell)}
-    pairs: dict[int, float] = {}
+def paired(records: Sequence[Record], row: str, cell: Cell, baseline: str) -> list[tuple[Record, Record]]:
+    """Return a row's runs with the baseline's of the same seed, all of the one machine that has most of these pairs."""
+    baselines = {run.key[1:]: run for run in runs_of(records, baseline, cell)}
+    machines: dict[tuple[str, str], list[tuple[Record, Record]]] = {}
     for run in runs_of(records, row, cell):
-        if (base := baselines.get(run.key[1:])) is not None:
-            pairs.setdefault(run.seed, (math.inf if run.val_loss is None else run.val_loss) - base)
-    return list(pairs.values())
+        if (base := baselines.get(run.key[1:])) is not None and base.val_loss is not None:
+            machines.setdefault((run.vectors, run.torch), []).append((run, base))
+    return max(machines.values(), key=len, default=[])
+
+
+def differences(records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER) -> list[float]:
+    """Return a row's losses less its baseline's, one for each seed; infinite where the row diverged."""
+    pairs = paired(records, row, cell, baseline)
+    return [(math.inf if run.val_loss is None else run.val_loss) - (base.val_loss or 0.0) for run, base in pairs]
 
 
 def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -391,10 +397,10 @@ def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[C
     """Return a line for each row that has a record: bytes, EDQ, the difference in each cell and over all of them."""
     lines = []
     for row in rows:
-        runs = [run for cell in cells for run in runs_of(records, row, cell)]
-        cost = [differences(records, row, cell, baseline) for cell in cells]
-        if not any(cost) or row in (ONCE, baseline):
+        runs = [run for cell in cells for run, _ in paired(records, row, cell, baseline)]
+        if not runs or row in (ONCE, baseline):
             continue
+        cost = [differences(records, row, cell, baseline) for cell in cells]
         edqs = [run.edq for run in runs if run.edq is not None]
         name = f"{row} ({runs[-1].package})" if row in PEERS else f"`{row}`"
         edq = f"{statistics.fmean(edqs):.3f}" if edqs else "–"
@@ -422,9 +428,9 @@ def section(records: Sequence[Record], setting: Setting) -> str:
     versions = [", ".join(sorted({getattr(run, name) for run in records})) for name in ("torch", "vectors")]
     levels_of = []
     for cell in cells:
-        runs = runs_of(records, MASTER, cell)
+        runs = [run for run, _ in paired(records, MASTER, cell, MASTER)]
         means = [statistics.fmean(getattr(run, name) for run in runs) for name in ("val_loss", "bigram", "unigram")]
-        levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len({run.seed for run in runs}))])
+        levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len(runs))])
     masters = {run.key[1:]: run.weights for run in records if run.row == MASTER}
     proofs = [(run, masters.get(run.key[1:])) for run in records if run.row == ONCE]
     parts = [

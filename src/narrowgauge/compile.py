@@ -185,11 +185,21 @@ def _compile_and_compare(
             ]
     except Exception as error:  # a broken compiler or a full disk must not stop a training run
         line = (str(error).splitlines() or [""])[0][:160]
-        _warn_once(f"Cannot compile {_name(function)} ({type(error).__name__}: {line})")
+        why = "a signal stopped the compiler" if _is_stopped(error) else f"{type(error).__name__}: {line}"
+        _warn_once(f"Cannot compile {_name(function)} ({why})")
         return None
     if not all(same):
         _warn_once(f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits")
     return run if all(same) else None
+
+
+def _is_stopped(error: BaseException | None) -> bool:
+    """Return whether a signal ended the compiler's process: an interruption of the run reaches it too."""
+    while error is not None:
+        if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], one_loop: bool) -> Compiled:
