@@ -1,6 +1,6 @@
 """What watching a run costs: steps with gauges against steps without, in the same rounds.
 
-Claim: the default gauges, sampled at every 100th step, cost at most 0.5 % of the step time. Attached and not sampled they cost
+Claim: the default gauges, sampled at every 20th step, cost at most 1 % of the step time. Attached and not sampled they cost
 nothing that a ratio of step times can show. Losses of watched and unwatched steps are compared bit for bit at the end.
 
 Baseline: the same session without gauges. Contenders: one with gauges on a step that is not sampled; the same on a step that is.
@@ -27,7 +27,7 @@ from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
 NEVER = 1 << 40
-EVERY = 100
+EVERY = 20
 
 
 def main() -> int:
