@@ -15,14 +15,13 @@ by Student's t: what is drawn are sequences, so the interval is one of this mode
 ``int8-outlier`` multiplies as in training, with 16-bit weights; the others are quantized for inference. A note says how many
 columns of inputs reach 6 without our help, the threshold of the paper (2208.07339).
 
-Run: ``./dev bench int8_outliers [--out FOLDER] [--report-only] [--quick]``. Model and cells are kept under ``--out``, and an
-interrupted run goes on where it was (``_parts.py``). The training takes about 65 seconds of a free core with AVX512, 260 with
-AVX2; a cell takes seconds. ``--rounds`` has no effect.
+Run: ``./dev bench int8_outliers [--out FOLDER] [--quick]``. The model is kept under ``--out``, and an interrupted training goes
+on where it was. It takes about 65 seconds of a free core with AVX512, 260 with AVX2; all cells take a minute. ``--rounds`` has
+no effect.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import math
@@ -30,19 +29,17 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _parts import Part, add_out, complete, out_folder
+from _parts import add_out, out_folder
 from timing import Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
@@ -52,9 +49,7 @@ from narrowgauge.trainer.loop import resume, train
 from narrowgauge.trainer.session import load
 
 STRENGTHS = (1, 8, 32, 128)
-SECONDS = {"bfloat16": 1.0, "int8-row": 1.3, "int8-outlier-codes": 1.5, "int8-outlier": 2.5}
-"""That a cell of each form takes; the first is the baseline."""
-FORMS, TRAINING_SECONDS = tuple(SECONDS), 65.0
+FORMS = ("bfloat16", "int8-row", "int8-outlier-codes", "int8-outlier")
 THRESHOLD = 6.0
 CHANNELS, SEQUENCES, QUICK_SEQUENCES = 4, 128, 8
 """How many channels get outliers; every other one of how many sequences is tested."""
@@ -62,13 +57,7 @@ TRAINING: dict[str, Any] = {
     "model": "llama-1m", "steps": 800, "batch_size": 8, "sequence_length": 128, "lr": 3e-3, "eval_every": 200,
     "eval_batches": 8, "gauges_every": 0, "audit_every": 0, "checkpoint_every": 200, "keep_checkpoints": 1, "compile": False,
 }  # fmt: skip
-QUICK: dict[str, Any] = {
-    **TRAINING,
-    "steps": 4,
-    "sequence_length": 32,
-    "eval_every": 4,
-    "checkpoint_every": 4,
-}
+QUICK = {**TRAINING, "steps": 4, "sequence_length": 32, "eval_every": 4, "checkpoint_every": 4}
 READERS = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
 """The norms of a Llama's layer, and the linear layers that read what each gives."""
 
@@ -79,8 +68,6 @@ def prepare(folder: Path, plain: Path, report: Report) -> None:
     given = QUICK if options.quick else TRAINING
     config = TrainConfig(recipe=parse("bfloat16/master"), out=str(folder), threads=options.threads, **given)
     if not (folder / "run.toml").is_file() or read_run(folder).summary is None:
-        if not options.quick:
-            report.note(f"the model is trained first, about {duration(TRAINING_SECONDS)}; every cell waits for it")
         with contextlib.redirect_stdout(io.StringIO()):
             resume(folder) if (folder / "run.toml").is_file() else train(config)
     export(folder, plain)
@@ -127,19 +114,16 @@ def losses(model: Any, sequences: Sequence[Tensor]) -> list[float]:
     return [float(loss_sum(model, each, chunked=False)) / (each.shape[1] - 1) for each in sequences]
 
 
-def measured(folder: Path, plain: Path, strength: float, form: str, options: argparse.Namespace) -> dict[str, Any]:
+def measured(plain: Path, strength: float, form: str, sequences: Sequence[Tensor]) -> dict[str, Any]:
     """One cell: losses by sequence, and bytes."""
     from transformers import AutoModelForCausalLM
 
-    data, length = load(folder).data, int(read_run(folder).config["sequence_length"])
-    number = QUICK_SEQUENCES if options.quick else SEQUENCES
-    tested = [torch.from_numpy(each) for each in data.valid_batches(1, length, number)][::2]
     model: Any = with_outliers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval(), strength)
     if form == "int8-outlier":
         ng.swap_linears(model, form)
     elif form != "bfloat16":
         ng.quantize_for_inference(model, form)
-    return {"losses": losses(model, tested), "bytes": model.get_memory_footprint()}
+    return {"losses": losses(model, sequences), "bytes": model.get_memory_footprint()}
 
 
 def same_function(plain: Path, strength: float, tokens: Tensor) -> float:
@@ -160,8 +144,7 @@ def rows_of(cells: dict[tuple[float, str], dict[str, Any]], strengths: Sequence[
     base = cells[strengths[0], "bfloat16"]["losses"]
     for strength in strengths:
         for form in FORMS:
-            if (cell := cells.get((strength, form))) is None:
-                continue
+            cell = cells[strength, form]
             loss = statistics.fmean(cell["losses"])
             mean, half = interval([a - b for a, b in zip(cell["losses"], base, strict=True)])
             rows.append({
@@ -171,46 +154,21 @@ def rows_of(cells: dict[tuple[float, str], dict[str, Any]], strengths: Sequence[
     return rows
 
 
-def parts(folder: Path, plain: Path, options: argparse.Namespace) -> dict[tuple[float, str], Part]:
-    """A part for each cell, of the weights that the run has."""
-    summary = (read_run(folder).summary if (folder / "run.toml").is_file() else None) or {}
-    sequences = QUICK_SEQUENCES if options.quick else SEQUENCES
-    settings = {"weights": summary.get("weights_fingerprint"), "channels": CHANNELS, "sequences": sequences}
-    return {
-        (strength, form): Part(
-            f"{form}, {strength:g}", settings, partial(measured, folder, plain, strength, form, options), SECONDS[form]
-        )
-        for strength in ((1, 32) if options.quick else STRENGTHS)
-        for form in FORMS
-    }
-
-
-def flags() -> argparse.ArgumentParser:
-    """All flags."""
-    made = parser(__doc__, rounds=0)
-    add_out(made, "int8-outliers", of="run and the cells")
-    made.add_argument("--report-only", action="store_true", help="only make the table of the cells that are there")
-    return made
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    options = flags().parse_args(arguments)
+    flags = parser(__doc__, rounds=0)
+    add_out(flags, "int8-outliers", of="run")
+    options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     report = Report("int8_outliers", options, peers=("transformers",))
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(out_folder(options, "int8-outliers"))
-        folder, plain = out / "model", Path(stack.enter_context(tempfile.TemporaryDirectory()), "plain")
-        if not options.report_only:
-            prepare(folder, plain, report)
-        wanted = parts(folder, plain, options)
-        made = complete(list(wanted.values()), out / "cells", report, only_kept=options.report_only)
-    cells = {key: made[part.name] for key, part in wanted.items() if part.name in made}
-    strengths = list(dict.fromkeys(strength for strength, _ in wanted))
-    if (strengths[0], "bfloat16") not in cells:
-        report.note(f"{out / 'cells'} has no baseline yet")
-        return report.end()
-    wide = [cell["losses"] for (_, form), cell in cells.items() if form == "bfloat16"]
+    strengths, number = ((1, 32), QUICK_SEQUENCES) if options.quick else (STRENGTHS, SEQUENCES)
+    with out_folder(options, "int8-outliers") as out, tempfile.TemporaryDirectory() as temporary:
+        folder, plain = out / "model", Path(temporary, "plain")
+        prepare(folder, plain, report)
+        length = int(read_run(folder).config["sequence_length"])
+        tested = [torch.from_numpy(each) for each in load(folder).data.valid_batches(1, length, number)][::2]
+        cells = {(s, form): measured(plain, s, form, tested) for s in strengths for form in FORMS}
+    wide = [cells[strength, "bfloat16"]["losses"] for strength in strengths]
     same = "the same bits" if all(each == wide[0] for each in wide) else "other bits"
     report.note(f"bfloat16 gives {same} at {len(wide)} strengths")
     report.add("loss on held-out text by strength of the outliers", rows_of(cells, strengths))

@@ -27,7 +27,7 @@ from narrowgauge.gauges.tensor_metrics import SHARED, exponents, fetch, join_sha
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import is_split_over_ranks, local_of
 from narrowgauge.numerics.widening import matmul
-from narrowgauge.optim.audit import Reading, audit, joined_over_ranks, unwrapped
+from narrowgauge.optim.audit import AuditedUpdates, audit, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import first_of_input
@@ -209,7 +209,7 @@ class Gauges:
         warnings.warn(f"gauges recorded no linear layer at step {row['step']}. {reason}", GaugeNotice, stacklevel=2)
 
 
-def _update_metrics(reading: Reading) -> list[float | int | None]:
+def _update_metrics(reading: AuditedUpdates) -> list[float | int | None]:
     """Return the metrics of an audited parameter, in the order of the record. EDQ is NaN if no update was intended."""
     rest = (getattr(reading, name) for name in list(METRICS["updates"])[1:])
     return [rounded(reading.edq, keep_nan=True), *map(rounded, rest)]
