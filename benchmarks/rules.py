@@ -86,17 +86,17 @@ class Case:
         return options
 
 
-_ADAMS, _SMALLER = (1e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3)
+_LARGER, _SMALLER = (1e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3)
 CASES = {
     case.name: case
     for case in (
-        Case("adamw", "word", _ADAMS),
-        Case("adamw", "states8", _ADAMS),
-        Case("galore", "word", _ADAMS, {"rank": 32, "update_proj_gap": 50, "scale": 1.0}),
-        Case("galore", "word", _ADAMS, {"rank": 128, "update_proj_gap": 50, "scale": 0.25}, "-all-quarter"),
-        Case("gradnorm_lorp", "word", _ADAMS, {"rank": 32, "update_proj_gap": 50}),
-        Case("muon", "word", _ADAMS),
-        Case("adafactor", "word", _ADAMS),
+        Case("adamw", "word", _SMALLER),
+        Case("adamw", "states8", _SMALLER),
+        Case("galore", "word", _LARGER, {"rank": 32, "update_proj_gap": 50, "scale": 1.0}),
+        Case("galore", "word", _LARGER, {"rank": 128, "update_proj_gap": 50, "scale": 0.25}, "-all-quarter"),
+        Case("gradnorm_lorp", "word", _LARGER, {"rank": 32, "update_proj_gap": 50}),
+        Case("muon", "word", _LARGER),
+        Case("adafactor", "word", _LARGER),
         Case("lion", "word", _SMALLER),
     )
 }
