@@ -7,8 +7,8 @@ import torch
 
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.model import decoder, read_model
-from narrowgauge.planner.model_state import state_of, with_optimizer
-from narrowgauge.spec.notation import parse
+from narrowgauge.planner.model_state import state_of
+from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import OPTIMIZERS
 
 LLAMA = read_model("llama-8b")
@@ -38,14 +38,13 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
     weight = torch.nn.Parameter(torch.zeros(ROWS, COLS, dtype=torch.bfloat16))
     counted = state_bytes(OPTIMIZERS[name]([weight], lr=1e-3, storage=storage), weight)
     # Of a model with twice the MLP's size two matrices more: up, and down.
-    recipe = with_optimizer(parse(f"bfloat16/{storage}"), name)
     small, large = (
         decoder(
             "one", num_layers=1, hidden_size=COLS, num_heads=1, intermediate_size=size, vocab_size=1, is_gated=False
         )
         for size in (ROWS, 2 * ROWS)
     )
-    beside = [state_of(shape, recipe).layers.optimizer for shape in (small, large)]
+    beside = [state_of(shape, STORAGES[storage], name).layers.optimizer for shape in (small, large)]
     assert (beside[1] - beside[0]) / 2 == pytest.approx(counted, rel=0.01, abs=4 * COLS)
 
 
@@ -58,13 +57,25 @@ def test_low_rank_states_are_those_that_the_optimizer_keeps(name: str, storage: 
     shape = decoder(
         "one", num_layers=1, hidden_size=COLS, num_heads=1, intermediate_size=ROWS, vocab_size=1, is_gated=False
     )
-    layers = state_of(shape, with_optimizer(parse(f"bfloat16/{storage}"), name)).layers
+    layers = state_of(shape, STORAGES[storage], name).layers
     assert layers.optimizer + layers.whole == pytest.approx(counted, rel=0.01)
     assert layers.whole > 0.1 * counted  # no number of ranks shards it
 
 
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:
-    recipe = parse("bfloat16/master")
-    muon, adamw = state_of(LLAMA, with_optimizer(recipe, "muon")), state_of(LLAMA, recipe)
+    muon, adamw = state_of(LLAMA, STORAGES["master"], "muon"), state_of(LLAMA, STORAGES["master"])
     assert muon.embedding == adamw.embedding and muon.head == adamw.head
     assert muon.layers.optimizer == pytest.approx(8 / 12 * adamw.layers.optimizer, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "muon", "adafactor", "galore"])
+@pytest.mark.parametrize("storage", ["word", "master", "naive"])
+def test_states_of_vectors_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
+    vector = torch.nn.Parameter(torch.zeros(COLS, dtype=torch.bfloat16))
+    counted = state_bytes(OPTIMIZERS[name]([vector], lr=1e-3, storage=storage), vector)
+    sizes: dict[str, int] = {"num_layers": 1, "hidden_size": COLS, "num_heads": 1, "vocab_size": 1}
+    plain, normed = (
+        state_of(decoder("one", **sizes, head_norms=norms), STORAGES[storage], name).layers.optimizer
+        for norms in ("none", "head")
+    )
+    assert normed - plain == 2 * counted

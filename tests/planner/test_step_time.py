@@ -160,14 +160,12 @@ def test_experts_have_fewer_copies_than_other_parameters() -> None:
 
 def test_context_ranks_share_the_state_with_shards() -> None:
     """Memory and time agree on who shards (torchtitan's mesh axis ``fsdp``): 64 ranks share it however they are divided."""
-    from narrowgauge.planner.memory import memory_terms
-
     cluster = cluster_of("H100-SXM", 64)
     groups = []
     for context in (1, 4, 8):
         layout = Layout(shard=64 // context, context=context)
-        terms = step_terms(Job(LLAMA, WORD, layout, cluster, 32_768, exact("H100-SXM")))
-        state = memory_terms(LLAMA, WORD, layout, 32_768).groups["optimizer"]
+        job = Job(LLAMA, WORD, layout, cluster, 32_768, exact("H100-SXM"))
+        terms, state = step_terms(job), job.memory.groups["optimizer"]
         gathered = by_name(terms)["weights and gradients between shards"].formula.split(", ")[1]
         groups.append((state, terms.groups["optimizer"], gathered))
     assert groups[0] == groups[1] == groups[2] and groups[0][2].startswith("64 ranks")

@@ -5,6 +5,7 @@ The regular expressions hold the essential words only. Nothing is changed or wri
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +32,9 @@ from narrowgauge.numerics.rounding import round_to
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.plan import plan
+from narrowgauge.planner.state import plan_state
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import get_compute, parse
-from narrowgauge.spec.update_rules import get_rule
 
 # ── commands: status 2, one line on standard error, nothing on standard output ────────────────────────────────────────
 
@@ -73,6 +74,7 @@ COMMANDS = [
     ("plan run --model llama-8b", "ChipError", "no machine.*--chip"),
     (f"{CHIP} --optimizer moun", "RecipeError|UsageError", "moun"),
     ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
+    (f"{CHIP} --recipe ,", "RecipeError", "no recipe"),
     ("plan scaling 128:10d", "DataError", "128 chips"),
     ("plan scaling 128:10y,256:7y", "DataError", "CHIPS:TIME"),
     ("plan run --model llama-1m --recipe bfloat16/word --chip h2000", "ChipError", "h2000"),
@@ -115,7 +117,6 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "mean 'word'"),
     "another dtype": (lambda: ng.AdamW(weights(torch.float32), storage="word"), RecipeError, "'word'.*float32"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
-    "rule": (lambda: get_rule("moun"), RecipeError, "'moun'.*mean 'muon'"),
     "loss scale": (lambda: LossScaler(initial=3.0), RecipeError, r"initial = 3.*power of two"),
     # models
     "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
@@ -148,6 +149,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         RecipeError, "its layers differ.*float8-row/word",
     ),
+    "no sequence": (lambda: plan("llama-8b", chip="H100-SXM", sequence_length=0), NarrowgaugeError, "sequence_length = 0"),
+    "no tokens": (lambda: plan("llama-8b", chip="H100-SXM", tokens_per_step=math.nan), NarrowgaugeError, "step = nan"),
+    "no model": (lambda: plan("", chip="H100-SXM"), RecipeError, "no model"),
+    "an unknown rule": (lambda: plan("llama-8b", chip="H100-SXM", optimizer="moun"), RecipeError, "mean 'muon'"),
+    "the state of an unknown rule": (lambda: plan_state(1e9, optimizer="moun"), RecipeError, "mean 'muon'"),
     "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "chips were requested"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
@@ -184,6 +190,7 @@ CLUSTERS = [
     ("chips = 8", "does not say its chip"),
     (f"{NODES}chps = 8", "mean 'chips'"),
     (f"{NODES}chips = 0", "chips = 0"),
+    (f"{NODES}chips = 8\nchips_per_node = 0", "chips_per_node = 0"),
     ("[[nodes", r"cluster\.toml"),
 ]
 

@@ -37,9 +37,9 @@ def of_config(config: Mapping[str, Any], name: str) -> Architecture:
         with torch.device("meta"):
             model = (kinds or [AutoModelForCausalLM])[0].from_config(built)  # type: ignore[no-untyped-call]
     except Exception as error:  # model classes raise all kinds of errors for a configuration
-        reason = (
-            (str(error).strip() or type(error).__name__).splitlines()[0].partition(" Should contain")[0].rstrip(".")
-        )
+        # Some errors begin with lines that only name a validator.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+        reason = (lines or [type(error).__name__])[0].partition(" Should contain")[0].rstrip(".")
         raise DataError(
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
             "Plan its number of parameters: narrowgauge plan state --params.",

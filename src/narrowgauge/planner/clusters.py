@@ -107,8 +107,8 @@ def cluster_of(
         ('32 × H100-SXM5-80GB', 8, 50.0)
     """
     kind = get_chip(chip) if isinstance(chip, str) else chip
-    usual_size = chips_per_node or kind.chips_per_node
-    size = max(1, min(chips, usual_size))
+    usual_size = kind.chips_per_node if chips_per_node is None else chips_per_node
+    size = min(chips, usual_size)
     if chips_per_node is None and chips > usual_size > _RACK:
         # Racks fill evenly: 128 chips in racks of 72 become twice 64.
         size = next(count for count in range(usual_size, 0, -1) if chips % count == 0)

@@ -12,6 +12,7 @@ from narrowgauge.planner.efficiency import RESTARTS, Efficiency, efficiency_of, 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Architecture
+from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Terms
@@ -35,6 +36,7 @@ class Job:
         cluster: has at least as many chips as the layout has ranks.
         shares: efficiencies; None for the published ones.
         attention: ``"flash"`` for fused kernels that skip masked scores, ``"eager"`` for matmuls around a softmax.
+        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states.
     """
 
     architecture: Architecture
@@ -44,6 +46,7 @@ class Job:
     sequence_length: int
     shares: Efficiency | None = None
     attention: Attention = "flash"
+    optimizer: str = "adamw"
 
     @property
     def chip(self) -> Chip:
@@ -52,6 +55,11 @@ class Job:
     @property
     def efficiency(self) -> Efficiency:
         return self.shares or efficiency_of(self.chip, self.cluster.software)
+
+    @cached_property
+    def bytes_per_param(self) -> float:
+        """Return the bytes per parameter of weight, gradient and the optimizer's states, for matrices."""
+        return self.recipe.storage.keeping(OPTIMIZER_STATES[self.optimizer]).bytes_per_param
 
     @property
     def num_chips(self) -> int:
@@ -81,7 +89,7 @@ class Job:
     @cached_property
     def memory(self) -> Terms:
         """Return the bytes of the worst rank at its worst moment."""
-        return memory_terms(self.architecture, self.recipe, self.layout, self.sequence_length)
+        return memory_terms(self)
 
     @property
     def headroom_bytes(self) -> float:
@@ -155,11 +163,7 @@ class Job:
     def row(self, num_tokens: float | None = None) -> Row:
         """Return JSON values in bytes, seconds and fractions. ``num_tokens`` of the whole run add days."""
         row = {name: getattr(self, name) for name in _ROW}
-        row |= {
-            "recipe": self.recipe.title,
-            "bytes_per_param": self.recipe.bytes_per_param,
-            "cluster": self.cluster.name,
-        }
+        row |= {"recipe": self.recipe.title, "bytes_per_param": self.bytes_per_param, "cluster": self.cluster.name}
         row |= {"layout": dataclasses.asdict(self.layout), "memory_interval": self.memory.interval}
         for name, terms in (("memory_bytes", self.memory), ("step_seconds", self.step)):
             row[name] = {**terms.groups, "total": terms.total}

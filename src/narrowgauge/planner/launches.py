@@ -14,6 +14,7 @@ A launch file has the arguments of :func:`narrowgauge.planner.plan.plan`, and ma
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def read_launch(path: str | Path) -> dict[str, Any]:
     path = Path(path).expanduser()
     settings = read_table(path, "launch", 'It is a TOML file with model = "llama-8b" and chip = "H100-SXM".')
     check_keys(path, settings, _KEYS, required=("model", "recipes", "chip", "chips"))
-    if settings.get("step_seconds", 1) <= 0:
+    if not 0 < settings.get("step_seconds", 1) < math.inf:
         raise DataError(f"{path}: step_seconds = {settings['step_seconds']} is no time.", "Write seconds above zero.")
     return settings
 

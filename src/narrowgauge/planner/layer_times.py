@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.roofline import Setting, bytes_per_number, operation_seconds, setting_of
+from narrowgauge.planner.roofline import bytes_per_number, operation_seconds
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
@@ -49,40 +49,29 @@ class Seconds(NamedTuple):
     once: float = 0.0
 
 
-def linear_seconds(job: Job, *, is_head: bool) -> tuple[Seconds, Seconds]:
-    """Return the seconds of matmuls and of the casts before them, in the head or in all layers.
-
-    Casts of weights are under ``once``.
-    """
-    layout = job.layout
-    ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
-    settings = _settings(job.architecture, job.recipe)
-    return _linear_seconds(job.architecture, settings, ranks, job.tokens, job.chip, job.efficiency, is_head)
-
-
-@lru_cache(maxsize=64)
-def _settings(architecture: Architecture, recipe: Recipe) -> tuple[tuple[Setting, bool], ...]:
-    """Return the setting of each matmul under the recipe, and whether the matmul casts its input separately."""
-    names = [_PLACES[matmul.part] + matmul.name for matmul in architecture.matmuls]
-    return tuple((setting_of(name, recipe), first_of_input(name) == name) for name in names)
-
-
-# Layouts of a search share most results. Recipes that differ in their storage do too.
+# Layouts of a search share most results.
 @lru_cache(maxsize=4096)
-def _linear_seconds(
+def linear_seconds(
     architecture: Architecture,
-    settings: tuple[tuple[Setting, bool], ...],
+    recipe: Recipe,
     ranks: tuple[int, int, int],
     tokens_on_rank: float,
     chip: Chip,
     shares: Efficiency,
+    *,
     is_head: bool,
 ) -> tuple[Seconds, Seconds]:
+    """Return the seconds of matmuls and of the casts before them, in the head or in all layers.
+
+    ``ranks`` are the tensor ranks, the expert ranks, and the tensor ranks of an expert. Casts of weights are under ``once``.
+    """
     matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
     mixture, start = architecture.mixture, shares["kernel_seconds"]
-    for matmul, (setting, is_first) in zip(architecture.matmuls, settings, strict=True):
+    for matmul in architecture.matmuls:
         if (matmul.part == "head") != is_head:
             continue
+        layer = _PLACES[matmul.part] + matmul.name
+        compute, is_first = recipe.compute_of(layer), first_of_input(layer) == layer
         experts, tensor = ranks[1:] if matmul.is_expert else (1, ranks[0])
         out = round(matmul.out_features / (tensor if matmul.split == "column" else 1))
         inputs = round(matmul.in_features / (tensor if matmul.split == "row" else 1))
@@ -90,7 +79,7 @@ def _linear_seconds(
         count = matmul.count / experts
         # A grouped kernel starts once for all experts of a layer.
         kernels = mixture.num_layers if matmul.is_expert and mixture else count
-        for name, seconds in operation_seconds(out, inputs, setting, tokens, chip, shares).items():
+        for name, seconds in operation_seconds(out, inputs, compute, recipe, tokens, chip, shares).items():
             place, _, side = name.partition(".")
             if side and SLOTS[name].tensor == "input" and not is_first:
                 continue  # cast for another layer already
@@ -148,4 +137,4 @@ def _by_thirds(seconds: float) -> Seconds:
 def optimizer_seconds(job: Job, num_parameters: float) -> float:
     """Return the seconds to read and write all stored tensors of a rank's parameters once. Gradients are only read."""
     gradient = bytes_per_number(job.recipe.storage.visible)
-    return job.moved(num_parameters * (2 * job.recipe.bytes_per_param - gradient))
+    return job.moved(num_parameters * (2 * job.bytes_per_param - gradient))

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.model import Architecture
-from narrowgauge.spec.sums import ACCUMULATIONS
+from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
@@ -24,7 +24,7 @@ _COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero": get_args(Zero),
     "recompute": get_args(Recompute),
-    "accumulation_dtype": tuple(ACCUMULATIONS),
+    "accumulation_dtype": ACCUMULATION_DTYPES,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from narrowgauge.planner.activations import (
     Kernels,
@@ -19,10 +20,19 @@ from narrowgauge.planner.activations import (
 )
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.model_state import Bytes, bytes_per_parameter, on_stage, shared, state_of
+from narrowgauge.planner.model_state import (
+    OPTIMIZER_STATES,
+    Bytes,
+    bytes_per_parameter,
+    on_stage,
+    shared,
+    state_of,
+)
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.sums import ACCUMULATIONS
+
+if TYPE_CHECKING:
+    from narrowgauge.planner.jobs import Job
 
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
@@ -34,6 +44,7 @@ _SEQUENCE = (
     "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
 )
 _LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
+_SUMS = "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32"
 _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
 CHUNK_LOGITS = 1 << 24
@@ -47,6 +58,7 @@ OVERHEAD: dict[str, tuple[float, float, float]] = {
 """Memory without a formula, ``(usual, least, most)`` in bytes: driver, collectives (with several ranks), libraries.
 Fragmentation is a fraction of all memory that changes during a step. In published runs the allocator reserves up to a quarter
 more than it allocates, if the chip has the memory."""
+_SUM_BYTES = 4  # of a float32 that sums the gradients of micro-batches
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
 
@@ -84,48 +96,34 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
     return stages
 
 
-def memory_terms(
-    architecture: Architecture,
-    recipe: Recipe,
-    layout: Layout,
-    sequence_length: int,
-) -> Terms:
+def memory_terms(job: Job) -> Terms:
     """Return the memory of the worst rank at its worst moment: bytes by group.
 
     If every rank computes whole layers, norms and activation functions are eager kernels (Hugging Face), and logits are computed
     a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM).
     """
     peaks = []
-    for stage, (layers, in_flight) in stages_of(architecture, layout).items():
-        terms = _Rank(architecture, recipe, layout, sequence_length, stage, layers, in_flight).worst_moment()
-        peaks.append(Terms((*terms, *_overhead_terms(terms, layout))))
+    for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
+        terms = _Rank(job, stage, layers, in_flight).worst_moment()
+        peaks.append(Terms((*terms, *_overhead_terms(terms, job.layout))))
     return max(peaks, key=lambda terms: terms.total)
 
 
 class _Rank:
-    """Compute for a rank of one stage, with the arguments of :func:`memory_terms`."""
+    """Compute for a rank of one stage, with its layers, and its layers in flight."""
 
-    def __init__(
-        self,
-        a: Architecture,
-        recipe: Recipe,
-        layout: Layout,
-        length: int,
-        stage: int,
-        layers: float,
-        layers_in_flight: float,
-    ) -> None:
-        self.a, self.recipe, self.layout = a, recipe, layout
+    def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
+        self.job, self.a, self.layout, self.tokens = job, job.architecture, job.layout, job.tokens
         self.stage, self.layers, self.layers_in_flight = stage, layers, layers_in_flight
-        self.kernels: Kernels = "eager" if layout.is_whole else "fused"
-        self.is_last = stage == layout.pipeline - 1
-        self.tokens = layout.tokens_on_rank(length)  # of a micro-batch
-        self.widths = widths_of(recipe.compute, recipe.storage.visible)
-        self.per = bytes_per_parameter(recipe.storage)
-        sums = ACCUMULATIONS[layout.accumulation_dtype]
-        has_sums = layout.micro_batches > 1 and sums.keeps_sums(recipe.storage.visible)
-        self.accumulation = sums if has_sums else None
+        self.kernels: Kernels = "eager" if self.layout.is_whole else "fused"
+        self.is_last = stage == self.layout.pipeline - 1
+        storage = job.recipe.storage
+        is_summed = self.layout.micro_batches > 1 and self.layout.accumulation_dtype == "float32"
+        self.has_sums = is_summed and storage.visible != "float32"
+        self.widths = widths_of(job.recipe.compute, storage.visible)
+        self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
         # Parameters of the largest layer on one of the ranks that shard it.
+        a, layout = self.a, self.layout
         experts = a.expert_parameters / a.mixture.num_layers if a.mixture else 0.0
         experts = experts / layout.expert / layout.expert_tensor_ranks
         self.largest_layer = a.largest_layer / layout.tensor + experts
@@ -170,7 +168,7 @@ class _Rank:
 
     def whole_state(self) -> tuple[Bytes, Bytes]:
         """Return the stage's state before ZeRO: experts, and the rest."""
-        return on_stage(self.a, self.recipe, self.layout, self.layers, self.stage)
+        return on_stage(self.job, self.layers, self.stage)
 
     def state_terms(self) -> tuple[Term, Term, Term]:
         layout, per, (experts, rest) = self.layout, self.per, self.whole_state()
@@ -195,18 +193,17 @@ class _Rank:
 
         Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``.
         """
-        row = self.accumulation
-        if row is None:
+        if not self.has_sums:
             return ()
         count = gradients.value / self.per.gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
-        formula = f"{count:.4g} parameters × {row.bytes_per_param:g} B, {where}"
-        return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
+        formula = f"{count:.4g} parameters × {_SUM_BYTES} B, {where}"
+        return (Term("gradients", "sum in float32", count * _SUM_BYTES, formula, _SUMS),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
         a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
-        saved, stream, casts = _layer_bytes(a, self.recipe, self.kernels)
+        saved, stream, casts = _layer_bytes(a, self.job.recipe, self.kernels)
         per_layer = stream / layout.stream_ranks + (saved - stream) / layout.tensor
         casts = casts / layout.tensor
         formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
@@ -238,13 +235,13 @@ class _Rank:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
             experts, rest = self.whole_state()
             count = (experts + rest).weights / per.weights
-            width = max(per.gradients, self.accumulation.bytes_per_param if self.accumulation else 0.0)
+            width = max(per.gradients, _SUM_BYTES if self.has_sums else 0.0)
             add("weights of the stage, gathered", count, per.weights, _STAGES)
             add("gradients of the stage, before they are shared", count, width, _STAGES)
         elif is_sharded:
             add("two layers, gathered", 2 * largest, per.weights, _FSDP)
             add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
-            state = state_of(self.a, self.recipe, layout.tensor)
+            state = state_of(self.a, self.job.recipe.storage, self.job.optimizer, layout.tensor)
             ends = [state.embedding] * (self.stage == 0) + [state.head] * self.is_last
             if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"

@@ -325,7 +325,7 @@ def read_model(text: str) -> Architecture:
         return _of_preset(key, presets["models"][key])
     path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    if not text.strip() or not file.is_file():
         near = suggestion(key, (*MODELS, *presets["models"], *presets["aliases"]))
         raise RecipeError(
             f"no model and no config.json is named {text!r}.", near or "narrowgauge plan run --help names the presets."

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError
+from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.clusters import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import read_layout
 from narrowgauge.planner.model import Architecture, read_model
-from narrowgauge.planner.model_state import is_stepped, with_optimizer
+from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.plan_tables import Plan
 from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import search
@@ -21,7 +23,8 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_pair
 
 USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
                  "bfloat16/word/reproducible")  # fmt: skip
@@ -74,6 +77,10 @@ def plan(
         >>> best.fits, best.layout.shard
         (True, 8)
     """
+    numbers = {"sequence_length": sequence_length, "tokens_per_step": tokens_per_step, "tokens": tokens}
+    for name, value in numbers.items():
+        if value is not None and not 1 <= value < math.inf:
+            raise NarrowgaugeError(f"{name} = {value} was requested.", "Use 1 or more.")
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
     fixed, length = read_layout(layout), _sequence_length(architecture, sequence_length)
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
@@ -94,7 +101,7 @@ def plan(
     asked = read_recipes(recipes, optimizer)
 
     def searched(where: Cluster, recipe: Recipe, fixed: Mapping[str, Any] = fixed) -> Job:
-        return search(architecture, recipe, where, length, tokens_per_step, fixed=fixed)
+        return search(architecture, recipe, where, length, tokens_per_step, optimizer=optimizer, fixed=fixed)
 
     jobs = []
     for where in machines:
@@ -112,7 +119,7 @@ def plan(
                 shared = on_each
                 break
     name = architecture.name if isinstance(model, Architecture) else str(model)
-    return Plan(tuple(jobs), name, tokens, optimizer, tuple(shared))
+    return Plan(tuple(jobs), name, tokens, tuple(shared))
 
 
 def _sequence_length(architecture: Architecture, length: int | None) -> int:
@@ -141,11 +148,30 @@ def _rank(job: Job) -> tuple[float, ...]:
 
 
 def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str) -> list[Recipe]:
-    """Return recipes with the states of an optimizer. A text is one recipe, ``"all"`` is none."""
-    if recipes == "all":
-        return []
+    """Return the recipes of a question. A text is one recipe, ``"all"`` is none.
+
+    Raises:
+        RecipeError: the optimizer cannot be planned, or does not support a storage; or layers of a recipe differ.
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise RecipeError(
+            f"the states of optimizer {optimizer!r} were requested.",
+            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
+        )
     names = [recipes] if isinstance(recipes, str | Recipe) else recipes
-    return [with_optimizer(parse(recipe), optimizer) for recipe in names]
+    parsed = [] if recipes == "all" else list(map(parse, names))
+    for recipe in parsed:
+        if recipe.overrides:
+            name = replace(recipe, overrides=()).name
+            raise RecipeError(
+                f"Cannot plan {recipe.title} because its layers differ.", f"Plan {name}, and add the rest."
+            )
+        _refuse_storage(recipe.storage, optimizer)
+    return parsed
+
+
+def _refuse_storage(storage: Storage, optimizer: str) -> None:
+    refuse_pair(optimizer, storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
 
 
 def recipes_of_storages(optimizer: str) -> list[Recipe]:
@@ -168,8 +194,10 @@ def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
 
 def _suited(names: Iterable[str], chip: Chip | None, optimizer: str) -> list[Recipe]:
     """Return the recipes that a chip multiplies natively and that an optimizer steps."""
-    return [
-        with_optimizer(recipe, optimizer)
-        for recipe in map(parse, names)
-        if (chip is None or multiplies(recipe.compute, chip)) and is_stepped(recipe.storage, optimizer)
-    ]
+    suited = []
+    for recipe in map(parse, names):
+        if chip is None or multiplies(recipe.compute, chip):
+            with contextlib.suppress(RecipeError):
+                _refuse_storage(recipe.storage, optimizer)
+                suited.append(recipe)
+    return suited

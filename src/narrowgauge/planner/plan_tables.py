@@ -28,14 +28,12 @@ class Plan:
         options: best first. Jobs that do not fit come last, the nearest to fitting first.
         model: its name in the question.
         tokens: of the whole run; None if not asked.
-        optimizer: whose states are counted.
         shared: with several kinds of chips, one configuration for all: a job on each; empty if none exists.
     """
 
     options: tuple[Job, ...]
     model: str
     tokens: float | None = None
-    optimizer: str = "adamw"
     shared: tuple[Job, ...] = ()
 
     @property
@@ -49,7 +47,7 @@ class Plan:
             "model": self.model,
             "num_parameters": self.best.architecture.num_parameters,
             "tokens": self.tokens,
-            "optimizer": self.optimizer,
+            "optimizer": self.best.optimizer,
             "options": [job.row(self.tokens) for job in self.options],
             "shared": [job.row(self.tokens) for job in self.shared],
             "answer": self.sentences(),
@@ -63,8 +61,8 @@ class Plan:
             lines.append(f"Nothing fits. The closest is {closest}: too large by {bytes_text(-best.headroom_bytes)}.")
         elif not best.layout.is_fsdp:
             lines.append("narrowgauge train runs FSDP2 alone (--layout fsdp2), not the best layout here.")
-        if best.num_chips > 1 and self.optimizer not in RANKS:
-            width = min(job.recipe.bytes_per_param for job in self.options)
+        if best.num_chips > 1 and best.optimizer not in RANKS:
+            width = min(job.bytes_per_param for job in self.options)
             size = best.architecture.num_parameters * width
             lines.append(
                 f"Pure data parallelism keeps the whole state on every chip, {bytes_text(size)} at {width:g} B a parameter; "
@@ -82,7 +80,7 @@ class Plan:
     def tables(self) -> list[Table]:
         """Return the options, and the time of each group in the best option's step."""
         best = self.best
-        states = "" if self.optimizer == "adamw" else f"states of {self.optimizer}; "
+        states = "" if best.optimizer == "adamw" else f"states of {best.optimizer}; "
         title = f"{self.model}: {count_text(best.architecture.num_parameters)} parameters; {states}"
         title += f"{', '.join(_places(self.options))}; sequences of {best.sequence_length:,} tokens"
         tables = [_options_table(self.options, self.tokens, title)]
@@ -120,7 +118,7 @@ def _places(jobs: Sequence[Job]) -> list[str]:
 def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Table:
     columns = (
         *name_columns(recipe=lambda job: job.recipe.title),
-        *number_columns(B_per_parameter=lambda job: job.recipe.bytes_per_param),
+        *number_columns(B_per_parameter="bytes_per_param"),
         *text_columns(
             cluster=lambda job: job.cluster.name if len(_places(jobs)) > 1 else "",
             layout=lambda job: layout_text(job.layout),

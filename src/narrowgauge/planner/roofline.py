@@ -8,34 +8,13 @@ memory bandwidth. A cast takes its bytes. Neither reaches the printed peak, so a
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, Product, casts_made
+from narrowgauge.spec.computes import SLOTS, TENSORS, Cast, Compute, Product, casts_made
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from narrowgauge.spec.recipes import Recipe
-
-
-class Setting(NamedTuple):
-    """Describe the arithmetic of a linear layer: the compute's name, the dtype of input and output, and the weight's dtype."""
-
-    compute: str
-    stream: str = "bfloat16"
-    weights: str = "bfloat16"
-
-    @property
-    def is_plain(self) -> bool:
-        """Tell whether PyTorch's own linear function computes it."""
-        return self.compute == self.stream
-
-
-def setting_of(layer: str, recipe: Recipe) -> Setting:
-    """Return the recipe's arithmetic for a layer, by name."""
-    compute, stream = recipe.compute_of(layer).name, recipe.dtype
-    # These computes differ from the plain compute of their dtype only in storage.
-    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, recipe.storage.visible)
 
 
 def is_native(product: Product, chip: Chip) -> bool:
@@ -59,30 +38,37 @@ def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
 
 
 def operation_seconds(
-    out_features: int, in_features: int, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
+    out_features: int,
+    in_features: int,
+    compute: Compute,
+    recipe: Recipe,
+    num_tokens: float,
+    chip: Chip,
+    shares: Efficiency,
 ) -> dict[str, float]:
-    """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot, matmuls by name."""
-    num_weights = out_features * in_features
-    compute = COMPUTES[setting.compute]
+    """Return the seconds of a linear layer's operations on ``num_tokens`` rows: casts by slot, matmuls by name.
+
+    The recipe sets the dtypes of input, output and weight.
+    """
+    num_weights, stream, weights = out_features * in_features, recipe.dtype, recipe.storage.visible
     sizes = {"input": num_tokens * in_features, "weight": float(num_weights), "gradient": num_tokens * out_features}
     flops = 2.0 * num_tokens * num_weights
     seconds: dict[str, float] = {}
-    casts = () if setting.is_plain else casts_made(compute)
     for matmul, product in compute.products.items():
         native = is_native(product, chip)
-        for name in casts:
+        for name in casts_made(compute):
             if SLOTS[name].matmul == matmul:
                 cast, tensor = compute.casts[name], SLOTS[name].tensor
-                width = bytes_per_number(setting.weights if tensor == "weight" else setting.stream)
+                width = bytes_per_number(weights if tensor == "weight" else stream)
                 moved = sizes[tensor] * (width * _passes(cast) + _written_bytes(cast, native))
                 seconds[name] = bytes_seconds(moved, chip, shares) + shares["kernel_seconds"]
         operands = [SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right")]
         [result] = set(TENSORS) - set(operands)
         first, second = (sizes[tensor] for tensor in operands)
         moved = first * _written_bytes(product.left, native) + second * _written_bytes(product.right, native)
-        moved += sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
-        extra = 0.0 if setting.is_plain else _extra_bytes(matmul, product, native, first, second, sizes[result])
-        format = product.left.format if native else setting.stream
+        moved += sizes[result] * bytes_per_number(weights if result == "weight" else stream)
+        extra = _extra_bytes(matmul, product, native, first, second, sizes[result])
+        format = product.left.format if native else stream
         rate_format = chip.rate_format(format)
         rate = chip.peak_tflops[rate_format] * 1e12 * shares[f"matmul.{rate_format}"]
         longer = max(flops / rate, bytes_seconds(moved, chip, shares))

@@ -47,6 +47,7 @@ def search(
     sequence_length: int,
     tokens_per_step: float | None = None,
     *,
+    optimizer: str = "adamw",
     fixed: Mapping[str, Any] | None = None,
 ) -> Job:
     """Return the best layout of a recipe on all chips of a cluster.
@@ -71,7 +72,7 @@ def search(
         >>> best.fits, best.layout.num_ranks
         (True, 8)
     """
-    fixed, job = fixed or {}, Job(architecture, recipe, Layout(), cluster, sequence_length)
+    fixed, job = fixed or {}, Job(architecture, recipe, Layout(), cluster, sequence_length, optimizer=optimizer)
     check_job(job)
     usual_tokens = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.chips), MOST_TOKENS_PER_STEP)
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))

@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.layouts import Layout, read_layout
-from narrowgauge.planner.model_state import RANKS, bytes_per_parameter, shared
+from narrowgauge.planner.model_state import OPTIMIZER_STATES, RANKS, bytes_per_parameter, shared
 from narrowgauge.planner.plan import read_recipes, recipes_of_storages
 from narrowgauge.planner.units import axes_text, bytes_text, count_text
 from narrowgauge.spec.chips import Chip, get_chip
@@ -62,10 +62,11 @@ def plan_state(
                 f"a layout of {base.num_ranks} chips was requested on {number}.", "Name all its axes, or none."
             )
         axes = replace(base, shard=base.shard * ranks)
-        on_rank = bytes_per_parameter(recipe.storage) * (params / axes.tensor / axes.pipeline)
+        storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])
+        on_rank = bytes_per_parameter(storage) * (params / axes.tensor / axes.pipeline)
         state = shared(on_rank, axes, axes.num_sharing)
         total = state.weights + state.gradients + state.optimizer
-        row = {"recipe": recipe.title, "bytes_per_param": recipe.bytes_per_param, "layout": axes_text(axes)}
+        row = {"recipe": recipe.title, "bytes_per_param": storage.bytes_per_param, "layout": axes_text(axes)}
         row |= {
             "chips": number,
             "weights": state.weights,

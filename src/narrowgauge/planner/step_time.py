@@ -58,7 +58,7 @@ def step_terms(job: Job) -> Terms:
     sharing = job.layout.num_sharing if job.layout.zero else 1
     number = dense / sharing + experts / job.layout.sharing_experts(sharing)
     seconds = optimizer_seconds(job, number)
-    formula = f"{number:.3g} parameters × {job.recipe.bytes_per_param:g} B read and written"
+    formula = f"{number:.3g} parameters × {job.bytes_per_param:g} B read and written"
     optimizer = Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
     terms = [*_stage_terms(job, layers, has_head), optimizer]
     return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
@@ -108,8 +108,11 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
     def total(seconds: Seconds, is_repeated: bool = False) -> float:
         return seconds.forward * (1 + is_repeated) + seconds.backward + seconds.once * once_share
 
-    matmuls, casts = linear_seconds(job, is_head=False)
-    head, head_casts = linear_seconds(job, is_head=True)
+    ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
+    (matmuls, casts), (head, head_casts) = (
+        linear_seconds(job.architecture, job.recipe, ranks, job.tokens, job.chip, job.efficiency, is_head=is_head)
+        for is_head in (False, True)
+    )
     body = {
         "matmuls": total(matmuls, is_full),
         "casts": total(casts, is_full),
@@ -155,6 +158,6 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    saved = number * job.recipe.bytes_per_param / (job.cluster.host_bytes_per_second * shares["host"])
+    saved = number * job.bytes_per_param / (job.cluster.host_bytes_per_second * shares["host"])
     formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
     yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.gemm import describe_matmuls
 from narrowgauge.profiling import cast_error, measurement
 from narrowgauge.profiling.layers import baseline_of
@@ -45,8 +44,6 @@ def profile(
 
     Cost: the compilation of a training step and of the casts of each recipe, and then some steps.
     """
-    if not recipes:
-        raise RecipeError("no recipe was named.", "For instance --recipes int8-row/word,float8-row/word.")
     recipes = list(dict.fromkeys(recipes))
     config = TrainConfig(model=model, batch_size=batch_size, sequence_length=sequence_length).validated()
     times = measurement.measure(recipes, config, say)

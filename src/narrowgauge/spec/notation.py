@@ -126,7 +126,10 @@ def parse_names(names: str) -> list[Recipe]:
         >>> [recipe.name for recipe in parse_names("bf16/master, bf16/word")]
         ['bfloat16/master', 'bfloat16/word']
     """
-    return [parse(part) for part in filter(None, map(str.strip, names.split(",")))]
+    parts = list(filter(None, map(str.strip, names.split(","))))
+    if not parts:
+        raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
+    return list(map(parse, parts))
 
 
 def _from_name(text: str) -> Recipe:

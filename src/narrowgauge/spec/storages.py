@@ -173,7 +173,6 @@ class Storage:
         source: the publication or library.
         arithmetic: ``"float32"``, or ``"expansion"``: Collage's AdamW, with every operation rounded to the weight's precision.
         states: the optimizer states, each with its code; every update rule has its own.
-        low_rank: the low-rank rule of a plan, whose states have shapes of their own and are none of ``states``.
     """
 
     name: str
@@ -188,7 +187,6 @@ class Storage:
     fallback: str = "word"
     arithmetic: Arithmetic = "float32"
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
-    low_rank: str = ""
 
     def __hash__(self) -> int:
         return hash((self.name, self.states))  # hashing all fields takes a quarter of a step of many small tensors
@@ -239,7 +237,7 @@ class Storage:
     @property
     def bytes_per_param(self) -> float:
         """Bytes per parameter of weight, gradient (in the visible format) and all states."""
-        return _bytes_per_param(self)
+        return 2 * VISIBLE[self.visible][0] / 8 + sum(width_of(group) for group in self.packing) / 8
 
     @property
     def bytes_per_row(self) -> int:
@@ -402,11 +400,6 @@ STORAGES: dict[str, Storage] = {
         ),
     )
 }  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _bytes_per_param(storage: Storage) -> float:
-    return 2 * VISIBLE[storage.visible][0] / 8 + sum(width_of(group) for group in storage.packing) / 8
 
 
 def for_vectors(storage: Storage) -> Storage:
