@@ -45,7 +45,7 @@ from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.optim import optimizers
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
-from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
+from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.session import Session, prepare_tokens
@@ -76,7 +76,7 @@ class Case:
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """Return the arguments of the optimizer, but for the learning rate: the usual ones of a language model, and its own."""
-        rule = get_rule(self.rule)
+        rule = UPDATE_RULES[self.rule]
         options = {option.name: option.in_training for option in rule.options}
         options |= {"weight_decay": rule.settings["weight_decay"], **self.options}
         if "beta1" in rule.settings:
@@ -122,7 +122,7 @@ def trained(case: Case, config: TrainConfig) -> dict[str, float]:
     torch.set_num_threads(1)
     data = prepare_tokens(config)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    left_to_adamw = outer_names(model) if get_rule(case.rule).is_matrix else set()
+    left_to_adamw = outer_names(model) if UPDATE_RULES[case.rule].is_matrix else set()
     _, optimizer = prepare(
         model,
         config.recipe,

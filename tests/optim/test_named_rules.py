@@ -11,7 +11,7 @@ from torch import nn
 from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import MatrixRule
-from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
+from narrowgauge.spec.update_rules import UPDATE_RULES
 from optim.scenarios import OPTIMIZERS
 
 RATES = {"params", "lr", "weight_decay", "options"}
@@ -25,7 +25,7 @@ def test_every_optimizer_has_a_row_and_every_row_an_optimizer() -> None:
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
 def test_a_row_has_its_classes_options_and_defaults_and_names_the_rule_that_steps(rule: str) -> None:
-    row = get_rule(rule)
+    row = UPDATE_RULES[rule]
     options = {
         name: p.default for name, p in inspect.signature(OPTIMIZERS[rule]).parameters.items() if name not in RATES
     }

@@ -10,8 +10,7 @@ import click
 
 from narrowgauge.cli import flags
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.foreign_logs import LOGS, is_log
-from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec import tables
 
 
@@ -55,18 +54,13 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, step: int | N
 
 def _record(path: Path) -> Run:
     """Read the run at a path, or the only run in a folder."""
-    if not is_run(path) and not is_log(path):
-        places = sorted(path.iterdir()) if path.is_dir() else []
-        inside = [place for place in places if place.is_dir() and (is_run(place) or is_log(place))]
-        if not inside:
-            problem = "the file is no log that can be read" if path.is_file() else "there is no such folder or file"
-            problem = "the folder has no run.toml, and no log that can be read" if path.is_dir() else problem
-            raise RecordError(f"No run in {path}: {problem}.", f"Name a run folder, or a {LOGS}.{latest_runs(path)}")
-        if len(inside) > 1:
-            names = ", ".join(place.name for place in inside[:6]) + (", …" if len(inside) > 6 else "")
-            raise RecordError(
-                f"One run was asked about, and {path} holds {len(inside)}: {names}.",
-                f"Name one: narrowgauge diagnose {inside[0]}; narrowgauge report {path} has the readings of all.",
-            )
-        path = inside[0]
-    return read_run(path)
+    from narrowgauge.report.publishing import run_folders
+
+    places = run_folders([path])
+    if len(places) > 1:
+        names = ", ".join(place.name for place in places[:6]) + (", …" if len(places) > 6 else "")
+        raise RecordError(
+            f"One run was asked about, and {path} holds {len(places)}: {names}.",
+            f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the readings of all.",
+        )
+    return read_run(places[0])

@@ -28,17 +28,6 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         return self.read(value) if isinstance(value, str) else value
 
 
-def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a decorator that gives a command these options, in this order."""
-
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 json_object = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 

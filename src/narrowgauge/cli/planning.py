@@ -133,7 +133,12 @@ def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
 
 @plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
 @click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
-@flags.combined(_recipe, _chip, _chips, _optimizer, _layout, flags.json_list)
+@_recipe
+@_chip
+@_chips
+@_optimizer
+@_layout
+@flags.json_list
 def state_command(as_json: bool, **asked: Any) -> None:
     """Count the state of a number of parameters: weights, gradients and optimizer states.
 

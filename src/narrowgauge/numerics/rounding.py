@@ -363,7 +363,7 @@ def _fit(
         outside = torch.full_like(rounded, math.inf if row.infinities else math.nan)
         outside = torch.where(magnitude < math.inf, limit, outside) if finite_stays else outside
     rounded = torch.where(rounded > limit, outside, rounded)
-    if not row.zero:
+    if not row.signed:
         nothing_below = negative | (magnitude == 0)
         rounded = torch.where(nothing_below, row.min if saturate else math.nan, rounded.clamp(min=row.min))
     return rounded

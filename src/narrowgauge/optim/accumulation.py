@@ -4,8 +4,8 @@ A batch too large for the memory is split into k micro-batches, and their gradie
 own format. In bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. A
 :class:`GradientAccumulator` keeps the sum in a *buffer* shaped like the parameter, and rounds it once, at the end.
 
-Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses, relative to its result
-(``ACCUMULATIONS["float32"].addition``). The first gradient is copied. Each of the other k - 1 adds an error of r:
+Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses, relative to its result:
+2^-24. The first gradient is copied. Each of the other k - 1 adds an error of r:
 
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
@@ -34,8 +34,8 @@ class GradientAccumulator:
     Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to ``None``. Call :meth:`finish`
     after the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
 
-    Invariant: the sum of an element depends only on its gradients in order. Its error is at most
-    ``ACCUMULATIONS["float32"].bound(k)``. One micro-batch comes back bit for bit. An infinity or a NaN stays not finite, so the
+    Invariant: the sum of an element depends only on its gradients in order. Its error has the
+    bound above. One micro-batch comes back bit for bit. An infinity or a NaN stays not finite, so the
     optimizer skips the step.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
-from narrowgauge.runs.foreign_logs import is_log
+from narrowgauge.runs.foreign_logs import LOGS, is_log
 from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
 
 
@@ -24,9 +24,9 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     return [read_run(place) for place in run_folders(paths)]
 
 
-def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
-    """Return the run folders below ``paths``, each with its path in ``paths``; see :func:`read_runs`."""
-    places: dict[Path, Path] = {}
+def run_folders(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the run folders below ``paths``; see :func:`read_runs`."""
+    places: list[Path] = []
     for path in map(Path, paths):
         inside = [path] if is_run(path) or is_log(path) else runs_inside(path)
         if not inside:
@@ -35,10 +35,10 @@ def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
                 problem = "there is no such folder or file"
             elif path.is_file():
                 problem = "it is a file, and no log that can be read. Unpack a zip first"
-            advice = f"Name a run folder, or the folder of a comparison.{latest_runs(path)}"
+            advice = f"Name a run folder, the folder of a comparison, or a {LOGS}.{latest_runs(path)}"
             raise RecordError(f"No run in {path}: {problem}.", advice)
-        places |= {place: path for place in inside if place not in places}
-    return places
+        places += inside
+    return list(dict.fromkeys(places))
 
 
 def runs_inside(path: Path) -> list[Path]:

@@ -8,6 +8,5 @@ from .formats import FORMATS as FORMATS
 from .formats import Format as Format
 from .storages import STORAGES as STORAGES
 from .storages import Storage as Storage
-from .sums import ACCUMULATIONS as ACCUMULATIONS
 from .sums import REDUCTIONS as REDUCTIONS
 from .sums import Reduction as Reduction

@@ -19,7 +19,7 @@ class Chip:
 
     Attributes:
         name, vendor, architecture, host_link: as in the vendor's data sheet.
-        source, notes: origin of the values, and remarks.
+        source: origin of the values.
         memory_gb: memory as sold. The vendors' gigabytes are 2^30 bytes.
         reachable_mib: memory that the driver reports, if it is more than 3 % below ``memory_gb``.
         bandwidth_gb_per_second: of that memory, 10^9 bytes per second.
@@ -53,7 +53,6 @@ class Chip:
     chips_per_node: int = 8
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
     official: bool = True
-    notes: str = ""
 
     @property
     def target(self) -> str:

@@ -65,12 +65,8 @@ class Format:
         return self.specials != "none"
 
     @property
-    def zero(self) -> bool:
-        return self.kind != "scale"
-
-    @property
     def signed(self) -> bool:
-        """Return whether negative values exist."""
+        """Return whether negative values and zero exist, which a scale lacks."""
         return self.kind != "scale"
 
     @property
@@ -87,7 +83,7 @@ class Format:
         """Exponent of the smallest normal value (0 for integers)."""
         if self.kind == "int":
             return 0
-        return (1 if self.zero else 0) - self.bias
+        return (1 if self.signed else 0) - self.bias
 
     @property
     def max_exponent(self) -> int:
@@ -106,7 +102,7 @@ class Format:
         It is ``finest_exponent``. For a scale it is one more: values between the two smallest powers round up, as in PyTorch
         and ml_dtypes.
         """
-        return self.finest_exponent + (0 if self.zero else 1)
+        return self.finest_exponent + (0 if self.signed else 1)
 
     @property
     def smallest_normal(self) -> float | None:
@@ -165,12 +161,12 @@ class Format:
             value = self._magnitude_value(magnitude)
         return -value if negative else value
 
-    def encode(self, value: float, *, saturate: bool = False) -> int:
+    def encode(self, value: float) -> int:
         """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
-        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
-        ``saturate`` they, and infinities, become the end of the range. NaN becomes NaN, or zero in a format without NaN. For a
-        scale, values at or below zero are out of range. Positive values below the smallest power become it.
+        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. NaN
+        becomes NaN, or zero in a format without NaN. For a scale, values at or below zero are out of range. Positive values
+        below the smallest power become it.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))
@@ -180,12 +176,12 @@ class Format:
         if math.isnan(value):
             return self._nan_code(negative)
         # A scale has no zero: zero is out of range on the negative side.
-        limit = self._limit(negative or (value == 0 and not self.zero))
+        limit = self._limit(negative or (value == 0 and not self.signed))
         magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
         if magnitude > limit:
-            if not saturate and self.nans:
+            if self.nans:
                 return self._join(negative, limit + 1) if self.infinities else self._nan_code(negative)
-            magnitude = max(limit, 0)
+            magnitude = limit
         return self._join(negative, magnitude)
 
     @property
@@ -206,10 +202,10 @@ class Format:
         if self.kind == "int":
             return float(magnitude)
         field, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
-        if self.zero and field == 0:
+        if self.signed and field == 0:
             return math.ldexp(mantissa, self.finest_exponent)
         hidden = 1 << self.mantissa_bits
-        return math.ldexp(hidden + mantissa, self.finest_exponent + field - (1 if self.zero else 0))
+        return math.ldexp(hidden + mantissa, self.finest_exponent + field - (1 if self.signed else 0))
 
     def _step_exponent(self, magnitude: float) -> int:
         # frexp(0) is (0, 0). Zero has the finest step, like all values below the smallest normal.
@@ -221,7 +217,7 @@ class Format:
         # Exact: a power of two, and the quotient lies below 2^54.  round() takes ties to even.
         count = round(math.ldexp(magnitude, -step))
         code = ((step - self.finest_exponent) << self.mantissa_bits) + count
-        return code if self.zero else max(code - 1, 0)
+        return code if self.signed else max(code - 1, 0)
 
     def _join(self, negative: bool, magnitude: int) -> int:
         if not negative or not self.signed or (magnitude == 0 and not self.negative_zero):

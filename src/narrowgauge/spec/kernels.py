@@ -68,7 +68,7 @@ _WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
 # All block scales are powers of two, except the e4m3 scales of two levels.
 _POWERS = ("power-of-two", "float8_e8m0fnu", "float32")
 
-_KERNELS = (
+KERNELS = (
     Kernel("float8", _FLOAT8, _WHOLE, (89, _LAST), ("gfx950", "gfx1200", "gfx1201")),
     # The same numbers, as halves in AMD's own float8.
     Kernel("float8-fnuz", _FLOAT8, _WHOLE, None, ("gfx942",)),
@@ -80,7 +80,6 @@ _KERNELS = (
     Kernel("mxfp4", _pair_of("float4_e2m1fn"), _pair_of("1x32"), (100, 109), scales=_POWERS),
     Kernel("nvfp4", _pair_of("float4_e2m1fn"), _pair_of("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
 )  # fmt: skip
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
@@ -91,7 +90,7 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
         >>> [kernel.name for chip in ("sm90", "sm100") if (kernel := kernel_for(COMPUTES["mxfp8"].output, chip))]
         ['mxfp8']
     """
-    return next((kernel for kernel in KERNELS.values() if kernel.takes(product) and kernel.runs_on(architecture)), None)
+    return next((kernel for kernel in KERNELS if kernel.takes(product) and kernel.runs_on(architecture)), None)
 
 
 def needs_kernel(product: Product) -> bool:

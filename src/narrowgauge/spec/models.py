@@ -2,7 +2,7 @@
 
 A preset is the shape of a decoder. Its family's Hugging Face class draws the weights, so nothing is downloaded. The small
 Llamas are Narrowgauge's. They are named by size, and their matrices suit narrow formats (widths are multiples of 32, heads are
-of 32 or 64). The large models have published shapes. The number of parameters follows from the shape without PyTorch.
+of 32 or 64). The large models have published shapes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ class Model:
     Attributes:
         family: ``llama`` (rotary positions, RMS norms, gated MLP, no biases) or ``gpt2`` (learned positions, layer
             norms, biases).
+        num_parameters: the exact number; a tied embedding counts once.
         vocab_size, max_positions: in tokens.
         hidden_size, intermediate_size: widths of the residual stream and of the MLP.
         num_kv_heads: fewer key-value heads than heads is grouped-query attention.
         tie_embeddings: whether the input embedding is also the output projection.
         rope_theta: base of the rotary frequencies; None without rotary positions.
         source: where the shape is published.
-        norm_epsilon: added to the variance in norms.
     """
 
     name: str
     family: Literal["llama", "gpt2"]
+    num_parameters: int
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -46,27 +47,6 @@ class Model:
     tie_embeddings: bool
     source: str
     rope_theta: float | None = None
-    norm_epsilon: float = 1e-5
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Return the exact number of parameters; a tied embedding counts once.
-
-        Example:
-            >>> get_model("gpt2-124m").num_parameters
-            124439808
-        """
-        h, mlp, is_gpt = self.hidden_size, self.intermediate_size, self.family == "gpt2"
-        embeddings = self.vocab_size * h * (1 if self.tie_embeddings else 2)
-        if is_gpt:
-            # Learned positions and the last layer norm; biases of attention and MLP, and two layer norms.
-            return embeddings + (self.max_positions + 2) * h + self.num_layers * (4 * h * h + 2 * h * mlp + 9 * h + mlp)
-        attention = 2 * h * h + 2 * h * self.num_kv_heads * self.head_dim
-        return embeddings + h + self.num_layers * (attention + 3 * h * mlp + 2 * h)
 
 
 MODELS: dict[str, Model] = {name: Model(name=name, **row) for name, row in load_data("models").items()}
@@ -78,8 +58,8 @@ def get_model(name: str) -> Model:
     Raises:
         RecipeError: no preset has that name.
     Example:
-        >>> get_model("llama-8m").head_dim
-        64
+        >>> get_model("gpt2-124m").num_parameters
+        124439808
     """
     preset = MODELS.get(name.strip().lower())
     if preset is None:

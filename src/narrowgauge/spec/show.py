@@ -23,7 +23,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
 
 def table(name: str) -> Table:
-    """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold; its columns are those to print.
+    """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold.
 
     Example:
         >>> print(table("storages").plain().split()[:3])
@@ -31,12 +31,13 @@ def table(name: str) -> Table:
         >>> [row["bytes_per_param"] for row in table("storages").rows if row["name"] == "word"]
         [8.0]
     """
-    _, make, keys = TABLES[name]
-    return _table(make(), keys)
+    _, make, hidden = TABLES[name]
+    return _table(make(), hidden)
 
 
-def _table(rows: list[Row], keys: str) -> Table:
-    return Table(tuple(_column(key, rows) for key in keys.split()), rows)
+def _table(rows: list[Row], hidden: str = "") -> Table:
+    """Return a table of all keys but the ``hidden`` ones, which only JSON has."""
+    return Table(tuple(_column(key, rows) for key in rows[0] if key not in hidden.split()), rows)
 
 
 def _column(key: str, rows: list[Row]) -> Column:
@@ -138,37 +139,33 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
             "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
             "purpose source",
         ),
-        "name bits exponent_bits mantissa_bits bias max smallest_normal smallest_subnormal epsilon infinities nans purpose",
+        "min source",
     ),
     "recipes": (
         "Recipes: purpose, bytes, losses.",
         lambda: [_recipe_row(notation.parse(name)) for name in notation.representative_names()],
-        "name bytes_per_param loses purpose",
+        "",
     ),
-    "aliases": (
-        "Names in other libraries, and the recipe that each means.",
-        _alias_rows,
-        "name recipe source",
-    ),
+    "aliases": ("Names in other libraries, and the recipe that each means.", _alias_rows, ""),
     "computes": (
         "How operands of the three matmuls are cast.",
         lambda: [_compute_row(row) for row in COMPUTES.values()],
-        "name forward gradients saved_bytes native purpose",
+        "storage source",
     ),
     "rules": (
         "Update rules: options, usual rates, sources.",
         lambda: [_rule_row(row) for row in UPDATE_RULES.values()],
-        "name optimizer purpose steps settings options rate source",
+        "",
     ),
     "storages": (
         "How weights and moments are stored between steps.",
         lambda: [_storage_row(row) for row in STORAGES.values()],
-        "name weight exp_avg exp_avg_sq bytes_per_param vectors loses",
+        "source",
     ),
     "reductions": (
         "How and in which format ranks sum gradients.",
         lambda: [_reduction_row(row) for row in REDUCTIONS.values()],
-        "name sent_as sent_bytes error order_invariant purpose",
+        "source",
     ),
     "chips": (
         "Accelerators: memory, bandwidth, peak rates, links.",
@@ -176,7 +173,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
             CHIPS.values(),
             "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
         ),
-        "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official",
+        "source",
     ),
     "models": (
         "Preset models: shapes and parameter counts.",
@@ -185,10 +182,10 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
             "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size max_positions "
             "tie_embeddings source",
         ),
-        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size source",
+        "max_positions tie_embeddings",
     ),
 }
-"""By name: a line of help, what makes the rows, and the keys to print."""
+"""By name: a line of help, what makes the rows, and the keys that only JSON has."""
 
 
 # ── one recipe in full ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -215,8 +212,8 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
         Table(
             (Column("recipe", "name"), Column(recipe.name, "text")), [{"name": n, "text": t} for n, t in facts.items()]
         ),
-        _table([*stored, in_all], "part format bytes rounding"),
-        _table(matmuls, "matmul left right accumulation"),
+        _table([*stored, in_all]),
+        _table(matmuls),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Sums of gradients: over the micro-batches of a rank (accumulations), and across ranks (reductions).
+"""Sums of gradients: over the micro-batches of a rank, and across ranks (reductions).
 
 Floating-point addition is not associative. With few bits it also stalls: if autograd adds gradients of micro-batches in
 bfloat16, a sum of equal gradients stops at 256 of them. ``float32`` keeps the sum in a buffer of the parameter's shape and
@@ -16,59 +16,9 @@ from narrowgauge.spec.formats import get_format
 
 SHARDINGS = ("full", "none")
 """How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulation:
-    """How the gradients of micro-batches are summed.
-
-    Args:
-        buffer: format of the buffer, in addition to the gradient. If empty, autograd adds into the gradient itself.
-        gradients: formats of gradients that it sums. Autograd adds float32 gradients.
-        addition: the largest error of one addition, relative to its result.
-        source: the publication or library.
-    """
-
-    name: str
-    buffer: str
-    gradients: tuple[str, ...]
-    addition: float
-    source: str
-
-    @property
-    def bytes_per_param(self) -> float:
-        """Return the bytes per parameter of the buffer."""
-        return get_format(self.buffer).bits / 8 if self.buffer else 0.0
-
-    def keeps_sums(self, gradient: str) -> bool:
-        """Return whether it has a buffer for gradients of a format. Autograd sums other gradients.
-
-        Example:
-            >>> [ACCUMULATIONS["float32"].keeps_sums(format) for format in ("float32", "bfloat16")]
-            [False, True]
-        """
-        return bool(self.buffer) and gradient in self.gradients
-
-    def bound(self, num_micro_batches: int) -> float:
-        """Return the largest error of a sum before the final rounding, relative to the sum of magnitudes."""
-        return float((1 + self.addition) ** (num_micro_batches - 1) - 1)
-
-
-ACCUMULATIONS: dict[str, Accumulation] = {
-    accumulation.name: accumulation
-    for accumulation in (
-        Accumulation(
-            "float32", "float32", ("bfloat16", "float16"), 2.0**-24,
-            "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32",
-        ),
-        Accumulation(
-            "bfloat16", "", ("bfloat16",), 2.0**-8, "PyTorch's autograd, which adds into the gradient itself"
-        ),
-    )
-}  # fmt: skip
-
-
-# ── reductions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+ACCUMULATION_DTYPES = ("float32", "bfloat16")
+"""How a rank sums 16-bit gradients of micro-batches: in a buffer of four bytes per parameter, or autograd in the gradient itself.
+Autograd always sums float32 gradients."""
 
 
 @dataclass(frozen=True, slots=True)

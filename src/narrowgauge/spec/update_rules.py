@@ -211,23 +211,6 @@ UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}
 """The rules by name."""
 
 
-def get_rule(name: str) -> UpdateRule:
-    """Return the rule of that name.
-
-    Raises:
-        RecipeError: no rule has it.
-    Example:
-        >>> get_rule("muon").optimizer
-        'Muon'
-    """
-    key = str(name).strip().lower().replace("-", "_")
-    row = UPDATE_RULES.get(key)
-    if row is None:
-        near = suggestion(key, UPDATE_RULES) or f"Known: {', '.join(UPDATE_RULES)}."
-        raise RecipeError(f"no update rule is named {name!r}.", f"{near} (narrowgauge show rules describes them.)")
-    return row
-
-
 def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool) -> None:
     """Refuse a rule, by name, with a storage that cannot hold its states.
 

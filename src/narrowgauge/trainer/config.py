@@ -30,7 +30,7 @@ from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
+from narrowgauge.spec.sums import ACCUMULATION_DTYPES, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import Choice, Range
 
@@ -155,8 +155,8 @@ class TrainConfig:
     checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
     keep_checkpoints: int = count(2, "Number of latest checkpoints to keep.")
     accumulation_dtype: str = setting(
-        "float32", f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.",
-        Choice(tuple(ACCUMULATIONS)))
+        "float32", f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATION_DTYPES)}.",
+        Choice(ACCUMULATION_DTYPES))
     audit_every: int = count(10, "Steps between audits of the update; 0: never.", 0)
     gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
     fingerprints_every: int = count(
@@ -306,9 +306,8 @@ class TrainConfig:
             raise kind(f"Cannot train: {message}.", advice)
 
         parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
-        sums = ACCUMULATIONS[self.accumulation_dtype].gradients
-        if parts > 1 and self.recipe.storage.visible == "float16" and "float16" not in sums:
-            message = f"accumulation_dtype '{self.accumulation_dtype}' sums no float16 gradients"
+        if parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16":
+            message = "accumulation_dtype 'bfloat16' sums no float16 gradients"
             refuse(message, "Use --accumulation-dtype float32.", RecipeError)
         if self.batch_size % parts:
             message = f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches"

@@ -222,12 +222,12 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
 
 _GPT2 = {
     "n_positions": "max_positions", "n_embd": "hidden_size", "n_layer": "num_layers", "n_head": "num_heads",
-    "n_inner": "intermediate_size", "layer_norm_epsilon": "norm_epsilon", "tie_word_embeddings": "tie_embeddings",
+    "n_inner": "intermediate_size", "tie_word_embeddings": "tie_embeddings",
 }  # fmt: skip
 _LLAMA = {
     "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "max_position_embeddings": "max_positions",
-    "rms_norm_eps": "norm_epsilon", "tie_word_embeddings": "tie_embeddings",
+    "tie_word_embeddings": "tie_embeddings",
 }  # fmt: skip
 """Fields of the two Hugging Face configurations, each with the column of a preset."""
 
@@ -240,7 +240,7 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     options["vocab_size"] = row.vocab_size if vocab_size is None else vocab_size
     if row.family == "gpt2":
         return GPT2Config(**{name: getattr(row, column) for name, column in _GPT2.items()}, **options)
-    options["rope_parameters"] = {"rope_type": "default", "rope_theta": row.rope_theta}
+    options |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": row.rope_theta}}
     return LlamaConfig(**{name: getattr(row, column) for name, column in _LLAMA.items()}, **options)
 
 

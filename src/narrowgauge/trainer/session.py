@@ -41,7 +41,6 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.sums import ACCUMULATIONS
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
@@ -216,7 +215,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
-    if parts > 1 and not is_order_invariant and ACCUMULATIONS[config.accumulation_dtype].buffer:
+    if parts > 1 and not is_order_invariant and config.accumulation_dtype == "float32":
         accumulator = GradientAccumulator(model.parameters())
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if mesh is not None or is_order_invariant else None
