@@ -13,7 +13,7 @@ from narrowgauge.cli import flags
 from narrowgauge.cli.exit_status import help_without_command
 from narrowgauge.planner.efficiency import SOFTWARE
 from narrowgauge.planner.layouts import read_layout
-from narrowgauge.planner.model import preset_names
+from narrowgauge.planner.model import PRESET_NAMES
 from narrowgauge.spec import tables
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -86,7 +86,7 @@ _optimizer = click.option(
 @plan_group.command(
     "run",
     short_help="What fits, how fast, on which machines.",
-    epilog=f"Presets besides those of narrowgauge show models: {', '.join(preset_names())}.",
+    epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
 )
 @click.option(
     "--model", metavar="TEXT", required=True,

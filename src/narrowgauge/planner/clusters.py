@@ -20,9 +20,6 @@ from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.toml import load_toml
 
-HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
-"""Printed rates of the links to the host with 16 lanes, in one direction, 10^9 bytes per second."""
-_ASSUMED_HOST = "PCIe4"
 _RACK = 16  # larger nodes are racks, and a job may take a part of a rack
 
 
@@ -57,11 +54,6 @@ class Cluster:
                 f"Use {near} or {near + size} chips, or name the chips of a node.",
             )
 
-    @property
-    def host_bytes_per_second(self) -> float:
-        """Return the printed rate between a chip and its host; PCIe4's rate if the link is not published."""
-        return 1e9 * HOST_GB_PER_SECOND.get(self.chip.host_link.split()[0], HOST_GB_PER_SECOND[_ASSUMED_HOST])
-
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
         """Return a chip's send rate to a group of ``ranks`` that lie ``stride`` apart in its node.
 
@@ -73,7 +65,7 @@ class Cluster:
         """
         chip = self.chip
         if not chip.link_gb_per_second or (chip.peers and ranks * stride > chip.peers):
-            return self.host_bytes_per_second
+            return 1e9 * chip.host_gb_per_second
         return 1e9 * min(chip.link_gb_per_second, (chip.peer_gb_per_second or math.inf) * max(1, ranks - 1))
 
     @property

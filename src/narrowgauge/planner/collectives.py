@@ -30,8 +30,6 @@ LINK_LATENCY_SECONDS = 4e-6
 NETWORK_LATENCY_SECONDS = 5e-6
 """Latency of a message between nodes: an assumption."""
 
-_ADDING_SWITCHES = ("NVLink4", "NVLink5")
-
 
 @dataclass(frozen=True, slots=True)
 class Path:
@@ -71,13 +69,13 @@ def path_of(ranks: int, stride: int, cluster: Cluster, *, link: float = 1.0, net
         (4, 4.0)
     """
     within = max(1, min(ranks, cluster.chips_per_node // stride))
-    nodes, chip = math.ceil(ranks / within), cluster.chip
+    nodes = math.ceil(ranks / within)
     return Path(
         ranks,
         nodes,
         cluster.link_bytes_per_second(within, stride) * link if within > 1 else math.inf,
         cluster.network_bytes_per_second * network if nodes > 1 else math.inf,
-        cluster.chips_per_node > 2 and chip.link.startswith(_ADDING_SWITCHES) and "bridge" not in chip.link,
+        cluster.chips_per_node > 2 and cluster.chip.switch_adds,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.model import Architecture
+from narrowgauge.runs.finding import counted
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 
 Zero = Literal[0, 1, 2, 3]
@@ -141,7 +142,7 @@ def why_not(architecture: Architecture, layout: Layout, sequence_length: int) ->
         return f"{layout.context} context ranks do not divide {sequence_length} tokens"
     num_experts = architecture.mixture.num_experts if architecture.mixture else 1
     if num_experts % layout.expert:
-        return f"{layout.expert} expert ranks do not divide {num_experts} expert{'s' * (num_experts > 1)}"
+        return f"{layout.expert} expert ranks do not divide {counted(num_experts, 'expert')}"
     ranks = layout.num_replicas * layout.context
     if ranks * layout.tensor % (layout.expert * layout.expert_tensor_ranks):
         return f"{layout.expert} expert ranks do not divide {ranks} data ranks and {layout.tensor} tensor ranks"

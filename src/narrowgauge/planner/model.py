@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -284,18 +284,13 @@ def decoder(
     )  # fmt: skip
 
 
-@cache
-def _presets() -> dict[str, Any]:
-    return load_data("presets", "planner")
-
-
-def preset_names() -> list[str]:
-    """List the presets, without the models that the trainer builds."""
-    return list(_presets()["models"])
+_PRESETS: dict[str, Any] = load_data("presets", "planner")
+PRESET_NAMES = tuple(_PRESETS["models"])
+"""The presets besides the models that the trainer builds."""
 
 
 def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
-    sizes = {**_presets()["families"][row.get("like", "llama")], **row}
+    sizes = {**_PRESETS["families"][row.get("like", "llama")], **row}
     sizes = {key: value for key, value in sizes.items() if key not in ("like", "source")}
     parts = {"mixture": Mixture, "latent": LatentAttention}
     return decoder(name, **{key: parts[key](**value) if key in parts else value for key, value in sizes.items()})
@@ -317,16 +312,16 @@ def read_model(text: str) -> Architecture:
         >>> read_model("mixtral-8x7b").num_parameters
         46702792704
     """
-    presets, key = _presets(), text.strip().lower()
-    key = presets["aliases"].get(key, key)
+    key = text.strip().lower()
+    key = _PRESETS["aliases"].get(key, key)
     if key in MODELS:
         return _of_trainer(MODELS[key])
-    if key in presets["models"]:
-        return _of_preset(key, presets["models"][key])
+    if key in _PRESETS["models"]:
+        return _of_preset(key, _PRESETS["models"][key])
     path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not text.strip() or not file.is_file():
-        near = suggestion(key, (*MODELS, *presets["models"], *presets["aliases"]))
+        near = suggestion(key, (*MODELS, *_PRESETS["models"], *_PRESETS["aliases"]))
         raise RecipeError(
             f"no model and no config.json is named {text!r}.", near or "narrowgauge plan run --help names the presets."
         )

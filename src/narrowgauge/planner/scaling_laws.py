@@ -16,6 +16,7 @@ from typing import Any
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.units import duration_text
+from narrowgauge.runs.finding import counted
 from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
@@ -57,7 +58,8 @@ def read_points(text: str) -> list[tuple[int, float]]:
         points.append((int(match[1]), float(match[2]) * _UNITS[match[3]]))
     if len(dict(points)) < 2:
         raise DataError(
-            f"measured times on several numbers of chips were requested, and {text!r} has times on {points[0][0]:,} chips only.",
+            f"measured times on several numbers of chips were requested, and {text!r} has times on "
+            f"{counted(points[0][0], 'chip')} only.",
             _EXAMPLE,
         )
     return sorted(points)
@@ -125,8 +127,8 @@ class Scaling:
             return lines
         total, divided = law.seconds(first), law.parts["divided"] / first
         lines.append(
-            f"T(N) = {law}: of {duration_text(total)} on {first:,} chips {duration_text(divided)} are divided among them "
-            f"and {duration_text(total - divided)} are not."
+            f"T(N) = {law}: of {duration_text(total)} on {counted(first, 'chip')} {duration_text(divided)} are divided among "
+            f"them and {duration_text(total - divided)} are not."
         )
         if "constant" in law.parts:
             lines.append(f"No number of chips takes less than {duration_text(law.parts['constant'])} by this law.")

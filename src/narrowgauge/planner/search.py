@@ -19,6 +19,7 @@ from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import AXES, Layout, why_not
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.step_time import check_job
+from narrowgauge.runs.finding import counted
 from narrowgauge.spec.recipes import Recipe
 
 TOKENS_PER_STEP = 1 << 22
@@ -81,7 +82,7 @@ def search(
         asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
         ranks = math.prod(fixed.get(name, 1) for name in AXES)
         why = why_not(architecture, Layout(**fixed), sequence_length)
-        why = why or f"{ranks} ranks do not divide {cluster.chips} chips"
+        why = why or f"{ranks} ranks do not divide {counted(cluster.chips, 'chip')}"
         raise RecipeError(f"no layout with {asked} suits {architecture.name}: {why}.", "Leave a field open.")
     # Leave each replica a sequence. If no shape does, take all, unless tokens per step were given.
     micro_batch, limit = fixed.get("micro_batch", 1), num_sequences
@@ -91,8 +92,8 @@ def search(
     if tokens_per_step is not None and not small:
         least = micro_batch * min(shape.num_replicas for shape in shapes)
         raise RecipeError(
-            f"a step of {num_sequences * sequence_length:,} tokens was requested on {cluster.chips} chips, which compute "
-            f"{least * sequence_length:,} at once.",
+            f"a step of {num_sequences * sequence_length:,} tokens was requested on {counted(cluster.chips, 'chip')}, which "
+            f"compute {least * sequence_length:,} at once.",
             "Ask for as many, or for fewer chips.",
         )
     # With free tokens, steps of one micro-batch are tried: they need no memory for sums of gradients.

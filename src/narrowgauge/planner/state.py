@@ -12,6 +12,7 @@ from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.model_state import OPTIMIZER_STATES, RANKS, bytes_per_parameter, shared
 from narrowgauge.planner.plan import read_recipes, recipes_of_storages
 from narrowgauge.planner.units import axes_text, bytes_text, count_text
+from narrowgauge.runs.finding import counted
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
@@ -59,7 +60,8 @@ def plan_state(
         ranks, rest = divmod(number, base.num_ranks)
         if rest or ranks < 1 or (ranks > 1 and "shard" in fixed):
             raise ChipError(
-                f"a layout of {base.num_ranks} chips was requested on {number}.", "Name all its axes, or none."
+                f"a layout of {counted(base.num_ranks, 'chip')} was requested on {number}.",
+                "Name all its axes, or none.",
             )
         axes = replace(base, shard=base.shard * ranks)
         storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])

@@ -158,6 +158,6 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    saved = number * job.bytes_per_param / (job.cluster.host_bytes_per_second * shares["host"])
+    saved = number * job.bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])
     formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
     yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")

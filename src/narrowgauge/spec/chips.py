@@ -18,7 +18,7 @@ class Chip:
     """One accelerator.
 
     Attributes:
-        name, vendor, architecture, host_link: as in the vendor's data sheet.
+        name, vendor, architecture: as in the vendor's data sheet.
         source: origin of the values.
         memory_gb: memory as sold. The vendors' gigabytes are 2^30 bytes.
         reachable_mib: memory that the driver reports, if it is more than 3 % below ``memory_gb``.
@@ -29,6 +29,8 @@ class Chip:
         link, link_gb_per_second: the link between chips, and its rate in one direction to all peers together; None if not
             published, 0 without a link.
         peer_gb_per_second: to a single peer; None if one peer can get the whole rate.
+        switch_adds: the link's switch sums tensors of several chips.
+        host_gb_per_second: of the link to the host, in one direction.
         peers: chips that the link joins; None for all of a node. Other pairs communicate through the host.
         network_gbit_per_second: usual network between nodes, per chip and direction. The default is a network card on a PCIe
             slot: 8 chips share one port of 200.
@@ -43,11 +45,12 @@ class Chip:
     bandwidth_gb_per_second: float
     peak_tflops: Mapping[str, float]
     link: str
-    host_link: str
+    host_gb_per_second: float
     source: str
     reachable_mib: int | None = None
     link_gb_per_second: float | None = None
     peer_gb_per_second: float | None = None
+    switch_adds: bool = False
     peers: int | None = None
     network_gbit_per_second: float = 25
     chips_per_node: int = 8

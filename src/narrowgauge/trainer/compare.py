@@ -25,7 +25,7 @@ from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, r
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
-from narrowgauge.runs.finding import duration
+from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
@@ -220,7 +220,7 @@ def run_comparison(
     def say(line: str) -> None:
         print(line, file=stream, flush=True)
 
-    say(f"{len(configs)} runs in {folder}")
+    say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
     trained: set[str] = set()
     try:

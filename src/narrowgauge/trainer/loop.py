@@ -26,6 +26,7 @@ from narrowgauge.gauges.recording.record import GO_BACK, Record
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, symptom
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.runs.events import Event
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
@@ -114,7 +115,7 @@ def resume(folder: str | Path, stop_after: int | None = None, console: Console |
         step = session.step
         if stop_after is not None and stop_after <= step:
             raise RecordError(
-                f"{folder} has done {step} steps, and a stop after step {stop_after} was requested.",
+                f"{folder} has done {counted(step, 'step')}, and a stop after step {stop_after} was requested.",
                 "Name a later step with --stop-after, or leave it out.",
             )
         _watch(session, record, shown)

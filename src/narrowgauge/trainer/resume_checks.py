@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.lines import json_value
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import short
@@ -68,7 +69,7 @@ def unfinished_run(folder: Path) -> Run:
     run = run_of_trainer(folder)
     if run.summary is not None:
         raise RecordError(
-            f"{folder} is finished: {run.summary['steps']} steps, validation loss {run.summary['val_loss']:.4f}.",
+            f"{folder} is finished: {counted(run.summary['steps'], 'step')}, validation loss {run.summary['val_loss']:.4f}.",
             "Start another run with narrowgauge train.",
         )
     return run

@@ -31,6 +31,7 @@ from narrowgauge.numerics.scaling import FLOOR
 from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
@@ -257,7 +258,7 @@ class Record(AbstractContextManager["Record"]):
     def finish(self, summary: Row) -> None:
         """Write the last event and ``summary.json``."""
         loss = summary.get("val_loss")
-        message = f"after {summary['steps']} steps" if loss is None else f"validation loss {loss:.4f}"
+        message = f"after {counted(summary['steps'], 'step')}" if loss is None else f"validation loss {loss:.4f}"
         self.event(Event("finish", summary["steps"], message))
         # Write the summary last: it makes the run finished. A finished run is not resumed to add missing parts.
         if self.writer is not None:
