@@ -15,7 +15,7 @@ from narrowgauge.runs.writer import RunWriter
 
 def test_the_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}) as writer:
-        writer.step({"step": 1, "loss": 5.0})
+        writer.append("steps", {"step": 1, "loss": 5.0})
     files = sorted(tmp_path.rglob("*"))
     command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -32,7 +32,7 @@ def write_run(folder: Path, losses: list[float]) -> None:
         folder, {"config": {"recipe": "bfloat16/word", "model": "llama-1m", "steps": 9, "seed": 0}}
     ) as writer:
         for step, loss in enumerate(losses, 1):
-            writer.step({"step": step, "loss": loss})
+            writer.append("steps", {"step": step, "loss": loss})
 
 
 def test_the_page_is_rendered_again_when_its_runs_have_grown(tmp_path: Path, clock: Clock) -> None:

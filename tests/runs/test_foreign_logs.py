@@ -49,8 +49,8 @@ def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(tm
     ours = tmp_path / "ours"
     with ng.runs.RunWriter.create(ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}) as writer:
         for step, loss in ((1, 3.1), (2, 2.7)):
-            writer.step({"step": step, "loss": loss, "lr": 1e-3})
-        writer.eval({"step": 2, "val_loss": 2.6})
+            writer.append("steps", {"step": step, "loss": loss, "lr": 1e-3})
+        writer.append("evals", {"step": 2, "val_loss": 2.6})
         writer.summary({"val_loss": 2.6, "bytes_per_param": 8.0, "steps": 2})
     found = ng.compare_runs([ng.read_run(path) for path in (ours, theirs, no_eval)])
     mine, other, last = found.rows

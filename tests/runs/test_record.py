@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import narrowgauge.runs.atomic_io
 import narrowgauge.runs.writer as writer_module
 from narrowgauge.errors import RecordError
+from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.atomic_io import write_whole
 from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.record import read_run
@@ -30,9 +32,9 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     with RunWriter.create(path, RUN) as writer:
         for step in range(1, 5):
-            writer.step({"step": step, "loss": 1 / step})
+            writer.append("steps", {"step": step, "loss": 1 / step})
         for step in (2, 4):
-            writer.eval({"step": step, "val_loss": 3.0})
+            writer.append("evals", {"step": step, "val_loss": 3.0})
         writer.event(Event("start", 0, "begun"))
         writer.summary({"steps": 4, "val_loss": float("inf")})
     return path
@@ -56,7 +58,7 @@ def test_everything_comes_back(folder: Path) -> None:
 
 def test_not_finite_values_are_valid_json_and_come_back_as_floats(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "run", RUN) as writer:
-        writer.step({"step": 1, "loss": math.nan, "audit": {"edq": [-math.inf, 0.5]}})
+        writer.append("steps", {"step": 1, "loss": math.nan, "audit": {"edq": [-math.inf, 0.5]}})
         writer.event(Event("divergence", 1, "inf", tensor="nan", value=math.inf))
     line = (tmp_path / "run" / "steps.jsonl").read_text()
     assert json.loads(line)["loss"] == "nan"
@@ -69,7 +71,7 @@ def test_not_finite_values_are_valid_json_and_come_back_as_floats(tmp_path: Path
 def test_every_float_comes_back_exactly(tmp_path: Path) -> None:
     values = [0.1, 1e-320, 2**-1074, 1.7976931348623157e308, -0.0, 1 / 3]
     with RunWriter.create(tmp_path / "run", RUN) as writer:
-        writer.step({"step": 1, "values": values})
+        writer.append("steps", {"step": 1, "values": values})
     assert [value.hex() for value in read_run(tmp_path / "run").steps[0]["values"]] == [v.hex() for v in values]
 
 
@@ -79,7 +81,7 @@ def test_a_torn_last_line_is_dropped_and_cut_off(folder: Path, torn: bytes) -> N
         stream.write(torn)
     assert len(read_run(folder).steps) == 4
     with RunWriter.open(folder) as writer:
-        writer.step({"step": 5, "loss": 0.0})
+        writer.append("steps", {"step": 5, "loss": 0.0})
     assert [row["step"] for row in read_run(folder).steps] == [1, 2, 3, 4, 5]
 
 
@@ -109,7 +111,7 @@ def test_a_damaged_line_at_the_end_is_refused_too(line: bytes, folder: Path) -> 
 def test_rewind_forgets_steps_and_evals_and_keeps_events(folder: Path) -> None:
     with RunWriter.open(folder) as writer:
         writer.rewind(3)
-        writer.step({"step": 4, "loss": 9.0})
+        writer.append("steps", {"step": 4, "loss": 9.0})
     run = read_run(folder)
     assert [(row["step"], row["loss"]) for row in run.steps] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 9.0)]
     assert [row["step"] for row in run.evals] == [2]
@@ -177,7 +179,7 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatc
     with RunWriter.open(folder) as writer:
         monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "write", write)
         with pytest.raises(RecordError, match=r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"):
-            writer.step({"step": 5, "loss": 0.0})
+            writer.append("steps", {"step": 5, "loss": 0.0})
     assert (folder / "steps.jsonl").read_bytes() == before
 
 
@@ -197,7 +199,7 @@ import os, signal, sys
 from narrowgauge.runs.writer import RunWriter
 with RunWriter.open(sys.argv[1]) as writer:
     for step in range(5, 1000):
-        writer.step({"step": step, "loss": 0.0})
+        writer.append("steps", {"step": step, "loss": 0.0})
         if step == 700:
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -220,7 +222,7 @@ def test_an_unknown_event_kind_is_refused() -> None:
 def test_numbers_of_other_libraries_are_written(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     with RunWriter.create(tmp_path / "run", RUN) as writer:
-        writer.step({"step": numpy.int64(1), "loss": numpy.float32(0.5), "norm": numpy.float32("nan")})
+        writer.append("steps", {"step": numpy.int64(1), "loss": numpy.float32(0.5), "norm": numpy.float32("nan")})
     row = read_run(tmp_path / "run").steps[0]
     assert (row["step"], row["loss"], math.isnan(row["norm"])) == (1, 0.5, True)
 
@@ -253,6 +255,16 @@ def test_a_value_that_no_reader_could_reckon_with_is_refused_with_its_line(
     file.write_text("\n".join([first, line, *others]) + "\n")
     with pytest.raises(RecordError, match=rf"{name}\.jsonl is damaged: .*{expected}"):
         print(read_run(folder).gauges)
+
+
+def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:
+    damaged = shutil.copytree(folder, folder.with_name("damaged"))
+    (damaged / "run.toml").write_text("recipe = ")
+    said: list[str] = []
+    assert [run.path for run in read_runs([folder.parent], said.append)] == [folder]
+    assert len(said) == 1 and "damaged/run.toml is damaged" in said[0]
+    with pytest.raises(RecordError, match="is damaged"):
+        read_runs([damaged], said.append)
 
 
 def test_lost_steps_are_refused_and_nothing_is_cut(folder: Path) -> None:

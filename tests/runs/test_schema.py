@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.events import Event
 from narrowgauge.runs.lines import ROW_FILES
 from narrowgauge.runs.schema import STEPWISE, TABLES, Column, Row, wrong_value
 from narrowgauge.runs.writer import RunWriter
@@ -53,13 +53,9 @@ def test_a_value_of_another_type_is_refused_by_the_check_and_by_the_writer(
     found = wrong_value(kind, row)
     assert column.name in found and "which" in found
     with RunWriter.create(tmp_path / "run", {}) as writer:
-        write = {
-            "steps": writer.step, "evals": writer.eval, "gauges": writer.gauge,
-            "events": lambda row: writer.event(Event(**{"message": "", **row})),
-            "fingerprints": writer.fingerprint,
-        }  # fmt: skip
+        write = writer.summary if kind == "summary" else partial(writer.append, kind)
         with pytest.raises(RecordError, match=f"Cannot write this row of {kind} to .*which (is|are) not"):
-            write.get(kind, writer.summary)(row)
+            write(row)
         assert (
             not any((tmp_path / "run" / f"{name}.jsonl").stat().st_size for name in ROW_FILES)
             and not (tmp_path / "run" / "summary.json").exists()
@@ -68,4 +64,4 @@ def test_a_value_of_another_type_is_refused_by_the_check_and_by_the_writer(
 
 def test_a_row_without_a_step_is_not_written(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "run", {}) as writer, pytest.raises(RecordError, match="it has no step"):
-        writer.step({"loss": 1.0})
+        writer.append("steps", {"loss": 1.0})

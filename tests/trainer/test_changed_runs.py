@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -105,16 +106,44 @@ def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, fini
 
 
 def test_a_lost_evaluation_is_refused(stopped: Path) -> None:
-    step = read_run(stopped).evals[0]["step"]
     (stopped / "evals.jsonl").write_bytes(b"")
-    assert f"evals.jsonl lacks step {step}" in refused(stopped)
+    assert "evals.jsonl is not as it was written" in refused(stopped)
+
+
+@pytest.mark.parametrize("name", ["steps", "evals"])
+def test_a_changed_digit_of_an_old_row_is_refused(name: str, stopped: Path) -> None:
+    file = stopped / f"{name}.jsonl"
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    digit = first.index(b"loss") + 8
+    file.write_bytes(
+        first[:digit] + b"%d" % (9 - int(first[digit : digit + 1])) + first[digit + 1 :] + b"".join(others)
+    )
+    assert f"{name}.jsonl is not as it was written" in refused(stopped)
+
+
+def test_an_edited_interval_of_evaluations_holds_from_there_on(stopped: Path) -> None:
+    edit(stopped, eval_every=2)
+    loop.resume(stopped)
+    assert [row["step"] for row in read_run(stopped).evals] == [3, 6, 8]
+
+
+def test_a_checkpoint_without_a_record_of_its_rows_resumes(stopped: Path, finished: Run) -> None:
+    checkpoint = stopped / "checkpoints" / "step-00000004"
+    state, manifest = (json.loads((checkpoint / f"{name}.json").read_text()) for name in ("state", "manifest"))
+    del state["rows"]
+    text = json.dumps(state, indent=1).encode()
+    (checkpoint / "state.json").write_bytes(text)
+    manifest["files"]["state.json"] = {"bytes": len(text), "blake2b": hashlib.blake2b(text, digest_size=32).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    loop.resume(stopped)
+    assert_same_run(read_run(stopped), finished)
 
 
 def test_lost_rows_are_refused(stopped: Path) -> None:
     lines = (stopped / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (stopped / "steps.jsonl").write_bytes(lines[0] + lines[3])
     told = refused(stopped)
-    assert "lost rows from before its checkpoint of step 4" in told
+    assert "lost or changed rows from before its checkpoint of step 4" in told
     assert "steps.jsonl lacks step 2" in told
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import config, loop, session
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from trainer.tiny_runs import CASES, call, settings, words_of
+from trainer.tiny_runs import CASES, SHAPE, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,11 +28,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ("words", "says"),
     [
         (("--sequence-length", "10000", "--batch-size", "1"), "sequence_length 10000 needs 10001 tokens"),
+        (("--sequence-length", "65", "--batch-size", "1"), "has 64 positions, and sequences have 65 tokens"),
         (("--data", "{empty}"), "no text"),
         (("--model", ""), "model is empty"),
         (("--data", "{blank}"), "has no text"),
         (("--model", "{empty}"), "config.json"),
         (("--model", "{nonsense}"), "nonsense"),
+        (("--model", "{headless}"), "Cannot build a causal language model"),
         (("--out", "{taken}"), "is not empty"),
         (("--recipe", "{recipe}"), "matches no linear layer"),
     ],
@@ -39,11 +42,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_what_cannot_be_is_refused_before_anything_is_written(
     words: tuple[str, ...], says: str, place: Path, tmp_path: Path
 ) -> None:
-    names = {name: tmp_path / name for name in ("empty", "blank", "nonsense", "taken")}
+    names = {name: tmp_path / name for name in ("empty", "blank", "nonsense", "headless", "taken")}
     for path in names.values():
         path.mkdir()
     (names["blank"] / "a.txt").write_text("")
     (names["nonsense"] / "config.json").write_text('{"model_type": "nonsense"}')
+    (names["headless"] / "config.json").write_text(json.dumps({**SHAPE, "num_attention_heads": 0}))
     (names["taken"] / "mine").write_text("mine")
     (tmp_path / "recipe.toml").write_text(
         'recipe = "bfloat16/word"\n[[override]]\npattern = "nothing"\ncompute = "mxfp8"\n'
@@ -154,6 +158,20 @@ def test_a_reader_that_leaves_ends_the_run_at_a_checkpoint(place: Path, tmp_path
     steps = len(read_run(tmp_path / "run").steps)
     assert 0 < steps < config.steps
     assert loop.resume(tmp_path / "run") and (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}").is_dir()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_brackets_in_names_are_text_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    with Console(2, 0, "a [/b]", stream) as console:
+        console.start("", 0)
+        console.say("[/c]")
+    assert "a [/b]" in stream.getvalue() and "[/c]" in stream.getvalue()
 
 
 def test_ranks_share_the_batch_unless_the_settings_say_how() -> None:

@@ -14,7 +14,6 @@ reported and skipped. Nothing is pickled.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -82,9 +81,10 @@ def latest_checkpoint(
 
 
 def newest_state(folder: Path) -> dict[str, Any]:
-    """Return the state of a run's newest checkpoint, without a check of its tensors; empty if there is none."""
+    """Return the newest ``state.json`` that matches its manifest, without a check of tensors; empty if there is none."""
     for checkpoint in _listed(Path(folder) / _FOLDER):
-        with contextlib.suppress(NarrowgaugeError, ValueError):
+        reason, files = _read_manifest(checkpoint.path)
+        if not reason and not _file_damage(checkpoint.path / _STATE, *files[_STATE]):
             return checkpoint.state()
     return {}
 

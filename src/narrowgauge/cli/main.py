@@ -70,9 +70,7 @@ def _run(config: TrainConfig, function: Callable[[], Path]) -> None:
     from narrowgauge.distributed import job
 
     keep_pages()
-    # PyTorch's own, of calls within FSDP2 and of its logger, at every step.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # PyTorch's own, at every step
     with job.joined(), job.threads_of(config.threads, config.recipe.reduction.order_invariant):
         job.require_same(config.to_dict())
         folder = function()
@@ -270,10 +268,11 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     from narrowgauge.analysis.comparison.comparison import compare_runs
     from narrowgauge.report import publishing
 
+    say = partial(click.echo, err=True)
     if table:
-        click.echo(compare_runs(publishing.read_runs(runs)).table().markdown(), nl=False)
+        click.echo(compare_runs(publishing.read_runs(runs, say)).table().markdown(), nl=False)
     if not table or out is not None:
-        click.echo(publishing.report(runs, out))
+        click.echo(publishing.report(runs, out, say))
 
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")

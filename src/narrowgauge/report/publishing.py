@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
@@ -13,15 +14,29 @@ from narrowgauge.runs.foreign_logs import LOGS, is_log
 from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
 
 
-def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+def read_runs(paths: Sequence[str | Path], say: Callable[[str], object] = warnings.warn) -> list[Run]:
     """Return the runs in run folders, logs of other frameworks, and folders of runs.
 
-    Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice.
+    Runs keep the order of ``paths``. Runs of one folder are sorted by name. No run appears twice. A damaged run beside others
+    of its folder is left out: ``say`` gets the reason.
 
     Raises:
         RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this version.
     """
-    return [read_run(place) for place in run_folders(paths)]
+    runs: list[Run] = []
+    damaged: list[RecordError] = []
+    for place, path in run_folders(paths).items():
+        try:
+            runs.append(read_run(place))
+        except RecordError as error:
+            damaged.append(error)
+            if place == path:
+                raise
+    if not runs:
+        raise damaged[0]
+    for reason in damaged:
+        say(f"A run is left out. {reason}")
+    return runs
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
@@ -50,14 +65,16 @@ def runs_inside(path: Path) -> list[Path]:
     return [place for place in folders if is_run(place) or is_log(place)]
 
 
-def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+def report(
+    paths: Sequence[str | Path], out: str | Path | None = None, say: Callable[[str], object] = warnings.warn
+) -> Path:
     """Write one page about existing runs, named as for :func:`read_runs`. Return its path.
 
     If ``out`` is None, write ``report.html`` into the only folder in ``paths``.
     """
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
-    runs = read_runs(paths)
+    runs = read_runs(paths, say)
     gc.freeze()  # else Python repeatedly collects garbage among a million rows
     page = Path(out) if out is not None else Path(paths[0]) / "report.html"
     if page.is_dir():

@@ -1,4 +1,4 @@
-"""Lines of a run's files: write a row as a line of JSON, and read lines back.
+"""Read the lines of a run's files.
 
 One write appends a row and its newline. So a last line without a newline is torn, by a kill or a full disk. It is dropped.
 Any other line that does not parse is damaged and refused. JSON lacks NaN and infinities, so they are stored as
@@ -7,7 +7,6 @@ Any other line that does not parse is damaged and refused. JSON lacks NaN and in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,6 @@ def rows_with_lengths(file: Path) -> Iterator[tuple[int, Row]]:
         if problem:
             raise RecordError(f"{file} is damaged: line {number} of {len(lines)} has {problem}.", "Delete that line.")
         yield len(line) + 1, row
-
-
-def json_value(value: Any) -> Any:
-    """Convert a value to JSON: numbers of NumPy and PyTorch to Python's, paths to text, NaN and infinities to names."""
-    if isinstance(value, dict):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return value
 
 
 def restored(value: Any, key: str = "") -> Any:

@@ -111,7 +111,7 @@ def read_run(path: str | Path) -> Run:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
         >>> with ng.runs.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
-        ...     writer.step({"step": 1, "loss": float("nan")})
+        ...     writer.append("steps", {"step": 1, "loss": float("nan")})
         >>> read_run(folder).steps
         [{'step': 1, 'loss': nan}]
     """

@@ -6,19 +6,24 @@ One write appends a whole row. ``run.toml`` and ``summary.json`` are replaced, n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, sync, write_whole
+from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, read_bytes, sync, write_whole
 from narrowgauge.runs.events import Event, emit
-from narrowgauge.runs.lines import ROW_FILES, json_value, read_rows, rows_with_lengths, toml_value
+from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
+from narrowgauge.spec.tables import json_value
 
 _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 
@@ -38,7 +43,7 @@ class RunWriter:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
         >>> with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
-        ...     writer.step({"step": 1, "loss": 2.5})
+        ...     writer.append("steps", {"step": 1, "loss": 2.5})
         ...     writer.event(ng.Event("note", 1, "half of the data are seen"))
         >>> ng.read_run(folder).steps
         [{'step': 1, 'loss': 2.5}]
@@ -97,7 +102,12 @@ class RunWriter:
             raise
         return writer
 
-    def rewind(self, step: int, *, eval_every: int = 0, first: int = 1) -> None:
+    def digests(self) -> dict[str, tuple[int, str]]:
+        """Return the length and the hash of the rows of steps and evaluations so far, for a checkpoint."""
+        rows = {name: read_bytes(self._file(name)) or b"" for name in ("steps", "evals")}
+        return {name: (len(data), _digest_of(data)) for name, data in rows.items()}
+
+    def rewind(self, step: int, *, first: int = 1, digests: Mapping[str, Sequence[Any]] | None = None) -> None:
         """Delete everything after a step, because a resume from its checkpoint writes it again.
 
         Delete the rows of steps, evals, gauges and fingerprints after ``step``, and the summary. Keep the events: they
@@ -105,15 +115,19 @@ class RunWriter:
 
         Args:
             step: the last optimizer step to keep.
-            eval_every: steps between evaluations, whose rows must be there too; 0 if unknown.
             first: the step of the first row.
+            digests: what :meth:`digests` returned after that step; ``None`` if unknown.
 
         Raises:
-            RecordError: rows up to ``step`` are missing. The files stay unchanged.
+            RecordError: rows up to ``step`` are missing or changed. The files stay unchanged.
         """
-        if lost := _lost_rows(self.path, step, eval_every, first):
+        problem = _lost_step(self.path / "steps.jsonl", range(first, step + 1))
+        for name, (length, digest) in (digests or {}).items():
+            if not problem and _digest_of((read_bytes(self._file(name)) or b"")[:length]) != digest:
+                problem = f"{name}.jsonl is not as it was written"
+        if problem:
             raise RecordError(
-                f"{self.path} has lost rows from before its checkpoint of step {step}: {lost}.",
+                f"{self.path} has lost or changed rows from before its checkpoint of step {step}: {problem}.",
                 "Restore the file from a copy, go back to an earlier checkpoint, or record into a new folder.",
             )
         for name in STEPWISE:
@@ -125,26 +139,15 @@ class RunWriter:
         content = {**toml_value(run), "schema_version": VERSION}
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode(), AGAIN)
 
-    def step(self, row: Row) -> None:
-        """Append a row to ``steps.jsonl``; ``row["step"]`` is the number of steps done. Cost: about 20 µs."""
-        self._append("steps", row)
-
-    def eval(self, row: Row) -> None:
-        """Append a row to ``evals.jsonl``."""
-        self._append("evals", row)
+    def append(self, kind: str, row: Row) -> None:
+        """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 20 µs."""
+        line = json.dumps(self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        append_whole(self._descriptors[kind], self._file(kind), line.encode() + b"\n")
 
     def event(self, event: Event) -> None:
         """Append an event to ``events.jsonl``, then call the callbacks of ``ng.on_event``."""
-        self._append("events", event.row())
+        self.append("events", event.row())
         emit(event)
-
-    def gauge(self, row: Row) -> None:
-        """Append a row to ``gauges.jsonl``, as ``ng.attach_gauges`` passes it to ``on_row``."""
-        self._append("gauges", row)
-
-    def fingerprint(self, row: Row) -> None:
-        """Append a row to ``fingerprints.jsonl``."""
-        self._append("fingerprints", row)
 
     def summary(self, row: Row) -> None:
         """Write ``summary.json``, replacing an earlier one."""
@@ -176,7 +179,7 @@ class RunWriter:
         for name in ROW_FILES:
             with disk_errors(self._file(name)):
                 self._descriptors[name] = os.open(self._file(name), flags, 0o644)
-        if not lock(self._descriptors["steps"], wait=False):
+        if not lock(self._descriptors["steps"]):
             self.close()
             raise RecordError(
                 f"Cannot write the run {self.path}: another process is writing it.",
@@ -193,10 +196,6 @@ class RunWriter:
         with disk_errors(self._file(name)):
             os.ftruncate(self._descriptors[name], length)
 
-    def _append(self, name: str, row: Row) -> None:
-        line = json.dumps(self._checked(name, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        append_whole(self._descriptors[name], self._file(name), line.encode() + b"\n")
-
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""
         written: Row = json_value(row)
@@ -208,15 +207,14 @@ class RunWriter:
         return written
 
 
-def _lost_rows(path: Path, step: int, eval_every: int, first: int) -> str:
-    """Name the first row up to ``step`` that a run has lost, without a full stop. Empty if all are present, in order."""
-    for file, start, every in (("steps.jsonl", first, 1), ("evals.jsonl", eval_every, eval_every)):
-        expected = range(start, step + 1, every) if every else ()
-        rows = [row["step"] for row in read_rows(path / file)] if expected else []
-        for place, number in enumerate(expected):
-            if place >= len(rows) or rows[place] != number:
-                return f"{file} lacks step {number}"
-    return ""
+def _digest_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def _lost_step(file: Path, expected: range) -> str:
+    """Name the first lost row, without a full stop. Empty if all are present, in order."""
+    rows = zip_longest(expected, [row["step"] for row in read_rows(file)][: len(expected)])
+    return next((f"{file.name} lacks step {step}" for step, present in rows if present != step), "")
 
 
 def require_free(path: str | Path) -> None:

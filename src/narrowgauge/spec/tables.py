@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 Row = dict[str, Any]
@@ -100,7 +101,7 @@ def write_json(value: Row | Sequence[Row]) -> None:
     """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
     # JSON escapes are exact. Characters that a stream lacks would be replaced.
     is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    print(json.dumps(_json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode), flush=True)
+    print(json.dumps(json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode), flush=True)
 
 
 def text_columns(**keys: Key) -> tuple[Column, ...]:
@@ -130,9 +131,12 @@ def cell_text(value: Any) -> str:
     return ", ".join(map(cell_text, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """Convert a value to JSON: numbers of NumPy and PyTorch to Python's, paths to text, NaN and infinities to names."""
     if isinstance(value, Mapping):
-        return {str(key): _json_value(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return [json_value(item) for item in value]
+    value = value.item() if hasattr(value, "item") else value
+    is_named = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_named else value

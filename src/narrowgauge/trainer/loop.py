@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, Terminated
+from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.record import GO_BACK, Record
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, symptom
@@ -62,6 +62,12 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         data.require(config.sequence_length)
         shown.stage("building the model")
         session = build(config, folder, data)
+        positions = getattr(session.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and config.sequence_length > positions:
+            raise RecipeError(
+                f"Cannot train: {config.model} has {positions} positions, and sequences have {config.sequence_length} tokens.",
+                f"Use --sequence-length {positions} or less, or another --model.",
+            )
 
         def create() -> RunWriter:
             content = describe(session)
@@ -111,7 +117,7 @@ def resume(folder: str | Path, stop_after: int | None = None, console: Console |
             events.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
 
         present = describe(session)
-        saved = session.restore(report_damage) or present["config"]
+        state = session.restore(report_damage)
         step = session.step
         if stop_after is not None and stop_after <= step:
             raise RecordError(
@@ -119,8 +125,8 @@ def resume(folder: str | Path, stop_after: int | None = None, console: Console |
                 "Name a later step with --stop-after, or leave it out.",
             )
         _watch(session, record, shown)
-        record.go_back(step, eval_every=config.eval_every)
-        changed = changed_settings(saved, present["config"])
+        record.go_back(step, digests=state.get("rows"))
+        changed = changed_settings(state.get("settings", present["config"]), present["config"])
         notes = [f"{name} was {old} up to step {step} and is {new} from there on" for name, old, new in changed]
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
@@ -167,7 +173,7 @@ def _run(session: Session, record: Record, console: Console) -> None:
             session.verify_replicas()
             if record.writer is not None:
                 record.writer.sync()
-            session.save()
+            session.save({} if record.writer is None else record.writer.digests())
 
         session.fingerprints.before_first(session.step)
         record.fingerprint(session.fingerprints)

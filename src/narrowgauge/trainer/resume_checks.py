@@ -11,11 +11,11 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.lines import json_value
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import short
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
+from narrowgauge.spec.tables import json_value
 from narrowgauge.trainer.config import TrainConfig
 
 _FREE = ("out", "stop_after", "verify_every")

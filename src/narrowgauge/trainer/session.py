@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,8 +128,11 @@ class Session:
         sums = (self.accumulator, self.reduction)
         return self.optimizer.bytes_per_param() + sum(part.bytes_per_param() for part in sums if part is not None)
 
-    def save(self) -> None:
-        """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step."""
+    def save(self, rows: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step.
+
+        ``rows`` are the :meth:`~narrowgauge.runs.writer.RunWriter.digests` of the record, on rank 0.
+        """
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
         if self.linears is not None:
             tensors |= {f"matmul.{name}": history for name, history in self.linears.histories().items()}
@@ -139,17 +142,18 @@ class Session:
             "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.weights_fingerprint(),
             "settings": self.config.to_dict(),
+            "rows": rows,
             **({} if scaler is None else {"loss_scaler": scaler.state_dict()}),
         }
         self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> dict[str, Any]:
-        """Load the latest good checkpoint and return its settings. Without one, stay at step 0 and return none."""
+        """Load the latest good checkpoint and return its state. Without one, stay at step 0 and return none."""
         checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
         return {} if checkpoint is None else self.load(checkpoint)
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Load a good checkpoint, and return the settings in it.
+        """Load a good checkpoint, and return the state in it.
 
         Raises:
             RecordError: it is of another model, or its weights differ from the saved ones.
@@ -175,8 +179,7 @@ class Session:
                 f"{where} gives weights {self.weights_fingerprint()}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
-        settings: dict[str, Any] = state["settings"]
-        return settings
+        return state
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:

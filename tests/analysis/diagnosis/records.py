@@ -93,9 +93,9 @@ def written(run: Run, folder: Path) -> Path:
     """A record as a run folder."""
     with ng.runs.RunWriter.create(folder, {"config": run.config}) as writer:
         for row in run.steps:
-            writer.step(row)
+            writer.append("steps", row)
         for sample in run.gauges:
-            writer.gauge(sample)
+            writer.append("gauges", sample)
     return folder
 
 

@@ -25,10 +25,9 @@ from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.comparison.verdict import sentences
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.lines import json_value
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row
-from narrowgauge.spec.tables import Column, Table
+from narrowgauge.spec.tables import Column, Table, json_value
 
 
 @dataclass(frozen=True)

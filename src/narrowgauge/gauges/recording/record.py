@@ -151,9 +151,7 @@ class Record(AbstractContextManager["Record"]):
         row = reader.row(self.num_steps + 1, numbers(columns, "step"), tokens_before=self.tokens)
         self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
-        if self.writer is not None:
-            self.writer.step(row)
-            self._on_row("steps", row)
+        self._append("steps", row)
         for event in self.alarms.on_step(row):
             self.event(event, shown=True)
         spike, is_skipped = row.get("spike"), bool(row.get("skipped"))
@@ -177,17 +175,13 @@ class Record(AbstractContextManager["Record"]):
         """Record a validation: ``val_loss``, and any other metric. Its time does not count as a step's."""
         tokens = {"tokens": self.tokens} if self.tokens else {}
         row = {"step": self.num_steps, "seconds": self.seconds, **tokens, **numbers(columns, "eval")}
-        if self.writer is not None:
-            self.writer.eval(row)
-            self._on_row("evals", row)
+        self._append("evals", row)
         self.evaluated = self.num_steps
         self.reader.restart_clock()
 
     def gauge(self, row: Row) -> None:
         """Write a row of ``gauges.jsonl``, and let the detectors read it."""
-        if self.writer is not None:
-            self.writer.gauge(row)
-            self._on_row("gauges", row)
+        self._append("gauges", row)
         # torch's GradScaler passes its scale this way. A scaled gradient overflows now and then.
         if getattr(self.reader.optimizer, "grad_scale", None) is not None:
             self.alarms.facts = replace(self.alarms.facts, scales_loss=True)
@@ -198,7 +192,7 @@ class Record(AbstractContextManager["Record"]):
         """Write the newest row of ``fingerprints.jsonl``, if the step has one."""
         row, prints.last = prints.last, None
         if row is not None and self.writer is not None:
-            self.writer.fingerprint(row)
+            self.writer.append("fingerprints", row)
 
     def event(self, event: Event, shown: bool = False) -> None:
         """Write an event, and show it if ``shown``."""
@@ -210,18 +204,23 @@ class Record(AbstractContextManager["Record"]):
                 self.say(event.kind.replace("_", " "), event.sentence)
             self._on_row("events", event.row())
 
+    def _append(self, kind: str, row: Row) -> None:
+        if self.writer is not None:
+            self.writer.append(kind, row)
+            self._on_row(kind, row)
+
     # ── start and end ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def go_back(self, step: int, *, eval_every: int = 0, first: int = 1) -> None:
+    def go_back(self, step: int, *, first: int = 1, digests: Mapping[str, Any] | None = None) -> None:
         """Continue after ``step``. Delete later rows, since the loop repeats these steps.
 
         Raises:
-            RecordError: rows from step ``first`` to ``step``, or evaluations, are missing.
+            RecordError: rows from step ``first`` to ``step`` are missing, or rows differ from their ``digests``.
         """
 
         def rewind() -> None:
             if self.writer is not None:
-                self.writer.rewind(step, eval_every=eval_every, first=first)
+                self.writer.rewind(step, first=first, digests=digests)
 
         self.here.of_first(rewind)
         run = self._rebuild()
