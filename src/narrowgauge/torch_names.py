@@ -51,7 +51,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -260,18 +259,10 @@ def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Ten
     return lambda: set_norm(before)
 
 
-@dataclass(frozen=True)
-class FsdpMesh:
-    """Describe the ranks of an FSDP2 parameter group: a mesh, and its dims for shards and replicas."""
-
-    mesh: Any
-    shard_dim: int | None
-    replicate_dim: int | None
-
-
-def fsdp_mesh(group: Any) -> FsdpMesh:
+def fsdp_mesh(group: Any) -> tuple[Any, int | None, int | None]:
+    """Return the mesh of an FSDP2 parameter group, and its dims for shards and replicas."""
     info = group.mesh_info
-    return FsdpMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+    return info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
 
 
 def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[], None]:

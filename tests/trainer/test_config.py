@@ -87,6 +87,7 @@ def test_the_schedule_at_known_steps(schedule: str, rates: dict[int, float]) -> 
         ({"steps": 0}, "steps = 0 was requested; it must be at least 1"),
         ({"steps": True}, "must be an integer"),
         ({"seed": -1}, "seed = -1 was requested; it must be at least 0"),
+        ({"seed": 1 << 64}, "seed = 18446744073709551616 was requested; it must be at least 0 and below"),
         ({"lr": math.nan}, "above 0"),
         ({"lr": math.inf}, "finite"),
         ({"lr": "0.1"}, "must be a number"),

@@ -100,12 +100,10 @@ class Exchange:
         average: divide the sum by the number of ranks.
         seed: of random bits, for reductions that draw some.
     Attributes:
-        sums_leaves: it also sums micro-batches. Pass it the gradient of each separately.
         step, place: optimizer steps done, and this exchange's number in its model. They key random bits.
         on_gradient: called with this rank's gradient before it is sent.
     """
 
-    sums_leaves = False
     step = 0
     place = 0
     on_gradient: Callable[[Tensor], None] | None = None
@@ -160,7 +158,7 @@ def reduce_scatter(output: Tensor, gradient: Tensor, group: Any) -> None:
     scatter(output, gradient, group=group)
 
 
-def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
+def all_gather(output: Tensor, part: Tensor, group: Any = None) -> None:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, part, group=group)
 
@@ -192,16 +190,14 @@ def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
 class ExactExchange(Exchange):
     """Sum exactly over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
 
+    It takes the gradient of each micro-batch separately.
+
     Cost: it sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a step take
         16 bytes for each element that this rank keeps.
     """
 
-    sums_leaves = True
-
-    def __init__(self, grid: RankGrid, *arguments: Any, **options: Any) -> None:
-        super().__init__(grid, *arguments, **options)
-        self._sums: ExactSums | None = None
-        self._has_begun = False
+    _sums: ExactSums | None = None
+    _has_begun = False
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         rows = self._received(gradient)

@@ -110,7 +110,7 @@ class _GroupSum:
     ) -> None:
         """Sum ``input_tensor`` of all ranks, shape [shards * n], into this rank's piece, shape [n]."""
         micro_batch = self.reduction.require_open()
-        if self.exchange.sums_leaves and self._summed is micro_batch:
+        if self.reduction.row.order_invariant and self._summed is micro_batch:
             raise RecipeError(
                 "two backward passes were met in one micro-batch, whose gradients are one addend of an exact sum.",
                 "Add the losses, and call backward() once.",
@@ -125,7 +125,7 @@ class GradientReduction:
     """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
 
     Attributes:
-        size, group: the number of ranks whose gradients are summed, and their process group.
+        size: the number of ranks whose gradients are summed.
         current: the micro-batch whose block is open.
     """
 
@@ -134,7 +134,6 @@ class GradientReduction:
         self.row, self._model = row, model
         self._accumulator: Any = None
         self.current: _MicroBatch | None = None
-        self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._in_step = self._is_closed = False
         self._exchanges: list[Exchange] = []
         self._undo: list[Callable[[], object]] = []
@@ -151,18 +150,18 @@ class GradientReduction:
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
         grid = grid or _grid_of(model, mesh)
-        self.size, self.group = grid.size, grid.group
+        self.size = grid.size
         _require_whole(model, whole_params, grid)
-        if self._sums_leaves:
+        if self.row.order_invariant:
             self._require_own_dtypes()
         self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
         self._ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         if self._ddp is not None:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
         self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
-        if self.size > 1 or self._sums_leaves:
+        if self.size > 1 or self.row.order_invariant:
             self._undo += [p.register_post_accumulate_grad_hook(self._arrive).remove for p in self._trainable]
-        if self._sums_leaves and self._trainable:
+        if self.row.order_invariant and self._trainable:
             self._undo += follow_forwards(inner_of(model), self._require_surrounded)
             self._undo.append(refuse_norms(_are_summed_exactly))
 
@@ -193,7 +192,7 @@ class GradientReduction:
             # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank 0's in each forward pass.
             self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = False, True
         waiting: dict[Tensor, Tensor | None] = {}
-        if is_absent and not self._sums_leaves:  # set this rank's sums aside: the pass does not count
+        if is_absent and not self.row.order_invariant:  # set this rank's sums aside: the pass does not count
             waiting = {p: p.grad for p in self._replicated.parameters}
             for parameter in waiting:
                 parameter.grad = None
@@ -257,7 +256,7 @@ class GradientReduction:
 
     def sums_exactly(self, gradients: Set[int]) -> bool:
         """Return whether it sums exactly and a tensor with one of these ids is among its gradients."""
-        return self._sums_leaves and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
+        return self.row.order_invariant and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
 
     @property
     def is_installed(self) -> bool:
@@ -294,7 +293,7 @@ class GradientReduction:
 
     def _check_order(self, before: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
         """Refuse what makes an exact sum depend on the ranks. Return the state of the generators; ``before`` is the last one."""
-        if not self._sums_leaves or not self._trainable:
+        if not self.row.order_invariant or not self._trainable:
             return ()
         if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
             raise RecipeError(
@@ -348,7 +347,7 @@ class GradientReduction:
                 "a gradient was cleared in backward, before it was summed over ranks and micro-batches.",
                 "Step after backward, or shard the model and give each rank one micro-batch per step.",
             )
-        if self._sums_leaves:
+        if self.row.order_invariant:
             self._require_all_used()
             self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
             if not micro_batch.is_last:
@@ -386,13 +385,13 @@ class GradientReduction:
         sharded_ids: set[int] = set()
         grids: dict[tuple[int, ...], RankGrid] = {}
         for module, group in self._fsdp:
-            where = torch_names.fsdp_mesh(group)
-            if where.shard_dim is None or where.mesh.ndim != (1 if where.replicate_dim is None else 2):
+            mesh, shard_dim, replicate_dim = torch_names.fsdp_mesh(group)
+            if shard_dim is None or mesh.ndim != (1 if replicate_dim is None else 2):
                 raise RecipeError(
-                    f"FSDP2 shards {type(module).__name__} over a mesh of {where.mesh.ndim} dims; not all sum gradients.",
+                    f"FSDP2 shards {type(module).__name__} over a mesh of {mesh.ndim} dims; not all sum gradients.",
                     "Shard over a mesh of one dim, or of two: replicas and shards.",
                 )
-            grid = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
+            grid = of_mesh(mesh, shard_dim, replicate_dim)
             grids[tuple(dist.get_process_group_ranks(grid.group))] = grid
             comm = _GroupSum(self, register(grid))
             alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None

@@ -20,6 +20,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import tensor_hash
+from narrowgauge.runs.fingerprint_rows import in_words, odd_ranks
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def verify_replicas(tensors: Iterable[tuple[str, Tensor, Tensor]], step: int) ->
     replicas: dict[Any, list[tuple[str, Tensor]]] = {}
     for name, tensor, owner in tensors:
         for group in replica_groups(owner):
-            replicas.setdefault(group, []).append((name, memory_hash(tensor)))
+            replicas.setdefault(group, []).append((name, tensor_hash(tensor)))
     errors = [error for group, hashes in replicas.items() for error in _compare(group, dict(hashes), step)]
     ranks = all_ranks()
     if not ranks.largest(len(errors)):
@@ -55,14 +56,6 @@ def replica_groups(owner: Any) -> list[Any]:
     return [mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1]
 
 
-def memory_hash(tensor: Tensor) -> Tensor:
-    """Return a hash of a tensor's bytes, int64 0-d on its device, without waiting for the device."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if len(flat) % 8 or flat.storage_offset() % 8 or flat.data_ptr() % 8:
-        flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
-    return tensor_hash(flat.view(torch.int64))
-
-
 def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[CorruptionError]:
     """Return an error for each tensor whose hashes differ. It names the ranks outside the majority, if there is one."""
     mine = torch.stack([number.to(all_ranks().device) for number in hashes.values()])
@@ -71,16 +64,15 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
     ranks = dist.get_process_group_ranks(group)
     errors = []
     for name, values in zip(hashes, torch.stack(rows, 1).tolist(), strict=True):
-        most = max(values, key=values.count)
-        wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
-        if not wrong:
+        wrong = [ranks[place] for place in odd_ranks(values)]
+        if len(set(values)) == 1:
             continue
-        if 2 * len(wrong) < len(ranks):
-            who = " and ".join(f"rank {rank}" for rank in wrong)
-            message = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}."
+        if wrong:
+            others = f"that of {len(ranks) - len(wrong)} other ranks"
+            message = f"{name} of {in_words(wrong)} differs from {others} after step {step}."
             advice, rank = f"Take the machine of rank {wrong[0]} out of service", wrong[0]
         else:
-            message = f"{name} differs between {' and '.join(f'rank {rank}' for rank in ranks)} after step {step}."
+            message = f"{name} differs between {in_words(ranks)} after step {step}."
             advice, rank = "Test the memory of these machines", None
         advice += ", and resume: the last checkpoint was saved before the damage."
         errors.append(CorruptionError(message, advice, rank, name))

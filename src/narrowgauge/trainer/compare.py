@@ -9,7 +9,6 @@ checkpoint. Recipes and seeds may be added.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.record import Run, is_run, read_run
@@ -222,31 +221,24 @@ def run_comparison(
 
     say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
-    trained: set[str] = set()
+    times: list[float] = []
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
-            began, is_new = time.monotonic(), not _has_ended(place)
-            if is_new:
+            began, took = time.monotonic(), "earlier"
+            if not _has_ended(place):
                 _train(config, Console(config.steps, 0, name, stream))
-            spent, took = time.monotonic() - began, "earlier"
+                times.append(time.monotonic() - began)
+                remaining = statistics.fmean(times) * (len(configs) - number)
+                took = duration(times[-1]) + (f", about {duration(remaining)} left" if remaining else "")
             runs.append(read_run(place))
-            if is_new:
-                # A recipe's first run compiles; of the others only the steps take long.
-                steps = config.steps * statistics.median([row.get("seconds") or 0.0 for row in runs[-1].steps] or [0.0])
-                trained.add(config.recipe.title)
-                num_first = len({later.recipe.title for later in configs[number:]} - trained)
-                remaining = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
-                took = duration(spent) + (f", about {duration(remaining)} left" if number < len(configs) else "")
             say(f"{name}  {_result(runs[-1])}  {took}")
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
         ) from None
-    from narrowgauge.trainer.session import data_of_run  # needs an extra, which ng.compare does not
-
-    with contextlib.suppress(DataError, RecordError):  # the tokens of earlier runs may be gone
-        say(f"Token frequencies alone have a loss of {data_of_run(runs[0], configs[0]).unigram_loss():.4f}.")
+    if (unigram_loss := runs[0].run["data"].get("unigram_loss")) is not None:
+        say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
     comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
 

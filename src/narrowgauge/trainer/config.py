@@ -38,10 +38,9 @@ _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool,
 _KIND_NAMES: dict[type, str] = {
     str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
 }  # fmt: skip
-Law = Range | Choice
 
 
-def setting(default: Any, help: str, law: Law | None = None) -> Any:
+def setting(default: Any, help: str, law: Range | Choice | None = None) -> Any:
     """Return a field with its default, its help and its allowed values."""
     return dataclasses.field(default=default, metadata={"help": help, "law": law})
 
@@ -100,9 +99,6 @@ def first_free(stem: Path) -> Path:
 
 # ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
-SCHEDULES = ("cosine", "linear", "constant")
-SPIKE_ACTIONS = ("report", "skip", "stop")
-
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 
@@ -139,7 +135,8 @@ class TrainConfig:
         None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
         "0.0003]", Range(above=True))
     schedule: str = setting(
-        "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", Choice(SCHEDULES))
+        "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.",
+        Choice(("cosine", "linear", "constant")))
     warmup_steps: int | None = count(None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0)
     min_lr_ratio: float = setting(0.1, "Final learning rate as a fraction of the peak.", Range(0, 1))
     beta1: float = setting(0.9, "AdamW's decay of the first moment.", Range(0, 1))
@@ -147,7 +144,8 @@ class TrainConfig:
     eps: float = setting(1e-8, "AdamW's epsilon.", Range())
     weight_decay: float = setting(0.1, "Weight decay of matrices.", Range())
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
-    seed: int = count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
+    seed: int = setting(
+        0, "Seed of the initial weights, the order of the data and stochastic rounding.", Range(0, 1 << 64, is_integer=True))
     out: str | None = setting(None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]")
     held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
@@ -164,7 +162,7 @@ class TrainConfig:
     verify_every: int = count(1000, "On several ranks, steps between comparisons of what they hold; 0: never.", 0)
     on_spike: str = setting(
         "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, or skip it and stop.",
-        Choice(SPIKE_ACTIONS))
+        Choice(("report", "skip", "stop")))
     log_every: int = count(10, "Steps between printed lines; every step is recorded.")
     stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")

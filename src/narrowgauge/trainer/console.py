@@ -38,10 +38,10 @@ class Console:
         # A bar needs a terminal that can move its cursor.
         on_terminal = self.rich.file.isatty() and not self.rich.is_dumb_terminal and not is_quiet
         self.progress = Progress(
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),  # a name may contain brackets
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
+            TextColumn("{task.fields[metrics]}", markup=False),
             TimeRemainingColumn(),
             console=self.rich,
             transient=True,
@@ -65,20 +65,16 @@ class Console:
         self.progress.reset(self.task, total=self.num_steps, completed=step)
         self.progress.update(self.task, description=self.name or name, metrics="the first steps compile")
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, always: bool = False) -> None:
         """Show a message."""
-        if self.log_every:
+        if self.log_every or always:
             self.rich.print(line, markup=False, soft_wrap=True)
         else:
             self.stage(line)
 
     def event(self, kind: str, sentence: str) -> None:
         """Show an event. Notes say how a run differs from what was asked for: print them always."""
-        line = f"{kind}: {sentence}."
-        if kind == "note":
-            self.rich.print(line, markup=False, soft_wrap=True)
-        else:
-            self.say(line)
+        self.say(f"{kind}: {sentence}.", always=kind == "note")
 
     def row(self, kind: str, row: Row) -> None:
         """Show a written row. Of steps, update the bar, or print a line every ``log_every`` steps."""

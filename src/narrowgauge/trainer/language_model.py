@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.errors import DataError
+from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
@@ -40,7 +39,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import: each function below i
 
 LARGE_VOCABULARY = 16_384  # the least for which the loss is computed in chunks
 _MIN_CHUNK_TOKENS = 128
-_UNREADABLE = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, SafetensorError)
 
 
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
@@ -73,7 +71,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         if weights is not None:
             return _loaded(folder, weights, config, vocab_size)
         if vocab_size is not None:
-            config.vocab_size = vocab_size
+            config.get_text_config().vocab_size = vocab_size
         return drawn(config, seed)
 
 
@@ -83,7 +81,7 @@ def vocabulary_size(model: str) -> int | None:
         return MODELS[model].vocab_size
     folder = Path(known_model(model))
     with _unreadable_models_refused(folder):
-        return getattr(_read_config(folder), "vocab_size", None)
+        return getattr(_read_config(folder).get_text_config(), "vocab_size", None)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -96,7 +94,9 @@ def _read_config(folder: Path) -> PretrainedConfig:
 def _unreadable_models_refused(folder: Path) -> Iterator[None]:
     try:
         yield
-    except _UNREADABLE as error:
+    except NarrowgaugeError:
+        raise
+    except Exception as error:  # transformers, its packages and its many models raise any kind
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"Cannot build a causal language model from the folder {folder}: {reason}",

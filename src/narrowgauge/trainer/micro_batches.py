@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from narrowgauge.distributed.exchanges import all_gather
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -52,7 +54,7 @@ def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1
     table = torch.stack([share.detach() for share in shares])
     if size > 1:
         gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)
-        torch.distributed.all_gather_into_tensor(gathered, table)
+        all_gather(gathered, table)
         table = gathered.view(size, -1).t().reshape(-1)  # round by round, each by rank: the order of the micro-batches
     total = table[0]
     for share in table[1:num_micro_batches].unbind():

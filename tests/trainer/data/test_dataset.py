@@ -137,6 +137,10 @@ def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Datase
     (folder / "documents.bin").write_bytes(b"\0" * 16)
     with pytest.raises(DataError, match=r"documents\.bin does not fit"):
         prepare_data(folder)
+    head = json.loads((folder / "tokens.json").read_text())
+    (folder / "tokens.json").write_text(json.dumps({**head, "dtype": "float16"}))
+    with pytest.raises(DataError, match="its tokens are float16, and uint16 or uint32 are read"):
+        prepare_data(folder)
 
 
 def test_refusals(tmp_path: Path, corpus: Path) -> None:

@@ -134,6 +134,8 @@ def read_tokens(path: Path, *, check: bool = False) -> TokenMap:
         if head["schema_version"] > SCHEMA_VERSION:
             raise ValueError(f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
         dtype = np.dtype(head["dtype"]).newbyteorder("<")
+        if dtype.kind != "u":
+            raise ValueError(f"its tokens are {head['dtype']}, and uint16 or uint32 are read")
         tokens_file, documents_file = folder / "tokens.bin", folder / "documents.bin"
         ids = np.memmap(tokens_file, dtype=dtype, mode="r") if tokens_file.stat().st_size else np.zeros(0, dtype)
         documents = np.array([[0, len(ids)]], dtype=np.uint64)
