@@ -125,7 +125,7 @@ class GradientReduction:
     """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
 
     Attributes:
-        size: the number of ranks whose gradients are summed.
+        size, group: the number of ranks whose gradients are summed, and their process group.
         current: the micro-batch whose block is open.
     """
 
@@ -150,7 +150,7 @@ class GradientReduction:
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
         grid = grid or _grid_of(model, mesh)
-        self.size = grid.size
+        self.size, self.group = grid.size, grid.group
         _require_whole(model, whole_params, grid)
         if self.row.order_invariant:
             self._require_own_dtypes()

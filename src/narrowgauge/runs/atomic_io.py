@@ -167,7 +167,7 @@ def digest(path: Path) -> str:
     return state.hexdigest()
 
 
-def lock(descriptor: int) -> bool:
+def lock(descriptor: int, *, wait: bool) -> bool:
     """Lock an open file for this process and return whether it is locked. The lock ends with the process.
 
     Return ``True`` on a file system without locks. ``filelock`` would need a separate file, which a killed process leaves.
@@ -175,7 +175,7 @@ def lock(descriptor: int) -> bool:
     if sys.platform == "win32":
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:

@@ -179,7 +179,7 @@ class RunWriter:
         for name in ROW_FILES:
             with disk_errors(self._file(name)):
                 self._descriptors[name] = os.open(self._file(name), flags, 0o644)
-        if not lock(self._descriptors["steps"]):
+        if not lock(self._descriptors["steps"], wait=False):
             self.close()
             raise RecordError(
                 f"Cannot write the run {self.path}: another process is writing it.",
