@@ -61,10 +61,10 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         >>> build("llama-1m", seed=0).num_parameters()
         1016960
     """
-    row = MODELS.get(model.strip().lower())
-    if row is not None:
-        return drawn(_preset_config(row, vocab_size), seed)
-    folder = Path(known_model(model))
+    name = known_model(model)
+    if name in MODELS:
+        return drawn(_preset_config(MODELS[name], vocab_size), seed)
+    folder = Path(name)
     weights = weights_file(folder)
     with _unreadable_models_refused(folder):
         config = _read_config(folder)
@@ -77,9 +77,10 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
 def vocabulary_size(model: str) -> int | None:
     """Return the vocabulary size for training the model's tokenizer; ``None`` without one."""
-    if model in MODELS:
-        return MODELS[model].vocab_size
-    folder = Path(known_model(model))
+    name = known_model(model)
+    if name in MODELS:
+        return MODELS[name].vocab_size
+    folder = Path(name)
     with _unreadable_models_refused(folder):
         return getattr(_read_config(folder).get_text_config(), "vocab_size", None)
 
