@@ -25,13 +25,13 @@ def read_runs(paths: Sequence[str | Path], say: Callable[[str], object] = warnin
     """
     runs: list[Run] = []
     damaged: list[RecordError] = []
-    for place, path in run_folders(paths).items():
+    for place in run_folders(paths):
         try:
             runs.append(read_run(place))
         except RecordError as error:
-            damaged.append(error)
-            if place == path:
+            if place in map(Path, paths):
                 raise
+            damaged.append(error)
     if not runs:
         raise damaged[0]
     for reason in damaged:
