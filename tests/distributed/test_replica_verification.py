@@ -78,13 +78,13 @@ def found_by_all(place: Path, sharding: str, size: int, *fault: Any) -> Any:
 
 def test_of_two_replicas_that_differ_neither_is_accused(tmp_path: Path) -> None:
     step, message, rank, tensor = found_by_all(tmp_path, "replicated", 2, 1, "second.weight", 2, 3)
-    assert (step, rank, tensor) == (EVERY, None, "second.weight") and "between ranks 0 and 1" in message
+    assert (step, rank, tensor) == (EVERY, None, "second.weight") and "between rank 0 and rank 1" in message
 
 
 def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
     step, message, rank, tensor = found_by_all(tmp_path, "hybrid", 4, 3, "second.weight", 2, 30)
     assert (step, rank, tensor) == (EVERY, None, "second.weight")
-    assert "between ranks 1 and 3" in message
+    assert "between rank 1 and rank 3" in message
 
 
 def test_of_three_ranks_the_one_that_differs_is_named(tmp_path: Path) -> None:

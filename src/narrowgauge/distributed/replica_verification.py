@@ -20,7 +20,6 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import tensor_hash
-from narrowgauge.runs.fingerprint_rows import in_words, odd_ranks
 
 
 @torch.no_grad()
@@ -64,15 +63,16 @@ def _compare(group: Any, hashes: dict[str, Tensor], step: int) -> list[Corruptio
     ranks = dist.get_process_group_ranks(group)
     errors = []
     for name, values in zip(hashes, torch.stack(rows, 1).tolist(), strict=True):
-        wrong = [ranks[place] for place in odd_ranks(values)]
-        if len(set(values)) == 1:
+        most = max(values, key=values.count)
+        wrong = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
+        if not wrong:
             continue
-        if wrong:
-            others = f"that of {len(ranks) - len(wrong)} other ranks"
-            message = f"{name} of {in_words(wrong)} differs from {others} after step {step}."
+        if 2 * len(wrong) < len(ranks):
+            who = " and ".join(f"rank {rank}" for rank in wrong)
+            message = f"{name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks after step {step}."
             advice, rank = f"Take the machine of rank {wrong[0]} out of service", wrong[0]
         else:
-            message = f"{name} differs between {in_words(ranks)} after step {step}."
+            message = f"{name} differs between {' and '.join(f'rank {rank}' for rank in ranks)} after step {step}."
             advice, rank = "Test the memory of these machines", None
         advice += ", and resume: the last checkpoint was saved before the damage."
         errors.append(CorruptionError(message, advice, rank, name))
