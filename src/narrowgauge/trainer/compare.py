@@ -221,17 +221,22 @@ def run_comparison(
 
     say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
-    times: list[float] = []
+    trained: set[str] = set()
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
-            began, took = time.monotonic(), "earlier"
-            if not _has_ended(place):
+            began, is_new = time.monotonic(), not _has_ended(place)
+            if is_new:
                 _train(config, Console(config.steps, 0, name, stream))
-                times.append(time.monotonic() - began)
-                remaining = statistics.fmean(times) * (len(configs) - number)
-                took = duration(times[-1]) + (f", about {duration(remaining)} left" if remaining else "")
+            spent, took = time.monotonic() - began, "earlier"
             runs.append(read_run(place))
+            if is_new:
+                # A recipe's first run compiles; of the others only the steps take long.
+                steps = config.steps * statistics.median([row.get("seconds") or 0.0 for row in runs[-1].steps] or [0.0])
+                trained.add(config.recipe.title)
+                num_first = len({later.recipe.title for later in configs[number:]} - trained)
+                remaining = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
+                took = duration(spent) + (f", about {duration(remaining)} left" if number < len(configs) else "")
             say(f"{name}  {_result(runs[-1])}  {took}")
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
