@@ -267,6 +267,17 @@ def test_a_damaged_run_does_not_hide_its_neighbours(folder: Path) -> None:
         read_runs([damaged], said.append)
 
 
+def test_a_row_that_changes_while_the_run_is_written_is_refused(folder: Path) -> None:
+    with RunWriter.open(folder) as writer:
+        writer.append("steps", {"step": 5, "loss": 0.25})
+        changed = (folder / "steps.jsonl").read_bytes().replace(b"0.5", b"0.7")
+        (folder / "steps.jsonl").write_bytes(changed)
+        writer.append("steps", {"step": 6, "loss": 0.25})
+        digests = writer.digests()
+    with RunWriter.open(folder) as writer, pytest.raises(RecordError, match=r"steps\.jsonl is not as it was written"):
+        writer.rewind(6, digests=digests)
+
+
 def test_lost_steps_are_refused_and_nothing_is_cut(folder: Path) -> None:
     lines = (folder / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "steps.jsonl").write_bytes(lines[0] + lines[2].replace(b'"step":3', b'"step":36') + lines[3])

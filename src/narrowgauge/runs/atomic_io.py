@@ -160,11 +160,17 @@ def load_json(text: bytes | str) -> Any:
 
 def digest(path: Path) -> str:
     """Return the BLAKE2b-256 of a file in hexadecimal, in constant memory."""
+    return hash_of(path, path.stat().st_size).hexdigest()
+
+
+def hash_of(path: Path, length: int) -> hashlib.blake2b:
+    """Return the BLAKE2b-256 of the first ``length`` bytes of a file, in constant memory. Later bytes may be added to it."""
     state = hashlib.blake2b(digest_size=32)
     with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
+        while block := stream.read(min(1 << 20, length)):
             state.update(block)
-    return state.hexdigest()
+            length -= len(block)
+    return state
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, lock, read_bytes, sync, write_whole
+from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, hash_of, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings
@@ -71,6 +71,7 @@ class RunWriter:
             writer.path.mkdir(parents=True, exist_ok=True)
         try:
             writer._open_rows()
+            writer._hash_rows()
             require_free(writer.path)  # another writer may have finished since
             writer.amend(run)
         except BaseException:
@@ -97,15 +98,15 @@ class RunWriter:
         try:
             for name in ROW_FILES:
                 writer._cut(name, None)
+            writer._hash_rows()
         except BaseException:
             writer.close()
             raise
         return writer
 
     def digests(self) -> dict[str, tuple[int, str]]:
-        """Return the length and the hash of the rows of steps and evaluations so far, for a checkpoint."""
-        rows = {name: read_bytes(self._file(name)) or b"" for name in ("steps", "evals")}
-        return {name: (len(data), _digest_of(data)) for name, data in rows.items()}
+        """Return the length of the files of steps and evaluations, and the hash of what was written there, for a checkpoint."""
+        return {name: (self._length(name), rows.hexdigest()) for name, rows in self._hashes.items()}
 
     def rewind(self, step: int, *, first: int = 1, digests: Mapping[str, Sequence[Any]] | None = None) -> None:
         """Delete everything after a step, because a resume from its checkpoint writes it again.
@@ -123,7 +124,7 @@ class RunWriter:
         """
         problem = _lost_step(self.path / "steps.jsonl", range(first, step + 1))
         for name, (length, digest) in (digests or {}).items():
-            if not problem and _digest_of((read_bytes(self._file(name)) or b"")[:length]) != digest:
+            if not problem and self._hash(name, length).hexdigest() != digest:
                 problem = f"{name}.jsonl is not as it was written"
         if problem:
             raise RecordError(
@@ -132,6 +133,7 @@ class RunWriter:
             )
         for name in STEPWISE:
             self._cut(name, step)
+        self._hash_rows()
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def amend(self, run: Row) -> None:
@@ -142,7 +144,10 @@ class RunWriter:
     def append(self, kind: str, row: Row) -> None:
         """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 20 µs."""
         line = json.dumps(self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        append_whole(self._descriptors[kind], self._file(kind), line.encode() + b"\n")
+        data = line.encode() + b"\n"
+        append_whole(self._descriptors[kind], self._file(kind), data)
+        if kind in self._hashes:
+            self._hashes[kind].update(data)
 
     def event(self, event: Event) -> None:
         """Append an event to ``events.jsonl``, then call the callbacks of ``ng.on_event``."""
@@ -196,6 +201,17 @@ class RunWriter:
         with disk_errors(self._file(name)):
             os.ftruncate(self._descriptors[name], length)
 
+    def _hash_rows(self) -> None:
+        """Hash the present rows of steps and evaluations; :meth:`append` adds the later ones."""
+        self._hashes = {name: self._hash(name, self._length(name)) for name in ("steps", "evals")}
+
+    def _hash(self, name: str, length: int) -> hashlib.blake2b:
+        with disk_errors(self._file(name)):
+            return hash_of(self._file(name), length)
+
+    def _length(self, name: str) -> int:
+        return os.fstat(self._descriptors[name]).st_size
+
     def _checked(self, kind: str, row: Row) -> Row:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""
         written: Row = json_value(row)
@@ -205,10 +221,6 @@ class RunWriter:
                 "docs/reference.md lists the columns.",
             )
         return written
-
-
-def _digest_of(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
 def _lost_step(file: Path, expected: range) -> str:
