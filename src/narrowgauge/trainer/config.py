@@ -297,6 +297,14 @@ class TrainConfig:
                 f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
             )
 
+    def require_positions(self, positions: int) -> None:
+        """Refuse sequences that are longer than the model has positions."""
+        if self.sequence_length > positions:
+            raise RecipeError(
+                f"Cannot train: {self.model} has {positions} positions, and sequences have {self.sequence_length} tokens.",
+                f"Use --sequence-length {positions} or less, or another --model.",
+            )
+
     def require_agreement(self) -> None:
         """Refuse settings that contradict each other or the model."""
 
@@ -312,10 +320,8 @@ class TrainConfig:
             refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
         if warmup > self.steps:
             refuse(f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.")
-        positions = MODELS[self.model].max_positions if self.model in MODELS else self.sequence_length
-        if self.sequence_length > positions:
-            message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
-            refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
+        if self.model in MODELS:
+            self.require_positions(MODELS[self.model].max_positions)
 
     # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecipeError, RecordError, Terminated
+from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.record import GO_BACK, Record
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, symptom
@@ -63,11 +63,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         shown.stage("building the model")
         session = build(config, folder, data)
         positions = getattr(session.model.config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None and config.sequence_length > positions:
-            raise RecipeError(
-                f"Cannot train: {config.model} has {positions} positions, and sequences have {config.sequence_length} tokens.",
-                f"Use --sequence-length {positions} or less, or another --model.",
-            )
+        if positions is not None:
+            config.require_positions(positions)
 
         def create() -> RunWriter:
             content = describe(session)
