@@ -34,9 +34,8 @@ class GradientAccumulator:
     Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to ``None``. Call :meth:`finish`
     after the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
 
-    Invariant: the sum of an element depends only on its gradients in order. Its error has the
-    bound above. One micro-batch comes back bit for bit. An infinity or a NaN stays not finite, so the
-    optimizer skips the step.
+    Invariant: the sum of an element depends only on its gradients in order. Its error has the bound above. One micro-batch
+    comes back bit for bit. An infinity or a NaN stays not finite, so the optimizer skips the step.
 
     Args:
         parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped. Autograd itself

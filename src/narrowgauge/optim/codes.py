@@ -6,8 +6,8 @@ A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several c
 ``shift``. Encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``. Decoding is a shift and a mask.
 
 A weight has two parts. The model computes with the *visible* weight. The *tail* is the signed rest of the stored weight. A NaN
-loses its sign and payload. It becomes the quiet NaN. In a code without NaN it becomes the largest positive value (in a float16
-weight, infinity).
+loses its sign and payload. It becomes the quiet NaN. In a code of states without NaN it becomes the largest positive value (in a
+float16 weight, infinity).
 
 A :class:`Lane` holds the inputs of one step for some elements. :mod:`narrowgauge.optim.layout` decides where its bits are in
 memory.
@@ -423,14 +423,19 @@ def _split_weight(
     if storage.weight.scaled:
         # All of the few bits are visible: a value of the row's code is also one of the visible format.
         into = _into(storage.weight, lane.scales, "weight", 0)
-        stored = decode(storage.weight, encode(storage.weight, value, addend, 0, into), 0, _inverse(into))
-        stored = torch.where(value.isnan(), value, stored)  # the visible format holds it, the code does not
+        stored = _stored(storage.weight, encode(storage.weight, value, addend, 0, into), 0, into, value)
         return encode_visible(storage, stored, 0), {}, stored
     visible, field, stored = encode_weight(storage, value, addend)
     if field is None:
         return visible, {}, stored
     name = storage.beside[0]
     return visible, {name: field if storage.master else place_tail(storage, field, lane.fields[name][1])}, stored
+
+
+def _stored(code: Code, bits: Tensor, shift: int, into: Tensor | None, value: Tensor) -> Tensor:
+    """Decode the bits of a weight's ``value``. The visible format holds a NaN, also where the code has none."""
+    stored = decode(code, bits, shift, _inverse(into))
+    return torch.where(value.isnan(), value, stored) if code.is_window else stored
 
 
 def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: Tensor | int) -> dict[str, Tensor]:
@@ -465,7 +470,7 @@ def write_parts(
             into = _into(code, lane.scales, name, place)
             bits = encode(code, value, half(dropped_bits(code)), shift, into)
             if name == "weight":
-                stored.append(torch.where(value.isnan(), value, decode(code, bits, shift, _inverse(into))))
+                stored.append(_stored(code, bits, shift, into, value))
             if part != "weight":
                 fields[part] = bits
     visible = encode_visible(storage, stored[0], 0)
