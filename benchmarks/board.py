@@ -346,14 +346,14 @@ def paired(records: Sequence[Record], row: str, cell: Cell, baseline: str) -> li
     machines: dict[tuple[str, str], list[tuple[Record, Record]]] = {}
     for run in runs_of(records, row, cell):
         if (base := baselines.get(run.key[1:])) is not None and base.val_loss is not None:
-            machines.setdefault((run.vectors, run.torch), []).append((run, base))
+            machines.setdefault(run.key[3:], []).append((run, base))
     return max(machines.values(), key=len, default=[])
 
 
 def differences(records: Sequence[Record], row: str, cell: Cell, baseline: str = MASTER) -> list[float]:
     """Return a row's losses less its baseline's, one for each seed; infinite where the row diverged."""
     pairs = paired(records, row, cell, baseline)
-    return [(math.inf if run.val_loss is None else run.val_loss) - (base.val_loss or 0.0) for run, base in pairs]
+    return [(math.inf if run.val_loss is None else run.val_loss) - base.val_loss for run, base in pairs]
 
 
 def interval_of_cells(cells: Sequence[Sequence[float]]) -> tuple[float, float]:

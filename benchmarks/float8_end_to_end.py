@@ -108,13 +108,14 @@ class Float8Sums:
 def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
     """Train once. Return the last validation loss in nats, and the alarms: step and name of each."""
 
+    built = loop.build
+
     def build(*arguments: Any) -> Any:
         session = built(*arguments)
         if case.rounding:
             session.accumulator = Float8Sums(session.model.parameters(), case.rounding, seed)
         return session
 
-    built = loop.build
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             model=SETTING.model,
@@ -167,11 +168,11 @@ def part_name(case: Case, seed: int) -> str:
 def parts(options: argparse.Namespace) -> list[Part]:
     """Return a part for each run."""
     steps = 6 if options.quick else STEPS
-    settings = {**vars(SETTING), "batch_size": BATCH, "sequence_length": TOKENS, "steps": steps}
+    sizes = {"batch_size": BATCH, "sequence_length": TOKENS, "steps": steps, "eval_batches": EVALUATED}
     return [
         Part(
             part_name(case, seed),
-            settings,
+            {**vars(SETTING), **sizes},
             partial(trained, case, seed, steps),
             (0.3 + 0.006 * case.micro_batches) * steps,
         )

@@ -16,7 +16,7 @@ gradient (four bytes): ``state B`` of the matrices in layers, which the rule ste
 whose 1.06 million parameters a quarter is the embedding, AdamW's where the rule is for matrices.
 
 Run: ``./dev bench rules [--out FOLDER] [--cases NAME …] [--seeds …] [--quick]``. Each finished run is kept under ``--out``
-(``_parts.py``). A run takes one to two minutes of a core with AVX2, all 81 one to two hours; with ``--steps 200 --batch-size 4``
+(``_parts.py``). A run takes one to two minutes of a core with AVX2, all 72 one to two hours; with ``--steps 200 --batch-size 4``
 a run takes half a minute. ``--rounds`` has no effect.
 """
 
