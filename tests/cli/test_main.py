@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import narrowgauge
@@ -128,6 +129,15 @@ def test_an_interruption_is_one_line_and_has_its_status(
 def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:
     calls["train"].answer = ZeroDivisionError("ours")
     assert isinstance(call("train").exception, ZeroDivisionError)
+
+
+def test_too_little_memory_costs_one_line_with_advice(calls: dict[str, Calls]) -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as refusal:
+        torch.empty(1 << 60)
+    calls["train"].answer = refusal.value
+    result = call("train")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert "smaller batches" in result.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

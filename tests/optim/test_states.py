@@ -110,6 +110,8 @@ def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None
 def test_a_parameter_without_values_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"meta device.*to_empty"):
         ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
+    with pytest.raises(RecipeError, match=r"lazy module.*Pass a batch"):
+        ng.prepare(nn.LazyLinear(2), "bfloat16/word")
 
 
 @pytest.mark.parametrize("storage", ["word", "compact", "master"])

@@ -13,6 +13,7 @@ from narrowgauge.distributed.sharding import has_shards, require_mesh
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.swapping import linear_names
+from narrowgauge.optim.validation import check_real
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 
@@ -35,6 +36,7 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
             "Call requires_grad_() on those to train.",
         )
     for owner, parameter in parameters.items():
+        check_real(parameter)
         if parameter.dtype not in (torch.float32, getattr(torch, recipe.storage.visible)):
             raise RecipeError(
                 f"Cannot train '{owner}' of this {kind} by recipe '{name}' because it is {dtype_name(parameter.dtype)}.",

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ import click
 
 from narrowgauge.distributed import job
 from narrowgauge.errors import NarrowgaugeError, ReportedError, Terminated, suggestion
+
+_OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory")  # of PyTorch, on a GPU and on a CPU
 
 
 class CommandGroup(click.Group):
@@ -44,6 +47,12 @@ class CommandGroup(click.Group):
             status = _print_error("Interrupted", str(abort) or "the command was stopped.", code)
         except click.ClickException as error:
             status = _print_error("UsageError", _with_advice(error), 2)
+        except (MemoryError, RuntimeError) as error:
+            if not (isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error))):
+                raise
+            first = next(iter(str(error).splitlines()), "") or "out of memory."
+            advice = "Take smaller batches or a smaller recipe; narrowgauge plan run says what fits."
+            status = _print_error("OutOfMemoryError", f"{first} {advice}", 1)
         except OSError as error:
             status = 1
             if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT):

@@ -129,6 +129,11 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
 
 def check_real(parameter: Tensor) -> None:
     """Refuse a parameter without values."""
+    if nn.parameter.is_lazy(parameter):
+        raise RecipeError(
+            "Cannot store a parameter of a lazy module because its shape is not known yet.",
+            "Pass a batch through the model first, and build the optimizer after.",
+        )
     if parameter.is_meta:
         raise RecipeError(
             f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta device.",
