@@ -111,3 +111,10 @@ def test_the_bytes_are_codes_and_scales() -> None:
 def test_16_bit_weights_of_outlier_columns_are_not_stored() -> None:
     with pytest.raises(RecipeError, match="int8-outlier-codes"):
         quantize_for_inference(holder(), "int8-outlier")
+
+
+def test_a_computed_weight_is_refused_before_any_change() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)))
+    with pytest.raises(RecipeError, match="computed in every call"):
+        quantize_for_inference(model, "int8-row")
+    assert type(model[0]) is nn.Linear

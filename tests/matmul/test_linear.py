@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -227,3 +228,64 @@ def test_a_compiled_layer_gives_the_same_bits_and_compiles_once(row: Compute, fr
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             assert same(passed(layer, x, grad, call), wanted)
     assert layer.amax_history is None or torch.equal(layer.amax_history, eager.amax_history)
+
+
+# ── what models do around a layer ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float8-tensor", "float8-block", "int8-row", "mxfp8", "nvfp4"])
+def test_a_model_may_change_an_output_in_place(compute: str) -> None:
+    model = nn.Sequential(nn.Linear(40, 24)).bfloat16()
+    swap_linears(model, compute)
+    y = model(torch.randn(5, 40).bfloat16())
+    y += 1
+    torch.relu_(y).float().sum().backward()  # type: ignore[no-untyped-call]
+    assert model[0].weight.grad is not None
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Casts are detached, so it would lack terms."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    swap_linears(model, "float8-row")
+    x = torch.randn(4, 32, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.square().sum().backward()
+
+
+@pytest.mark.parametrize("compute", ["nvfp4", "float8-delayed"])
+def test_a_copy_counts_steps_and_another_optimizer_may_step_before_backward(compute: str) -> None:
+    original = nn.Sequential(nn.Linear(32, 32)).bfloat16()
+    swap_linears(original, compute)
+    model, other = copy.deepcopy(original), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, gradients = torch.randn(8, 32).bfloat16(), []
+    for _ in range(3):
+        y = model(x)
+        other(torch.ones(2)).sum().backward()
+        torch.optim.SGD(other.parameters()).step()
+        y.float().square().sum().backward()
+        gradients.append(model[0].weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    linears = linears_of(model)
+    assert linears is not None and linears.step == 6
+    assert compute != "nvfp4" or not torch.equal(gradients[0], gradients[1])
+
+
+def test_a_layer_from_the_meta_device_has_the_keys_of_its_name() -> None:
+    here, there = (nn.Sequential(nn.Linear(32, 32)) for _ in range(2))
+    for model in (here, there.to("meta")):
+        swap_linears(model, "float8-delayed")
+    there.to_empty(device="cpu")
+    assert torch.equal(there[0].key, here[0].key)
+    assert torch.equal(there[0].amax_history, here[0].amax_history)
+
+
+def test_encoder_layers_compute_in_evaluation_as_in_training() -> None:
+    model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True).eval()
+    swap_linears(model, "float8-row")
+    x = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        evaluated = model(x)
+    torch.testing.assert_close(evaluated, model(x).detach(), rtol=0, atol=1e-5)  # attention itself is fused

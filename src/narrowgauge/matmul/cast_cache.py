@@ -11,15 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.operand import Operand
+from narrowgauge.torch_hooks import after_every_step
 
 Key = tuple[Any, ...]
 
@@ -39,9 +38,6 @@ class _Gathered(NamedTuple):
 _depth = 0
 _cached: dict[Key, _Casts] = {}
 _gathered: dict[int, _Gathered] = {}
-
-after_every_step = cache(register_optimizer_step_post_hook)
-"""Have a function called after the steps of every optimizer; once, however often this is asked."""
 
 
 def _clear(*_: Any) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.layer_matmuls import multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
-from narrowgauge.matmul.operand import Keys, layer_keys
+from narrowgauge.matmul.operand import Keys
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
@@ -98,7 +98,7 @@ class GroupedLinear(NarrowLayer):
     def __init__(self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.begin(layer_keys([f"{name}.{expert}" for expert in range(num_experts)], device), compute)
+        self.begin([f"{name}.{expert}" for expert in range(num_experts)], device, compute)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply ``[tokens, in]`` to ``[tokens, out]``, see :func:`grouped_linear`."""

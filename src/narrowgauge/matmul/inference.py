@@ -20,7 +20,7 @@ from narrowgauge.machine import require_float64
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import REGISTERED, add_outliers, cast_to_slot, multiply_slots, register
-from narrowgauge.matmul.linear import ExactBuffers, is_linear, matrix_of
+from narrowgauge.matmul.linear import ExactBuffers, is_linear, keep_from_fused_kernels, matrix_of
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.quantization import quantize
@@ -164,6 +164,12 @@ def quantize_for_inference(
             f"{type(model).__name__} has no linear layer to quantize.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
+    if computed := [layer for layer in layers if "weight" not in layer._parameters]:
+        raise RecipeError(
+            f"Cannot quantize a {type(computed[0]).__name__} because its weight is computed in every call.",
+            "Remove its weight norm or parametrization first.",
+        )
+    keep_from_fused_kernels(model)
     shared: dict[Tensor, tuple[Tensor, Tensor]] = {}
     for layer in layers:
         quantize_layer(layer, compute, shared)

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
@@ -125,7 +126,11 @@ def multiply_slots(
     if is_traced() and is_opaque(lhs, rhs, product):
         return cast(Tensor, _multiply_opaque(*lhs, *rhs, register(compute), matmul, list(shape), dtype, bias))
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
-    return multiply(lhs, rhs, dims, product, dtype, bias)[: shape[0], : shape[1]].contiguous()
+    y = multiply(lhs, rhs, dims, product, dtype, bias)
+    if (*y.shape,) == shape and not y._is_view():
+        return y
+    # A view could not be changed in place by the model.
+    return y[: shape[0], : shape[1]].clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("narrowgauge::multiply_opaque", mutates_args=())
@@ -317,13 +322,16 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         keys = None if clock is None or key is None else Keys(clock, key)
         y, saved = output(x, weight, bias, name, keys=keys, history=history, record=record, unit=unit)
-        ctx.save_for_backward(*saved, weight, clock, key, unit)
+        # A copy of the clock, since another model's optimizer may step before this backward pass.
+        now = None if clock is None else clock.clone()
+        ctx.save_for_backward(*saved, weight, now, key, unit)
         # Not saved for backward: autograd would refuse it after another layer or pass writes to it.
         ctx.history = history
         ctx.name, ctx.sequence_length, ctx.record, ctx.has_bias = name, sequence_length, record, bias is not None
         return y
 
     @staticmethod
+    @once_differentiable  # casts are detached, so a second derivative would be wrong
     def backward(ctx: Any, *grads: Tensor) -> Any:
         data, outer, inner, weight, clock, key, unit = ctx.saved_tensors
         grad = grads[0].contiguous()

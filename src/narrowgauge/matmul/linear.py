@@ -8,7 +8,7 @@ A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose ma
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,6 +49,7 @@ class NarrowLayer(ExactBuffers):
         registered_name: its name for operators and graphs.
         plain_dtype: if the model computes in this dtype, the layer is a plain one without casts.
         clock: the seed and the step, shared by all layers of a model.
+        names: the layer's name, or one for each expert.
         is_keyed: this or an earlier compute takes random bits, which the step keys.
         key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from its name.
         clock_words: the clock as a tensor; ``None`` if no cast takes random bits or a delayed scale.
@@ -57,6 +58,7 @@ class NarrowLayer(ExactBuffers):
 
     exact = ("amax_history",)
     num_experts: int = 1
+    names: tuple[str, ...]
     compute: Compute
     registered_name: str
     plain_dtype: torch.dtype | None
@@ -66,9 +68,10 @@ class NarrowLayer(ExactBuffers):
     clock_words: Tensor | None
     amax_history: Tensor | None
 
-    def begin(self, key: Tensor, compute: Compute) -> None:
-        """Set a key and a compute, and start a clock at zero."""
-        self.register_buffer("key", key, persistent=False)
+    def begin(self, names: Sequence[str], device: torch.device | None, compute: Compute) -> None:
+        """Set a compute and the keys that belong to the names, and start a clock at zero."""
+        self.names = tuple(names)
+        self.register_buffer("key", self._keys_on(device), persistent=False)
         self.register_buffer("clock_words", None, persistent=False)
         self.register_buffer("amax_history", None, persistent=False)
         self.clock = Clock()
@@ -83,6 +86,10 @@ class NarrowLayer(ExactBuffers):
         if compute.is_delayed and self.amax_history is None:
             self.amax_history = new_history(self.key.device, self.num_experts)
         self.set_clock(self.clock)
+
+    def _keys_on(self, device: torch.device | None) -> Tensor:
+        keys = layer_keys(self.names, device)
+        return keys if self.num_experts > 1 else keys[0].clone()
 
     def set_clock(self, clock: Clock) -> None:
         """Read seed and step from a clock."""
@@ -115,13 +122,18 @@ class NarrowLayer(ExactBuffers):
         return x.to(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        had_memory = not self.key.is_meta
         super()._apply(fn, recurse)
+        if not had_memory:  # to_empty() does not set values
+            self.key = self._keys_on(self.key.device)
+            self.amax_history = None if self.amax_history is None else new_history(self.key.device, self.num_experts)
         self.set_clock(self.clock)  # on the layer's current device
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
+        self.clock.count_every_step()  # no optimizer counts for a copy
         self.set_clock(self.clock)
 
 
@@ -216,6 +228,13 @@ def matrix_of(module: Any) -> Tensor:
     return weight.t() if is_transposed(module) else weight
 
 
+def keep_from_fused_kernels(model: nn.Module) -> None:
+    """Make PyTorch's encoder layers call their linear layers in evaluation too, and not one kernel on the weights."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+
+
 @functools.cache
 def _narrow_class(plain: type[Any]) -> type[Linear]:
     """Return :class:`Linear` for a layer of that class. It keeps the additions of a subclass, such as FSDP2's methods."""
@@ -254,5 +273,5 @@ def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
     layer = cast(Linear, module)
     layer.in_features, layer.out_features = weight.shape if transposed else weight.shape[::-1]
     layer.is_transposed = transposed
-    layer.begin(layer_keys([name], weight.device)[0].clone(), compute)
+    layer.begin([name], weight.device, compute)
     return layer

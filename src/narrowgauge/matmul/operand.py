@@ -9,6 +9,7 @@ row or a tensor is returned separately and multiplies the product. Block scales 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, update_wrapper
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from narrowgauge.numerics.quantization import (
 )
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
+from narrowgauge.torch_hooks import after_every_step
 
 Words = tuple[Tensor, Tensor]
 PAIRS = torch.uint8
@@ -193,6 +195,27 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_words": {}}  # a copy of a layer asks for them again
+
+    def advance(self, *_: Any) -> None:
+        """Count a step."""
+        self.set(step=self.step + 1)
+
+    def count_every_step(self) -> None:
+        """Count the steps of every optimizer, until :meth:`stop_counting`."""
+        after_every_step(_advance_all)
+        _COUNTING.add(self)
+
+    def stop_counting(self) -> None:
+        """Count no more steps."""
+        _COUNTING.discard(self)
+
+
+_COUNTING: weakref.WeakSet[Clock] = weakref.WeakSet()
+
+
+def _advance_all(*_: Any) -> None:
+    for clock in list(_COUNTING):
+        clock.advance()
 
 
 def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from torch import Tensor, nn
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul import experts
-from narrowgauge.matmul.cast_cache import after_every_step
 from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, narrowed
+from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, keep_from_fused_kernels, narrowed
 from narrowgauge.matmul.operand import Clock
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -72,8 +69,8 @@ class NarrowLayers:
         """Count only this optimizer's steps."""
         if self._hook is not None:
             self._hook.remove()
-        _UNTIED.discard(self.clock)
-        self._hook = optimizer.register_step_post_hook(partial(_advance, self.clock))
+        self.clock.stop_counting()
+        self._hook = optimizer.register_step_post_hook(self.clock.advance)
 
     def overflows(self, step: int | None = None) -> dict[str, list[int]]:
         """Count the values of input, weight and gradient beyond a delayed scale, in one step or in all recorded steps."""
@@ -104,19 +101,6 @@ class NarrowLayers:
         for name, layer in self.layers.items():
             if (history := saved.get(plain_name(name))) is not None:
                 layer.load_history(history)
-
-
-# Clocks that count the steps of every optimizer.
-_UNTIED: weakref.WeakSet[Clock] = weakref.WeakSet()
-
-
-def _advance(clock: Clock, *_: Any) -> None:
-    clock.set(step=clock.step + 1)
-
-
-def _advance_untied(*_: Any) -> None:
-    for clock in list(_UNTIED):
-        _advance(clock)
 
 
 def swap_linears(
@@ -161,13 +145,13 @@ def swap_linears(
             f"{type(model).__name__} has no linear layer to compute narrowly.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
+    keep_from_fused_kernels(model)
     device = next(iter(layers.values())).key.device
     slow = _swap_slow_layers(model)
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
     linears = NarrowLayers(layers, Clock(seed))
-    after_every_step(_advance_untied)
-    _UNTIED.add(linears.clock)
+    linears.clock.count_every_step()
     return linears
 
 
