@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from narrowgauge.errors import RecipeError
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
 
@@ -170,3 +171,23 @@ def test_frozen_parameters_are_cut_and_left_alone() -> None:
     optimizer.step()
     assert same(model.head.weight.detach(), expected)
     assert all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+
+def test_options_see_names_without_a_compilers_prefix() -> None:
+    model = torch.compile(nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), backend="eager")
+    names: list[str] = []
+    ng.prepare(model, "bfloat16/word", options_of=lambda name: names.append(name) or {}, compile=False)
+    assert names == ["0.weight", "1.weight", "1.bias"]
+
+
+def test_batch_norm_computes_with_the_models_format() -> None:
+    model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "bfloat16/word", compile=False)
+    assert model(torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
+
+
+def test_a_parameter_that_left_the_model_is_refused() -> None:
+    model, optimizer = ng.prepare(nn.Sequential(nn.Linear(8, 8)), "bfloat16/word", compile=False)
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    model(torch.ones(2, 8).bfloat16()).float().sum().backward()
+    with pytest.raises(RecipeError, match="another has taken its place"):
+        optimizer.step()

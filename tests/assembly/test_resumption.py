@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import narrowgauge as ng
 
@@ -55,3 +56,20 @@ def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
     """What others load has no name that they do not know."""
     names = set(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).state_dict())
     assert set(prepared(recipe)[0].state_dict()) == names
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-delayed/compact"])
+def test_a_flattened_checkpoint_of_pytorch_has_everything(recipe: str) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    (model, optimizer), (twin, other) = prepared(recipe), prepared(recipe)
+    for _ in range(2):
+        model(torch.ones(4, 32, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(model, optimizer, options=options)
+    set_state_dict(twin, other, model_state_dict=weights, optim_state_dict=states, options=options)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        for name, value in optimizer.state[mine].saved().items():
+            assert torch.equal(other.state[theirs][name], value), name
+    linears = ng.matmul.linears_of(twin)
+    assert recipe == "bfloat16/word" or (linears is not None and linears.step == 2)

@@ -126,3 +126,36 @@ def test_weights_of_nanotron_are_joined_over_ranks(tmp_path: Path) -> None:
     next((tmp_path / "model").rglob("*tp-rank-1*")).unlink()
     with pytest.raises(DataError, match="lacks 30 values of"):
         read_nanotron(tmp_path)
+
+
+@pytest.mark.parametrize("storage", ["exact", "master"])
+def test_states_leave_the_bits_of_a_prepared_weight(storage: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    theirs = torch.optim.AdamW(model.parameters())
+    model(torch.ones(8)).sum().backward()
+    theirs.step()
+    before = model.weight.detach().clone()
+    model, ours = ng.prepare(model, f"bfloat16/{storage}", compile=False)
+    ng.load_states(ours, theirs.state_dict())
+    assert torch.equal(ours.stored(model.weight), before)
+    muon = ng.prepare(nn.Linear(8, 8), "bfloat16/exact", optimizer=ng.Muon, compile=False)
+    kept = muon[1].stored(muon[0].weight)
+    with pytest.raises(ng.errors.RecipeError, match="Cannot adopt"):
+        ng.load_states(muon[1], theirs.state_dict())
+    assert torch.equal(muon[1].stored(muon[0].weight), kept)
+
+
+def test_names_in_another_order_are_refused_and_prefixes_are_not() -> None:
+    a, b = (nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    theirs = torch.optim.AdamW([("module.a", a), ("module.b", b)])
+    a.grad, b.grad = torch.full((4, 4), 1.0), torch.full((4, 4), 2.0)
+    theirs.step()
+    with pytest.raises(DataError, match="other names"):
+        ng.load_states(ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False), theirs.state_dict())
+    ours = ng.AdamW([("a", a), ("b", b)], storage="float32", compile=False)
+    ng.load_states(ours, theirs.state_dict())
+    assert torch.equal(ours.stored(b, "exp_avg"), theirs.state[b]["exp_avg"])
+    swapped = ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False)
+    with pytest.raises(ng.errors.RecipeError, match="another order"):
+        swapped.load_state_dict(ours.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from narrowgauge.numerics.rounding import at_least_float32, round_to_bfloat16, round_to_float16
 from narrowgauge.spec.recipes import Recipe
@@ -12,12 +13,21 @@ _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
 def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
-    """Round every parameter to its visible format, in place. Return the earlier values of trainable ones, at least float32."""
+    """Round parameters and batch norm's statistics to the visible format, in place.
+
+    Return the earlier values of trainable parameters, at least float32.
+    """
     values: dict[Tensor, Tensor] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             values[parameter] = at_least_float32(parameter.data)
         parameter.data = visible(parameter.data, recipe.storage.visible)
+    for module in model.modules():
+        # As model.bfloat16() does: batch norm multiplies one format only. Other buffers, such as frequencies, stay as they are.
+        if isinstance(module, _BatchNorm) and recipe.dtype == recipe.storage.visible:
+            for name in ("running_mean", "running_var"):
+                if (buffer := module._buffers.get(name)) is not None:
+                    module._buffers[name] = visible(buffer, recipe.dtype)
     return values
 
 

@@ -35,6 +35,7 @@ from narrowgauge.optim.validation import FLAGS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.torch_names import plain_name
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer, default=AdamW)
 
@@ -110,7 +111,8 @@ def prepare(
     """
     policy = parse(recipe)
     _check_class(optimizer, options)
-    extra_options = {name: _extra_options(name, options_of) for name, p in model.named_parameters() if p.requires_grad}
+    trained = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
+    extra_options = {name: _extra_options(name, options_of) for name in trained}
     require_trainable(model, policy, mesh, shard)
 
     if mesh is not None:
@@ -229,9 +231,10 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Return parameters grouped by decay and their own options."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        name = plain_name(full_name)
         is_decayed, extra = bool(decays(name, parameter)), extra_options[name]
         # A tensor option may change, so it equals only itself.
         values = [(option, id(x) if isinstance(x, Tensor) else repr(x)) for option, x in sorted(extra.items())]

@@ -36,6 +36,13 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
     optimizer.register_state_dict_post_hook(partial(_add, model))
     optimizer.register_load_state_dict_pre_hook(partial(_take, loaded))
     optimizer.register_load_state_dict_post_hook(partial(_put, model, loaded))
+    _announce(optimizer, model)
+
+
+def _announce(optimizer: Optimizer, model: nn.Module) -> None:
+    """Give the live group the key. A flattened checkpoint of PyTorch restores only keys that it finds there."""
+    if carried(optimizer, model):
+        optimizer.param_groups[0][KEY] = {}
 
 
 def _add(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +60,7 @@ def _take(loaded: dict[str, Any], optimizer: Optimizer, state_dict: dict[str, An
 
 def _put(model: nn.Module, loaded: dict[str, Any], optimizer: Optimizer) -> None:
     restore(optimizer, model, loaded)
+    _announce(optimizer, model)
     lacks = sorted(carried(optimizer, model).keys() - loaded.keys())
     if loaded["is_ours"] and lacks:
         warnings.warn(

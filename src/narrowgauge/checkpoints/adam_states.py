@@ -32,8 +32,8 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
     """Load weights and moments from the ``state_dict()`` of another library's Adam or AdamW.
 
     Load the model's weights first. If the state knows a weight more precisely (a float32 master), the optimizer takes that
-    weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if the state
-    has them, otherwise by the order of the groups.
+    weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if both
+    have the same names, otherwise by the order of the groups. Names may differ by a prefix then.
 
     Args:
         optimizer: ours, with the parameters in the same order.
@@ -64,8 +64,8 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         entry = {**{name: value for name, value in entry.items() if name != _8BIT}, **entry.get(_8BIT, {})}
         library = _library(entry, group)
         libraries.add(library)
-        weight, moments[parameter] = _decode(library, entry, group, parameter.detach(), name)
-        values[parameter] = weight.float()
+        moments[parameter] = _moments(library, entry, group, parameter, name)
+        values[parameter] = _weight(entry, optimizer, parameter)
     optimizer.adopt(values, moments)
     return next(iter(libraries - {"torch.optim"}), "torch.optim")  # others leave small tensors to torch
 
@@ -78,6 +78,12 @@ def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str,
     if len(theirs) == len(keys) and set(theirs) == set(names.values()):
         by_name = dict(zip(theirs, keys, strict=True))
         return [(parameter, name, *by_name[name]) for parameter, name in names.items()]
+    is_named = len(theirs) == len(keys) == len(names)
+    if is_named and not all(a.endswith(b) or b.endswith(a) for a, b in zip(theirs, names.values(), strict=True)):
+        raise DataError(
+            "The state's parameters have other names than the optimizer's, or another order.",
+            "Make the optimizer with the same names, or save the state without 'param_names'.",
+        )
     if len(keys) != len(names):
         raise DataError(
             f"The state has {len(keys)} parameters, and the optimizer has {len(names)}.",
@@ -103,10 +109,8 @@ _KEYS = {
 }
 
 
-def _decode(
-    library: str, entry: Entry, group: Entry, weight: Tensor, name: str
-) -> tuple[Tensor, dict[str, Tensor | int]]:
-    """Return the weight (float32 if the state is more precise), and the step and float32 moments."""
+def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> dict[str, Tensor | int]:
+    """Return the step and float32 moments."""
     if odd := sorted(set(entry) - _KEYS[library]):
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ONLY_ADAM)
     step = group.get("step") if library == "FusedAdam" else entry.get("step")  # FusedAdam counts the steps of a group
@@ -124,7 +128,7 @@ def _decode(
                 "Make the optimizer with the same parameters in the same order.",
             )
         moments[kind] = moment
-    return _weight(entry, weight), moments
+    return moments
 
 
 def _moment(library: str, entry: Entry, kind: str) -> Tensor:
@@ -136,14 +140,15 @@ def _moment(library: str, entry: Entry, kind: str) -> Tensor:
     return value.float()
 
 
-def _weight(entry: Entry, weight: Tensor) -> Tensor:
+def _weight(entry: Entry, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """Return the float32 weight: the state's if it has one, else what the optimizer has stored."""
     master: Tensor | None = entry.get("master_param")
     if master is None:
-        return weight
+        return optimizer.stored(parameter)
     if master.dtype is not torch.int16:
         return master.float()
     # TransformerEngine, multi_tensor/adam.cu: the weight was rounded up where the remainder is negative.
-    upper = weight.to(torch.bfloat16).contiguous().view(torch.int16).int() - (master < 0).int()
+    upper = parameter.detach().to(torch.bfloat16).contiguous().view(torch.int16).int() - (master < 0).int()
     return ((upper << 16) | (master.int() & 0xFFFF)).view(torch.float32)
 
 

@@ -61,21 +61,27 @@ def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replace saved tensors by states. This is a hook on ``load_state_dict``, which stores them in the optimizer."""
+    """Make states of saved tensors, for :func:`put_states`. This is a hook on ``load_state_dict``.
+
+    PyTorch must not see them, since it rebuilds what it can iterate over.
+    """
     saved = copy.deepcopy(state_dict["param_groups"])
     agree(optimizer.param_groups, saved, optimizer.rule)
     # Keys are numbers, or names from a distributed checkpoint.
     numbers = [key for group in saved for key in group["params"]]
     parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     entries = {parameters[key]: entry for key, entry in state_dict["state"].items() if key in parameters}
-    states = make_loaded_states(optimizer, entries, saved)
+    optimizer._taken = make_loaded_states(optimizer, entries, saved)
     extra_entries = {key: value for key, value in state_dict["state"].items() if key not in parameters}
     if strange := [key for key, value in extra_entries.items() if isinstance(key, int) or isinstance(value, Mapping)]:
         raise RecipeError(f"Cannot load the state because no param group lists its entry {strange[0]!r}.")
-    return {
-        "state": {**extra_entries, **{key: states[p] for key, p in parameters.items() if p in states}},
-        "param_groups": saved,
-    }
+    return {"state": extra_entries, "param_groups": saved}
+
+
+def put_states(optimizer: Any) -> None:
+    """Store the states that :func:`take_states` made. This is a hook after ``load_state_dict``."""
+    optimizer.state.update(optimizer._taken)
+    optimizer._taken = {}
 
 
 def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:

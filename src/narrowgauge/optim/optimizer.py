@@ -26,7 +26,7 @@ from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.loading import make_loaded_states, show_states, take_states
+from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
@@ -125,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
         self.reduction: Any = None
         self._model: Callable[[], nn.Module | None] = lambda: None
+        self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
         self._control = StepControl(self._is_worth_compiling)
         self.loss_scaler = loss_scaler  # frameworks that make the scaler later set it before the first step
@@ -135,6 +136,8 @@ class Optimizer(torch.optim.Optimizer):
         storage = known_row("word" if storage is None else storage).name
         super().__init__(params, {**defaults, "storage": storage, "seed": seed})
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
+        self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
+        self.register_load_state_dict_post_hook(put_states)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -220,6 +223,7 @@ class Optimizer(torch.optim.Optimizer):
     def name_parameters(self, model: nn.Module) -> None:
         """Use a model's names for unnamed parameters, in alarms and metrics."""
         self._model = weakref.ref(model)
+        self._members = set(self._parameters()) & set(model.parameters())
 
     # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -273,6 +277,14 @@ class Optimizer(torch.optim.Optimizer):
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p in values]
+            for parameter in members:
+                rule = self.rule_in(group, parameter)
+                names = shapes_of_states(rule, parameter.shape, group)
+                if strange := sorted({*(states or {}).get(parameter, {})} - {"step", *names}):
+                    has = ", ".join(names) or "no states"
+                    raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
         for group in self.param_groups:
             members = [p for p in group["params"] if p in values]
             with torch.no_grad():
@@ -375,7 +387,7 @@ class Optimizer(torch.optim.Optimizer):
             check_step(group, self.rule)
         if not self._stepped:
             check_replaced(self.state, list(self._parameters()))
-            check_in_use(self.parameter_names(), self._model())
+            check_in_use(self.parameter_names(), self._model(), self._members)
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not states:

@@ -107,7 +107,8 @@ class ParameterState:
     def keys(self) -> list[str]:
         return ["step", *self.words, *(f"{name}_bound" for name in self.bounds), *self.tensors_of_extras()]
 
-    __iter__ = None  # torch's load_state_dict would rebuild an iterable as a new object
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
 
     def __getitem__(self, name: str) -> Tensor:
         return self.saved()[name]
@@ -237,9 +238,6 @@ class ParameterState:
 
     def put(self, name: str, values: Tensor, seed: Tensor | None = None) -> None:
         """Store the values of a state, as :meth:`adopt` does for the weight."""
-        if name not in self.shapes_of_states:
-            states = ", ".join(self.shapes_of_states)
-            raise RecipeError(f"Cannot adopt '{name}': rule '{self.kernel.rule.name}' has {states or 'no states'}.")
         if name in self.extras:
             self.put_extra(name, values, seed)
             return

@@ -211,19 +211,23 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
         )
 
 
-def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
-    """Refuse parameters that never get a gradient, since other parameters have replaced them in the model."""
+def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None, members: set[Tensor]) -> None:
+    """Refuse parameters that never get a gradient, since other parameters have replaced them in the model.
+
+    ``members`` are the parameters that the model had when it was named.
+    """
     model_params: dict[str, Tensor] = {}
     fsdp_shards: set[Tensor] = set()
     if model is not None:
         model_params = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
         # FSDP2's own shards. They are not in the modules while the whole parameters are gathered.
         fsdp_shards = {p for _, group in fsdp_groups(model) for p in fsdp_parameters(group)}
+    present = {*model_params.values(), *fsdp_shards}
     for parameter, name in names.items():
         if not parameter.requires_grad or parameter.grad is not None:
             continue
-        is_replaced = model_params.get(name, parameter) is not parameter and parameter not in fsdp_shards
-        if is_replaced or was_taken_by_fsdp(parameter):
+        is_expected = name in model_params or (model is not None and parameter in members)
+        if (is_expected and parameter not in present) or was_taken_by_fsdp(parameter):
             raise RecipeError(
                 f"parameter '{name}' of the optimizer has no gradient and never gets one: another has taken its place in the "
                 "model.",
@@ -251,5 +255,11 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
             raise RecipeError(
                 f"Cannot load a state without the option '{missing[0]}'.",
                 "Save it by optimizer.state_dict() of this version.",
+            )
+        ours, saved_names = mine.get("param_names", ()), theirs.get("param_names", ())
+        if list(ours) != list(saved_names) and sorted(ours) == sorted(saved_names):
+            raise RecipeError(
+                "Cannot load a state of the same parameters in another order.",
+                "Make the optimizer with its parameters in the order of the state.",
             )
         check_options(theirs, rule)

@@ -33,7 +33,7 @@ class Range:
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value outside the range. For a pair, check both."""
-        parts = value if isinstance(value, (tuple, list)) else (value,)
+        parts = value if self.is_pair and isinstance(value, (tuple, list)) else (value,)
         if self.is_pair and len(parts) != 2:
             raise RecipeError(f"{name} = {value!r} was requested; it must be two numbers, {self}.")
         for place, part in enumerate(parts):
@@ -190,7 +190,7 @@ _RULES = (
         "adafactor", "Adafactor", "second moments as one value per row and per column", _ADAM,
         (
             Option("beta2_decay", -0.8, Range(-math.inf, 0, above=True)),
-            Option("eps", (1e-30, 1e-3), Range()), Option("clip_threshold", 1.0, Range(0, above=True)),
+            Option("eps", (1e-30, 1e-3), Range(is_pair=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
             Option("scale_parameter", True, FLAG, trained=False), Option("relative_step", True, FLAG, trained=False),
         ),
         is_matrix=True, moments=(), source="Shazeer & Stern, ICML 2018 (1804.04235)",
