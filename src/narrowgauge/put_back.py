@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+
+@contextmanager
+def generators_put_back() -> Iterator[None]:
+    """Restore the random generators of PyTorch, Python and NumPy at the end."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
 
 
 @contextmanager
@@ -28,15 +44,12 @@ def put_back(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    python = random.getstate()
     try:
         for p, _ in gradients:
             p.grad = None
-        with torch.random.fork_rng(devices):
+        with generators_put_back():
             yield
     finally:
-        random.setstate(python)
         for p, gradient in gradients:
             p.grad = gradient
         for module, is_training in modes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,3 +294,99 @@ def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) 
     assert first[0] == second[0] and "equal to float32's" in first[2]
     expected = {"gradient"} if how in ("ddp, float16 sums", "ddp, unlike counts") else set()
     assert {what for what, _ in first[0]} == expected, first
+
+
+# ── set-ups of strangers ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]).float() - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("compute", ["int8-row", "nvfp4"])
+def test_a_factor_is_seen_where_casts_are_coarse(compute: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
+    ng.swap_linears(model, compute)
+    optimizer, batch = ng.AdamW(model.parameters()), (torch.randn(64, 32).bfloat16(), torch.randn(64, 64))
+    assert ng.check(model, optimizer, batch=batch, loss=mean_square).ok
+    for factor in (-1.0, 0.5, 2.0):
+        found = ng.check(
+            model, optimizer, batch=batch, loss=mean_square,
+            backward=lambda model, batch, factor=factor: (factor * mean_square(model, batch)).backward(),
+        )  # fmt: skip
+        assert "gradient-factor" in {reading.what for reading in found}
+
+
+def test_a_step_in_backward_is_said_and_undone() -> None:
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_at_once(p: Tensor) -> None:
+        optimizer.step()
+
+    model.weight.register_post_accumulate_grad_hook(step_at_once)
+    before = model.weight.detach().clone()
+    found = ng.check(model, optimizer, batch=(torch.randn(8, 8), torch.randn(8, 4)), loss=mean_square)
+    assert [reading.what for reading in found] == ["step-in-backward"]
+    assert torch.equal(model.weight, before)
+
+
+class Noted(nn.Module):
+    """Keeps an auxiliary loss, and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Output:
+        h = torch.tanh(self.body(x))
+        self.penalty = h.square().mean()
+        return Output(self.head(h))
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Data:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, Data])
+def test_models_and_batches_of_any_class_are_compared(kind: Callable[[Tensor, Tensor], Any]) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(batch.x)
+        random.random(), numpy.random.rand()
+        return (output.logits.float() - batch.y).square().mean() + 0.1 * model.penalty
+
+    torch.manual_seed(0)
+    model = Noted()
+    parts = [kind(torch.randn(64, 32), torch.randn(64, 4)) for _ in range(2)]
+    loss(model, parts[0])
+    before = random.getstate(), numpy.random.get_state()[2]
+    for batch in (parts[0], parts):
+        found = ng.check(model, torch.optim.AdamW(model.parameters()), batch=batch, loss=loss)
+        assert found.ok and not found.unseen, str(found)
+    assert (random.getstate(), numpy.random.get_state()[2]) == before
+
+
+def test_our_loss_scale_is_no_factor() -> None:
+    torch.manual_seed(0)
+    model, optimizer = ng.prepare(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), "float16/split")
+    scaler = optimizer.loss_scaler
+    assert scaler is not None
+    found = ng.check(
+        model, optimizer, batch=(torch.randn(8, 16).half(), torch.randn(8, 4)), loss=mean_square,
+        backward=lambda model, batch: scaler.scale(mean_square(model, batch)).backward(),
+    )  # fmt: skip
+    assert found.ok and scaler.request is None

@@ -24,7 +24,7 @@ STEPS = 6
 LOCATES: dict[str, set[str]] = {
     "settings": {"missing-parameters", "replaced-parameters", "parameters-twice", "no-matrix", "frozen-moves", "weight-decay"},
     "data": {"gradient", "gradient-factor"},
-    "forward": {"gradient", "gradient-factor"},
+    "forward": {"gradient", "gradient-factor", "step-in-backward"},
     "loss": {"gradient", "gradient-factor"},
     "gradient": {
         "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",

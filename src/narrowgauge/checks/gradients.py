@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import Reading
+from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
 from narrowgauge.checks.step_check import joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
@@ -35,10 +36,10 @@ from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.put_back import put_back
+from narrowgauge.put_back import generators_put_back, put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.formats import FORMATS, dtype_name
+from narrowgauge.spec.formats import FORMATS, Format, dtype_name
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import graph_dtypes, unwrapped_model
 
@@ -48,6 +49,8 @@ LEAST = 2.0**-20
 """The least bound, eight ulps of float32: float32 sums in another order."""
 _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
+_LEAST_FACTOR = 0.25
+"""Narrow casts round more values down than up, and so shorten a gradient by a few percent."""
 MOST_TERMS = 16
 """Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -73,13 +76,17 @@ def gradient_readings(
     parts = list(batch) if isinstance(batch, list) else [batch]
     if not parts:
         raise RecipeError("Cannot compare gradients because batch= is an empty list.", "Pass a batch or micro-batches.")
+    reference, before = float32_copy(model), _versions(model)
     with put_back(model):
         for module in model.modules():
             module.training = False  # not train(False), which some modules override
-        reductions = [optimizer.reduction for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
-        gradients, dtypes = _configured(model, batch, parts, loss, backward, next(iter(reductions), None))
+        ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
+        gradients, dtypes = _configured(model, batch, parts, loss, backward, ours)
+    if stepped := [name for name, version in _versions(model).items() if before[name] != version]:
+        _put_weights_back(model, reference, stepped)
+        return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], []
     differing = _apart(gradients, ranks)
-    reference, all_parts = float32_copy(model), [part for of_rank in ranks.gather(parts) for part in of_rank]
+    all_parts = [part for of_rank in ranks.gather(parts) for part in of_rank]
     unit = _unit_roundoff(model, dtypes)
 
     def compare() -> tuple[list[Reading], list[str], str]:
@@ -97,14 +104,30 @@ def gradient_readings(
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Return how often each parameter was changed in place. FSDP2 writes its shards itself, so they are left out."""
+    return {inner_name(name): p._version for name, p in model.named_parameters() if not is_sharded(p)}
+
+
+def _put_weights_back(model: nn.Module, reference: nn.Module, names: Sequence[str]) -> None:
+    values = {inner_name(name): p for name, p in reference.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if inner_name(name) in names:
+                p.copy_(values[inner_name(name)])
+
+
 def _configured(
-    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, reduction: Any
+    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, ours: Sequence[Optimizer]
 ) -> tuple[Gradients, set[torch.dtype]]:
-    """Run the configured passes. Return the whole gradients and the formats of all results."""
+    """Run the configured passes. Return the whole gradients, without our loss scale, and the formats of all results."""
     dtypes: set[torch.dtype] = set()
+    reduction = next((optimizer.reduction for optimizer in ours), None)
+    requests = [(scaler, scaler.request) for optimizer in ours if (scaler := optimizer.loss_scaler) is not None]
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        dtypes.update(graph_dtypes(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None))
+        leaves = tree_leaves(vars(output) if is_dataclass(output) else output)
+        dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
 
     handle = model.register_forward_hook(OwnHook(note))
     try:
@@ -114,14 +137,21 @@ def _configured(
             last = place == len(parts) - 1
             waits: AbstractContextManager[Any] = nullcontext() if last else getattr(model, "no_sync", nullcontext)()
             with waits if reduction is None else reduction.micro_batch(is_last=last):
-                (_scalar(loss(model, part)) / len(parts)).backward()
+                value = _scalar(loss(model, part))
+                dtypes |= graph_dtypes([value])
+                (value / len(parts)).backward()
     finally:
         handle.remove()
+    scale: Tensor | float = 1.0
+    for scaler, request in requests:
+        if scaler.request is not request:  # this pass scaled its loss; the optimizer would divide
+            scale, scaler.request = scaler.scale_tensor, request
     gradients = {}
     for name, p in model.named_parameters():
         gradient = p.grad if p.grad is not None else getattr(p, "main_grad", None)
         if p.requires_grad and isinstance(gradient, Tensor):
-            gradients[inner_name(name)] = _whole(gradient.detach()).to_dense().clone()
+            full = _whole(gradient.detach()).to_dense()
+            gradients[inner_name(name)] = full.float() / scale if isinstance(scale, Tensor) else full.clone()
             dtypes.add(p.dtype)
     return gradients, dtypes
 
@@ -151,7 +181,12 @@ def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
     for module in model.modules():
         if isinstance(module, NarrowLayer):
             formats |= {cast.format for cast in module.compute.casts.values() if cast.format in FORMATS}
-    return max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
+    return max((_unit_of(FORMATS[name]) for name in formats), default=2.0**-24)
+
+
+def _unit_of(row: Format) -> float:
+    """Return the error of a value over the value, or for integers over a row's rms, about a quarter of its largest value."""
+    return 2.0 / row.max if row.kind == "int" else row.epsilon / 2
 
 
 def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
@@ -177,6 +212,11 @@ def float32_copy(model: nn.Module) -> nn.Module:
             classes[module] = type(module)
             names = [name for name in module.__dict__ if "_hooks" in name or name.startswith("__composable_api_state")]
             memo |= {id(module.__dict__[name]): OrderedDict() for name in names}
+        # Such as auxiliary losses and attention maps of an earlier forward pass: only leaves can be copied.
+        results = [
+            t for t in tree_leaves(list(vars(module).values())) if isinstance(t, Tensor) and t.grad_fn is not None
+        ]
+        memo |= {id(tensor): tensor.detach().clone() for tensor in results}
     try:
         for module, kind in classes.items():
             module.__class__ = kind.__mro__[2]
@@ -221,13 +261,15 @@ class Widened(TorchDispatchMode):
         if x.device not in self.generators:
             self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
         noise = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
-        return x * (1 + self.unit * (2 * noise - 1)).to(x.dtype)
+        # Coarser formats are those of casts, which take matrices: the loss stays in 16 bits or more.
+        unit = self.unit if x.numel() > 1 else min(self.unit, 2.0**-8)
+        return x * (1 + unit * (2 * noise - 1)).to(x.dtype)
 
 
 def gradients_of(model: nn.Module, part: Any, loss: Loss, unit: float = 0.0, seed: int = 0) -> Gradients:
     """Return the gradients of a float32 model, float64 on its device."""
     named = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-    with torch.random.fork_rng(sorted({p.device.index or 0 for p in named.values() if p.is_cuda})), Widened(unit, seed):
+    with generators_put_back(), Widened(unit, seed):
         gradients: Any = torch.autograd.grad(_scalar(loss(model, part)), list(named.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.detach().to_dense().double()
@@ -236,7 +278,7 @@ def gradients_of(model: nn.Module, part: Any, loss: Loss, unit: float = 0.0, see
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Return micro-batches as one. Concatenate tensors along their first dim, dicts and tuples item by item.
+    """Return micro-batches as one. Concatenate tensors along their first dim; dicts, tuples, lists, dataclasses item by item.
 
     Raises:
         RecipeError: the micro-batches cannot be concatenated.
@@ -246,6 +288,8 @@ def concatenated(parts: Sequence[Any]) -> Any:
         torch.Size([3, 3])
     """
     first = parts[0]
+    if len(parts) == 1:
+        return first
     if isinstance(first, Tensor):
         try:
             return torch.cat([part.to(first.device) for part in parts]) if first.ndim else first
@@ -256,8 +300,16 @@ def concatenated(parts: Sequence[Any]) -> Any:
             ) from error
     if isinstance(first, Mapping):
         return {key: concatenated([part[key] for part in parts]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(concatenated(items) for items in zip(*parts, strict=True))
+    if isinstance(first, (tuple, list)):
+        items = [concatenated(items) for items in zip(*parts, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{name: concatenated([getattr(part, name) for part in parts]) for name in vars(first)})
+    if first is not None and not isinstance(first, (int, float, str)):
+        raise RecipeError(
+            f"Cannot join micro-batches of type {type(first).__name__}.",
+            "Pass tensors, in tuples, dicts or dataclasses.",
+        )
     return first
 
 
@@ -289,7 +341,9 @@ def _compared(
             continue
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
         distance = float((g - r).norm()) / (length or 1e-300)
-        factor = float((g * r).sum()) / length**2 if length else 0.0
+        factor, *rounded = (float((x * r).sum()) / length**2 if length else 1.0 for x in (g, *(m[name] for m in moved)))
+        # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
+        is_along = abs(factor - 1) <= max(_LEAST_FACTOR, MARGIN * max(abs(x - 1) for x in rounded))
         if bad := int((~g.isfinite()).sum()):
             if all(reading.what != "nonfinite-gradient" for reading in readings):  # the first in backward
                 wide = (
@@ -300,7 +354,7 @@ def _compared(
                 readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
         elif not bool(g.any()) and (length or name not in gradients):
             readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
-        elif distance <= bound:
+        elif distance <= bound and is_along:
             distances.append(distance)
         elif factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
             equals = equal_to(factor, len(parts) // ranks.size, ranks.size)

@@ -71,6 +71,8 @@ class SteppedParameter:
         row, dtype = self.storage, self.parameter.dtype
         if dtype not in NAIVE:
             return dtype_name(dtype)
+        if "adafactor" in type(self.optimizer).__name__.lower():
+            return "Adafactor's steps, which are relative to the weights"
         is_visible = row.weight.mantissa_bits == 23 - VISIBLE[row.visible][1]
         return "" if row.beside or is_visible else f'storage "{row.name}"'
 
