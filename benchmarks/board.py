@@ -13,7 +13,8 @@ Run: ``./dev bench board`` with one of
 
 - ``--add all`` or ``--add ROW …``: train what has no record. Rows are storages, recipes (``float8-row/word``), peers of
   ``peers.py`` (``"optimi AdamW Kahan"``) and published states (``published/coat``). Several processes may share the file. A
-  stopped run resumes from its last checkpoint, or starts again with a peer. A run takes about 65 seconds of a quiet core.
+  stopped run resumes from its last checkpoint, or starts again with a peer. A run takes about 65 seconds of a quiet core with
+  AVX512, 4 to 6 minutes with AVX2.
 - ``--page``: write the tables of ``docs/board.md``.
 
 ``--quick`` trains two rows for six steps in a temporary folder. ``--model llama-8m`` trains the larger model.

@@ -71,7 +71,7 @@ SEES = {
     "comparison": LOWEST | {"runs", "record"},
     "report": RECORDS | {"diagnosis"},
     "planner": LOWEST | {"runs"},
-    "diagnosis": LOWEST | {"runs", "record", "monitor"},
+    "diagnosis": LOWEST | {"runs", "record", "monitor", "comparison"},
     "torch_names": LOWEST,
     "compile": LOWEST | {"torch_names"},
     "numerics": LOWEST | {"torch_names", "compile"},

@@ -10,6 +10,7 @@ from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _shapes, search
+from narrowgauge.planner.state import plan_state
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 
@@ -63,6 +64,16 @@ def test_a_step_has_the_tokens_that_were_asked_for() -> None:
         RecipeError, match=r"a step of 4,096 tokens was requested on 8 chips, which compute 32,768 at once"
     ):
         search(SMALL, WORD, H100, 4096, 4096, fixed={"tensor": 1})
+
+
+def test_tokens_and_micro_batches_are_not_both_taken() -> None:
+    with pytest.raises(RecipeError, match="one follows from the other"):
+        search(SMALL, WORD, H100, 4096, 1 << 22, fixed={"micro_batches": 3})
+
+
+def test_the_state_of_replicas_is_whole_on_every_chip() -> None:
+    (row,) = plan_state(10e9, recipes=["bfloat16/word"], chips=[8], layout="ddp")
+    assert row["total"] == 80e9
 
 
 def test_a_narrower_storage_does_not_fit_worse() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report import live
 from narrowgauge.report.live import LivePage
+from narrowgauge.report.publishing import report
 from narrowgauge.runs.writer import RunWriter
 
 
@@ -63,3 +65,11 @@ def test_a_run_is_rendered_whole(tmp_path: Path) -> None:
     assert "connect-src &#39;self&#39;" in page or "connect-src 'self'" in page
     with pytest.raises(NarrowgaugeError, match="No run in"):
         live.rendered([tmp_path / "nothing"])
+
+
+def test_a_log_of_another_framework_is_watched_and_reported_beside_it(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "trainer_state.json"
+    log.parent.mkdir()
+    log.write_text(json.dumps({"log_history": [{"step": step, "loss": 3.0 - step} for step in (1, 2)]}))
+    assert LivePage([log.parent], lambda paths: b"page").poll()
+    assert report([log]) == log.parent / "report.html"

@@ -30,6 +30,7 @@ def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
         {"step": 20, "val_loss": 3.0}
     ]
     assert [row["step"] for row in read(tmp_path, "alone.csv", ALONE).steps] == [1, 2]
+    assert read(tmp_path, "spaces.csv", "step, loss\n1, 2.5\n").steps == [{"step": 1, "loss": 2.5}]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
         ("a.csv", "loss\n3.0\n", "no column of steps"),
         ("a.csv", "Step,one - loss,two - loss\n1,3.0,2.0\n", "holds no loss. It has one - loss, two - loss"),
         ("a.csv", "step,loss\n0.5,1.0\n", "not a whole number"),
+        ("a.csv", "step;loss\n1;2,5\n", "no commas between its columns"),
         ("a.jsonl", "{", "No run in"),
         ("a.csv", "step,accuracy\n1,0.5\n", "holds no loss. It has accuracy"),
     ],

@@ -17,7 +17,7 @@ import narrowgauge.runs.atomic_io
 import narrowgauge.runs.writer as writer_module
 from narrowgauge.errors import RecordError
 from narrowgauge.report.publishing import read_runs
-from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.runs.atomic_io import whole_folder, write_whole
 from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import VERSION
@@ -328,3 +328,9 @@ def test_a_schema_version_that_is_not_a_whole_number_is_damage(version: str, fol
     (folder / "run.toml").write_text(text)
     with pytest.raises(RecordError, match=r"run\.toml is damaged: its schema_version = .* is not a whole number"):
         read_run(folder)
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecordError, match="current folder"), whole_folder(Path()):
+        raise AssertionError

@@ -212,7 +212,15 @@ def test_recipes_and_seeds_may_be_added(base: TrainConfig, tmp_path: Path) -> No
     short = replace(base, steps=1)
     done(short, tmp_path, RECIPES[:1], 1)
     assert done(short, tmp_path).count("earlier") == 1
+    done(short, tmp_path, RECIPES[1:], 1)  # the page still has both recipes
     assert [row["num_seeds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [2, 2]
+
+
+def test_a_continued_comparison_keeps_its_learning_rate(base: TrainConfig, tmp_path: Path) -> None:
+    short = replace(base, steps=1)
+    done(replace(short, lr=0.02), tmp_path, RECIPES[:1], 1)
+    done(replace(short, lr=None), tmp_path, RECIPES[:1], 2)
+    assert {read_run(place).config["lr"] for place in tmp_path.iterdir() if place.is_dir()} == {0.02}
 
 
 def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def test_the_way_through_toml_changes_nothing(config: TrainConfig) -> None:
         ("steps = [", "cannot be read"),
         ('recipe = "none.toml"', "does not exist"),
         ("recipe = 3", "mine.toml has recipe = 3"),
+        ("steps = 5\n[config]\nsteps = 6", "unknown key 'config'"),
     ],
 )
 def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, elsewhere: Path) -> None:

@@ -145,7 +145,7 @@ class Alarms:
         is_searching = scale is not None and bool(row.get("skipped"))
         values = [value for value in (loss, None if is_searching else norm) if value is not None]
         is_wrong = not all(map(math.isfinite, values))
-        metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
+        metrics: dict[str, float | None] = {"nonfinite": float(is_wrong), "zero_norm": float(norm == 0)}
         if scale is not None:
             if row.get("step", 0) > SETTLING_STEPS:
                 self._loss_scales.append(scale)

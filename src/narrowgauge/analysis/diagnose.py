@@ -22,6 +22,7 @@ import numpy as np
 
 from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
 from narrowgauge.analysis.columns import column
+from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, is_off
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
@@ -156,6 +157,11 @@ def _notes(run: Run) -> Iterator[str]:
             getattr(run, name)
         except RecordError as error:
             yield f"the {name}: {error.message.rstrip('.')}"
+    steps = [step_of(row) for row in run.steps]
+    if any(later <= before for before, later in pairwise(steps)):
+        yield "the order of steps, some of which stand twice or after a later one"
+    if run.summary and not run.is_foreign and steps and len({*steps}) < int(run.summary.get("steps") or 0):
+        yield f"{int(run.summary['steps']) - len({*steps})} of the {counted(int(run.summary['steps']), 'step')} of its summary"
     missing = len(run.steps) - len(column(run, "steps", "loss"))
     if missing:
         yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
@@ -242,7 +248,8 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
     recorded = [e for e in run.events if e.get("detector") in CHANGES or e.get("kind") not in (*ROUTINE, None)]
     config = run.run.get("config")
-    if "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None):
+    had_detectors = "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None)
+    if had_detectors and run.events:
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
     kinds = {event.get("kind") for event in recorded}
@@ -308,6 +315,10 @@ def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
     failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
         skipped
     )
+    last = max(map(step_of, run.steps), default=0)
+    is_told = len(skipped) == len(run.steps) or any(event.get("kind") == "divergence" for event in run.events)
+    if not is_told and (reason := divergence(run)):
+        yield Reading(last, "loss", "", "divergence", None, None, None, f"The run diverged: {reason}.")
     if failed:
         advice = f"{len(failed)} of {len(run.steps)} steps have a loss or a gradient norm that is not finite. "
         advice += DETECTORS["nonfinite-step"].advice

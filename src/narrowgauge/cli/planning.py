@@ -133,7 +133,10 @@ def run_command(as_json: bool, explain: bool, **asked: Any) -> None:
 
 @plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
 @click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
-@_recipe
+@click.option(
+    "--recipe", "recipes", metavar="A,B,…", type=flags.RECIPES_OR_ALL,
+    help="Recipes or .toml files.  [default: every storage of bfloat16 weights]",
+)  # fmt: skip
 @_chip
 @_chips
 @_optimizer

@@ -76,6 +76,12 @@ def search(
     fixed, job = fixed or {}, Job(architecture, recipe, Layout(), cluster, sequence_length, optimizer=optimizer)
     check_job(job)
     usual_tokens = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.chips), MOST_TOKENS_PER_STEP)
+    if tokens_per_step is not None and "micro_batches" in fixed:
+        raise RecipeError(
+            f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = {fixed['micro_batches']}: one follows from "
+            "the other.",
+            "Leave one open.",
+        )
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
     shapes = [shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)]
     if not shapes:

@@ -58,12 +58,13 @@ def plan_state(
     rows: list[Row] = []
     for number, place, recipe in product(chips or [base.num_ranks], places, compared):
         ranks, rest = divmod(number, base.num_ranks)
-        if rest or ranks < 1 or (ranks > 1 and "shard" in fixed):
+        open_axis = next((axis for axis in ("shard", "data") if axis not in fixed), None)
+        if rest or ranks < 1 or (ranks > 1 and open_axis is None):
             raise ChipError(
                 f"a layout of {counted(base.num_ranks, 'chip')} was requested on {number}.",
                 "Name all its axes, or none.",
             )
-        axes = replace(base, shard=base.shard * ranks)
+        axes = base if open_axis is None else replace(base, **{open_axis: getattr(base, open_axis) * ranks})
         storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])
         on_rank = bytes_per_parameter(storage) * (params / axes.tensor / axes.pipeline)
         state = shared(on_rank, axes, axes.num_sharing)

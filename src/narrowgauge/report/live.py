@@ -24,6 +24,7 @@ from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.publishing import read_runs, run_folders
 from narrowgauge.report.runs_page import render
+from narrowgauge.runs.foreign_logs import log_files
 from narrowgauge.runs.lines import ROW_FILES
 
 HERE = "127.0.0.1"
@@ -45,7 +46,8 @@ def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
     for path in paths:
         with contextlib.suppress(NarrowgaugeError, OSError):
             for folder in run_folders([path]):
-                for file in filter(Path.is_file, (folder / name for name in FILES)):
+                files_of_run = log_files(folder) or [folder / name for name in FILES]
+                for file in filter(Path.is_file, files_of_run):
                     status = file.stat()
                     files.append((str(file), status.st_size, status.st_mtime_ns))
     return tuple(files)

@@ -76,7 +76,8 @@ def report(
         raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
     runs = read_runs(paths, say)
     gc.freeze()  # else Python repeatedly collects garbage among a million rows
-    page = Path(out) if out is not None else Path(paths[0]) / "report.html"
+    first = Path(paths[0])
+    page = Path(out) if out is not None else (first.parent if first.is_file() else first) / "report.html"
     if page.is_dir():
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
     if page.is_file() and not _is_page(page):

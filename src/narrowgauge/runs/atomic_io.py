@@ -111,6 +111,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
     ``path`` may be an empty folder.
     """
+    if path.absolute() == Path.cwd():
+        raise RecordError("Cannot replace the current folder.", "Name a new folder.")
     temporary = temporary_name(path)
     with disk_errors(path, AGAIN):
         try:

@@ -75,6 +75,9 @@ def _read_csv(file: Path) -> Series:
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
         table = csv.DictReader(text, strict=True)
         try:
+            names = table.fieldnames or []
+            if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
+                raise RecordError(f"{file} has no commas between its columns.", "Write the table with commas.")
             rows = list(table)
         except csv.Error as error:
             raise ValueError(f"line {table.line_num}: {error}") from error
@@ -100,14 +103,14 @@ def _series(rows: list[Row], first: int = 0) -> Series:
             raise ValueError(f"column '{step_name}' holds {short(step)}, which is not a whole number")
         for name in names.values():
             if step is not None and row.get(name) not in (None, ""):
-                series.setdefault(name, {})[int(step) + first] = row[name]
+                series.setdefault(str(name).strip(), {})[int(step) + first] = row[name]
     return series
 
 
 def _number(name: str, value: Any) -> float | None:
     try:
         return None if value in (None, "") else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"column '{name}' holds {short(value)}, which is not a number") from None
 
 
@@ -162,7 +165,7 @@ def _pattern_of(file: Path) -> str:
     return next((pattern for pattern in _READERS if fnmatchcase(file.name.lower(), pattern)), "")
 
 
-def _files(path: Path) -> list[Path]:
+def log_files(path: Path) -> list[Path]:
     """Return the files of the log at a path; none if no log is there."""
     if path.is_file():
         return [path] if _pattern_of(path) else []
@@ -177,7 +180,7 @@ def _files(path: Path) -> list[Path]:
 def is_log(path: Path) -> bool:
     """Return whether a file or folder is a log of another framework."""
     with disk_errors(path):
-        return bool(_files(path))
+        return bool(log_files(path))
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
@@ -186,7 +189,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
     The summary has the last losses. It is ``None`` if the log says that the run has not ended.
     """
     with disk_errors(path):
-        files = _files(path)
+        files = log_files(path)
         if not files:
             return None
         pattern = _pattern_of(files[0])

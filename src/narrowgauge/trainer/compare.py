@@ -23,7 +23,7 @@ from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
-from narrowgauge.report.publishing import publish
+from narrowgauge.report.publishing import publish, runs_inside
 from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.writer import RunWriter, require_free
@@ -178,11 +178,33 @@ def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int
     ]
 
 
-def _require_same(folder: Path, config: TrainConfig) -> None:
-    """Refuse an existing run with other settings. Ignore settings that rules filled in."""
+def _changed(folder: Path, config: TrainConfig) -> list[tuple[str, str, str]]:
+    """Return the settings of an existing run that differ from the requested ones. Ignore settings that rules filled in."""
     settings, recorded = config.filled().to_dict(), read_run(folder).config
     recorded = {name: value for name, value in recorded.items() if name in settings}
-    if changed := [change for change in changed_settings(recorded, settings) if change[0] != "threads"]:
+    return [change for change in changed_settings(recorded, settings) if change[0] != "threads"]
+
+
+def _with_rate_of(runs: Sequence[Path], configs: Sequence[TrainConfig]) -> list[TrainConfig]:
+    """Take the learning rate of existing runs where a comparison is continued without naming one."""
+    rate = read_run(runs[0]).config.get("lr") if runs and configs[0].filled().lr is None else None
+    return list(configs) if rate is None else [replace(config, lr=rate) for config in configs]
+
+
+def _others(folder: Path, configs: Sequence[TrainConfig]) -> list[Run]:
+    """Return the finished runs of a folder that were not requested now and have the same settings but for recipe and seed."""
+    places = set(runs_inside(folder)) - {Path(str(config.out)) for config in configs}
+    runs = []
+    for place in sorted(filter(_has_ended, places)):
+        changed = {name for name, _, _ in _changed(place, configs[0])}
+        if not changed - {"recipe", "seed"}:
+            runs.append(read_run(place))
+    return runs
+
+
+def _require_same(folder: Path, config: TrainConfig) -> None:
+    """Refuse an existing run with other settings."""
+    if changed := _changed(folder, config):
         name, before, now = changed[0]
         raise RecordError(
             f"Cannot compare in {folder.parent}: {folder.name} has {name} = {before}, and {now} was requested.",
@@ -212,6 +234,7 @@ def run_comparison(
     model = Path(configs[0].model).name
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
+    configs = _with_rate_of([Path(str(config.out)) for config in configs if is_run(Path(str(config.out)))], configs)
     for config in configs:
         if is_run(Path(str(config.out))):
             _require_same(Path(str(config.out)), config)
@@ -244,7 +267,7 @@ def run_comparison(
         ) from None
     if (unigram_loss := runs[0].run["data"].get("unigram_loss")) is not None:
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
-    comparison = compare_runs(runs)
+    comparison = compare_runs([*runs, *_others(folder, configs)])
     return comparison, publish(comparison, folder)
 
 

@@ -373,7 +373,7 @@ class TrainConfig:
         except (ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
-        if isinstance(recorded := table.get("config"), dict):
+        if "schema_version" in table and isinstance(recorded := table.get("config"), dict):
             table = {name: value for name, value in recorded.items() if name != "out"}
         return cls.from_dict(table, str(path))
 

@@ -124,7 +124,10 @@ def resume(folder: str | Path, stop_after: int | None = None, console: Console |
         _watch(session, record, shown)
         record.go_back(step, digests=state.get("rows"))
         changed = changed_settings(state.get("settings", present["config"]), present["config"])
-        notes = [f"{name} was {old} up to step {step} and is {new} from there on" for name, old, new in changed]
+        # The text may have moved; its tokens are those of the start.
+        notes = [
+            f"{n} was {old} up to step {step} and is {new} from there on" for n, old, new in changed if n != "data"
+        ]
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
         for event in events:

@@ -109,6 +109,11 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     "a gradient of zeros": (
         "bfloat16/word", tensors(f"grad:{WEIGHT}", rms=0.0), 110, "gradient", f"grad:{WEIGHT}", "dead-gradient",
     ),
+    "a norm of zero": ("bfloat16/word", steps(grad_norm=0.0), AT + 2, "gradient", "", "zero-gradient"),
+    "a loss that rises slowly": (
+        "bfloat16/word", steps(1, loss=lambda row: 5.0 + 0.06 * (row["step"] * 7 % 11 - 5) + 0.01 * row["step"]), NUM_STEPS,
+        "loss", "", "divergence",
+    ),
     # recorded events
     "a step that is not the rule's": (
         "bfloat16/word", event("warning", 2, detector="rate", tensor="a"), 2, "optimizer step", "a", "rate",

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "nonfinite-gradient": (NAIVE, sampled(output_grad={"nonfinite": 1}), [], "nonfinite", f"output_grad:{LAYER}", 400),
     "nonfinite-scaled": (FLOAT16, sampled(grad={"nonfinite": 1}), [], "nonfinite", f"grad:{WEIGHT}", 440),
     "nonfinite-step": (NAIVE, [], stepped(lambda s: {"loss": math.nan} if s >= 400 else {}), "nonfinite", None, 400),
+    "zero-gradient": (NAIVE, [], stepped(lambda s: {"grad_norm": 0.0} if s >= 400 else {}), "dead_layer", None, 402),
     "scale-halvings": (FLOAT16, [], stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (400, 420, 440)))}),
                        "loss_scale", None, 440),
     "scale-floor": (FLOAT16, [], stepped(lambda s: {"loss_scale": 1.0 if s >= 400 else 2.0}), "loss_scale", None, 400),

@@ -191,7 +191,7 @@ class RunRecorder:
         Args:
             loss: of the step, in nats per token. Reading a tensor waits for its device.
             tokens: trained on in this step; the row holds their sum so far.
-            batch: the step's tokens, of any shape, copied to the host. Their checksum reveals repeated batches.
+            batch: the step's tokens or inputs, copied to the host. Their checksum reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds`` replace those read here, which are
                 the rate of the optimizer's first group, our optimizer's norm, if it clips, and the time since the last call.
         Raises:
@@ -206,7 +206,7 @@ class RunRecorder:
             "loss": loss,
             "peak_memory_bytes": peak_memory_bytes(),
             "tokens": None if tokens is None else self._record.tokens + tokens,
-            "batch_crc": None if batch is None else batch_checksum(batch.detach().cpu().numpy()),
+            "batch_crc": None if batch is None else batch_checksum(_integers(batch.detach().cpu())),
             "recomputed": self._recomputed or None,
             **columns,
         }
@@ -415,6 +415,11 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
 
 class RunNotice(UserWarning):
     """Warn about a recorded loop. The warning is in ``events.jsonl`` too."""
+
+
+def _integers(batch: Tensor) -> Any:
+    """Return a batch on the host as integers: the bits of its values if they are floats."""
+    return (batch.float().view(torch.int32) if batch.is_floating_point() else batch).numpy()
 
 
 def warn(kind: str, sentence: str) -> None:
