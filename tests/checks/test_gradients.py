@@ -390,3 +390,16 @@ def test_our_loss_scale_is_no_factor() -> None:
         backward=lambda model, batch: scaler.scale(mean_square(model, batch)).backward(),
     )  # fmt: skip
     assert found.ok and scaler.request is None
+
+
+def test_small_networks_whose_units_flip_are_not_accused() -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+        model, batch = nn.Sequential(*layers), (torch.randn(16, 16), torch.randn(16, 4))
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return mean_square(model, batch)
+
+        assert ng.check(model, torch.optim.AdamW(model.parameters()), batch=batch, loss=loss).ok, seed

@@ -45,7 +45,8 @@ def check(
     Raises:
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without ``loss``.
 
-    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: three passes of a float32 copy, one of the model.
+    Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: one pass of the model and three of a float32
+        copy, 20 more before a gradient is accused.
 
     Example:
         >>> import torch, narrowgauge as ng
