@@ -46,7 +46,7 @@ def check(
         RecipeError: ``model`` is not a module, ``optimizer`` not an optimizer; ``batch`` without ``loss``.
 
     Cost: reads each parameter once, and samples 4,096 elements. With ``batch``: one pass of the model and three of a float32
-        copy, 20 more before a gradient is accused.
+        copy, 20 more if a difference is near its bound.
 
     Example:
         >>> import torch, narrowgauge as ng

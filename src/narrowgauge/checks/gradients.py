@@ -47,6 +47,8 @@ MARGIN = 4.0
 """Bounds over the largest of some random roundings."""
 FEW_ROUNDINGS, MANY_ROUNDINGS = 2, 20
 """Two are too few where a ReLU may flip."""
+_NEAR_MISS = 4.0
+"""Excess over a bound up to which more roundings are measured."""
 LEAST = 2.0**-20
 """The least bound, eight ulps of float32: float32 sums in another order."""
 _NEAR = 0.005
@@ -328,7 +330,7 @@ def _compared(
     differing: Mapping[str, int],
     num_roundings: int = FEW_ROUNDINGS,
 ) -> tuple[list[Reading], list[str]]:
-    """Return the readings and a line. Before a tensor is accused, measure the bounds by more random roundings."""
+    """Return the readings and a line. Before a tensor near its bound is accused, measure by more random roundings."""
     parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
     joined_batch = concatenated(parts)
     exact = gradients_of(reference, joined_batch, loss)
@@ -360,6 +362,8 @@ def _compared(
             readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
         elif distance <= bound and is_along:
             distances.append(distance)
+        elif bound < distance <= _NEAR_MISS * bound and num_roundings == FEW_ROUNDINGS:
+            return _compared(reference, gradients, parts, loss, unit, ranks, differing, MANY_ROUNDINGS)
         elif factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
             equals = equal_to(factor, len(parts) // ranks.size, ranks.size)
             readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals))
@@ -368,8 +372,6 @@ def _compared(
                 terms = [gradients_of(reference, part, loss) for part in parts]
             words = _counts_of(g, r, [term[name] for term in terms], bound) if terms else ""
             readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
-    if num_roundings == FEW_ROUNDINGS and any(reading.what in ("gradient", "gradient-factor") for reading in readings):
-        return _compared(reference, gradients, parts, loss, unit, ranks, differing, MANY_ROUNDINGS)
     line = f"gradients: {len(distances)} of {counted(len(exact), 'tensor')} equal to float32's in one process"
     if distances:
         line += f", within rounding (largest difference {max(distances):.1e}, unit roundoff {unit:.1e})"
