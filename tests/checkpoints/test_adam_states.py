@@ -156,6 +156,7 @@ def test_names_in_another_order_are_refused_and_prefixes_are_not() -> None:
     ours = ng.AdamW([("a", a), ("b", b)], storage="float32", compile=False)
     ng.load_states(ours, theirs.state_dict())
     assert torch.equal(ours.stored(b, "exp_avg"), theirs.state[b]["exp_avg"])
+    assert ng.load_states(ng.AdamW([a, b], storage="float32", compile=False), theirs.state_dict()) == "torch.optim"
     swapped = ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False)
     with pytest.raises(ng.errors.RecipeError, match="another order"):
         swapped.load_state_dict(ours.state_dict())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import DataError
-from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.optimizer import Optimizer, unnamed
 from narrowgauge.spec.storages import STATE_NAMES
 
 Entry = Mapping[str, Any]
@@ -75,20 +75,21 @@ def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str,
     names = optimizer.parameter_names()
     keys = [(key, group) for group in groups for key in group["params"]]
     theirs = [name for group in groups for name in group.get("param_names") or ()]
-    if len(theirs) == len(keys) and set(theirs) == set(names.values()):
-        by_name = dict(zip(theirs, keys, strict=True))
-        return [(parameter, name, *by_name[name]) for parameter, name in names.items()]
-    is_named = len(theirs) == len(keys) == len(names)
-    if is_named and not all(a.endswith(b) or b.endswith(a) for a, b in zip(theirs, names.values(), strict=True)):
-        raise DataError(
-            "The state's parameters have other names than the optimizer's, or another order.",
-            "Make the optimizer with the same names, or save the state without 'param_names'.",
-        )
     if len(keys) != len(names):
         raise DataError(
             f"The state has {len(keys)} parameters, and the optimizer has {len(names)}.",
             "Make the optimizer with the same parameters in the same order.",
         )
+    ours = list(names.values())
+    if len(theirs) == len(keys) and ours != [unnamed(place) for place in range(len(ours))]:
+        if set(theirs) == set(ours):
+            by_name = dict(zip(theirs, keys, strict=True))
+            return [(parameter, name, *by_name[name]) for parameter, name in names.items()]
+        if not all(a.endswith(b) or b.endswith(a) for a, b in zip(theirs, ours, strict=True)):
+            raise DataError(
+                "The state's parameters have other names than the optimizer's, or another order.",
+                "Make the optimizer with the same names, or save the state without 'param_names'.",
+            )
     return [(parameter, name, *key) for (parameter, name), key in zip(names.items(), keys, strict=True)]
 
 

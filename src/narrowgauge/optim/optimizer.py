@@ -217,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             listed = dict(zip(group["params"], group.get("param_names", ()), strict=False))
             for parameter in group["params"]:
-                names[parameter] = listed.get(parameter) or of_model.get(parameter) or f"param {len(names)}"
+                names[parameter] = listed.get(parameter) or of_model.get(parameter) or unnamed(len(names))
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
@@ -271,18 +271,18 @@ class Optimizer(torch.optim.Optimizer):
                 has another shape.
         """
         known = {p for group in self.param_groups for p in group["params"] if p in values}
-        if unknown := {*values, *(states or {})} - known:
+        states = states or {}
+        if unknown := {*values, *states} - known:
             raise RecipeError(
                 f"Cannot adopt values of a tensor of shape {tuple(unknown.pop().shape)}: the optimizer does not step it, or it "
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        for group in self.param_groups:
-            members = [p for p in group["params"] if p in values]
-            for parameter in members:
+        for group in self.param_groups if states else ():
+            for parameter in group["params"]:
                 rule = self.rule_in(group, parameter)
                 names = shapes_of_states(rule, parameter.shape, group)
-                if strange := sorted({*(states or {}).get(parameter, {})} - {"step", *names}):
+                if strange := sorted({*states.get(parameter, {})} - {"step", *names}):
                     has = ", ".join(names) or "no states"
                     raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
         for group in self.param_groups:
@@ -290,7 +290,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 self.make_missing(group, members)
             for index, parameter in enumerate(members):
-                state, entry = self.state[parameter], (states or {}).get(parameter, {})
+                state, entry = self.state[parameter], states.get(parameter, {})
                 state.adopt(local_of(values[parameter]))
                 state.step = int(entry.get("step", state.step))
                 number = step_seed(group["seed"], -1 - index)  # no step uses it
@@ -516,6 +516,11 @@ class Optimizer(torch.optim.Optimizer):
         """Replace states and groups. ``load_state_dict`` calls this."""
         super().__setstate__(state)
         self._pending, self.auditor = None, Auditor(join=self.auditor.join)
+
+
+def unnamed(place: int) -> str:
+    """Return the name of a parameter without a name, by its place in the optimizer."""
+    return f"param {place}"
 
 
 def _remove_repeated(group: Group) -> None:
