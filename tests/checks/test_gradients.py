@@ -355,7 +355,7 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class Data:
     x: Tensor
     y: Tensor

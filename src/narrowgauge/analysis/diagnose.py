@@ -160,8 +160,9 @@ def _notes(run: Run) -> Iterator[str]:
     steps = [step_of(row) for row in run.steps]
     if any(later <= before for before, later in pairwise(steps)):
         yield "the order of steps, some of which stand twice or after a later one"
-    if run.summary and not run.is_foreign and steps and len({*steps}) < int(run.summary.get("steps") or 0):
-        yield f"{int(run.summary['steps']) - len({*steps})} of the {counted(int(run.summary['steps']), 'step')} of its summary"
+    done = 0 if run.is_foreign or not steps else int((run.summary or {}).get("steps") or 0)
+    if (lost := done - len({*steps})) > 0:
+        yield f"{lost} of the {counted(done, 'step')} of its summary"
     missing = len(run.steps) - len(column(run, "steps", "loss"))
     if missing:
         yield f"the loss of {missing} of the {counted(len(run.steps), 'step')}"
@@ -315,14 +316,14 @@ def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
     failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
         skipped
     )
-    last = max(map(step_of, run.steps), default=0)
-    is_told = len(skipped) == len(run.steps) or any(event.get("kind") == "divergence" for event in run.events)
-    if not is_told and (reason := divergence(run)):
-        yield Reading(last, "loss", "", "divergence", None, None, None, f"The run diverged: {reason}.")
     if failed:
         advice = f"{len(failed)} of {len(run.steps)} steps have a loss or a gradient norm that is not finite. "
         advice += DETECTORS["nonfinite-step"].advice
         yield Reading(min(failed), "loss", "", "nonfinite-step", len(failed), 0, 0, advice)
+    is_recorded = any(event.get("kind") == "divergence" for event in run.events)
+    if len(skipped) < len(run.steps) and not is_recorded and (reason := divergence(run)):
+        last = max(map(step_of, run.steps))
+        yield Reading(last, "loss", "", "divergence", None, None, None, f"The run diverged: {reason}.")
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:

@@ -22,12 +22,11 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
         if parameter.requires_grad:
             values[parameter] = at_least_float32(parameter.data)
         parameter.data = visible(parameter.data, recipe.storage.visible)
-    for module in model.modules():
-        # As model.bfloat16() does: batch norm multiplies one format only. Other buffers, such as frequencies, stay as they are.
-        if isinstance(module, _BatchNorm) and recipe.dtype == recipe.storage.visible:
-            for name in ("running_mean", "running_var"):
-                if (buffer := module._buffers.get(name)) is not None:
-                    module._buffers[name] = visible(buffer, recipe.dtype)
+    # As model.bfloat16() does: batch norm multiplies one format only. Other buffers, such as frequencies, stay as they are.
+    for module in model.modules() if recipe.dtype == recipe.storage.visible else ():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
+            module.running_mean = visible(module.running_mean, recipe.dtype)
+            module.running_var = visible(module.running_var, recipe.dtype)
     return values
 
 

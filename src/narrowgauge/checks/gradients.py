@@ -18,7 +18,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ def _configured(
     requests = [(scaler, scaler.request) for optimizer in ours if (scaler := optimizer.loss_scaler) is not None]
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        leaves = tree_leaves(vars(output) if is_dataclass(output) else output)
+        leaves = tree_leaves(_items(output) if is_dataclass(output) else output)
         dtypes.update(graph_dtypes(t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None))
 
     handle = model.register_forward_hook(OwnHook(note))
@@ -308,13 +308,18 @@ def concatenated(parts: Sequence[Any]) -> Any:
         items = [concatenated(items) for items in zip(*parts, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if is_dataclass(first) and not isinstance(first, type):
-        return replace(first, **{name: concatenated([getattr(part, name) for part in parts]) for name in vars(first)})
+        return replace(first, **{name: concatenated([getattr(part, name) for part in parts]) for name in _items(first)})
     if first is not None and not isinstance(first, (int, float, str)):
         raise RecipeError(
             f"Cannot join micro-batches of type {type(first).__name__}.",
             "Pass tensors, in tuples, dicts or dataclasses.",
         )
     return first
+
+
+def _items(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, those that its constructor takes."""
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
 
 
 # ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────

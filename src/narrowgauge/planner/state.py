@@ -55,16 +55,16 @@ def plan_state(
     base = Layout(**fixed)
     places: list[Chip | None] = [*map(get_chip, chip)] or [None]
     compared = read_recipes(recipes, optimizer) or recipes_of_storages(optimizer)
+    open_axes = [axis for axis in ("shard", "data") if axis not in fixed]
     rows: list[Row] = []
     for number, place, recipe in product(chips or [base.num_ranks], places, compared):
         ranks, rest = divmod(number, base.num_ranks)
-        open_axis = next((axis for axis in ("shard", "data") if axis not in fixed), None)
-        if rest or ranks < 1 or (ranks > 1 and open_axis is None):
+        if rest or ranks < 1 or (ranks > 1 and not open_axes):
             raise ChipError(
                 f"a layout of {counted(base.num_ranks, 'chip')} was requested on {number}.",
                 "Name all its axes, or none.",
             )
-        axes = base if open_axis is None else replace(base, **{open_axis: getattr(base, open_axis) * ranks})
+        axes = replace(base, **{axis: getattr(base, axis) * ranks for axis in open_axes[:1]})
         storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])
         on_rank = bytes_per_parameter(storage) * (params / axes.tensor / axes.pipeline)
         state = shared(on_rank, axes, axes.num_sharing)

@@ -46,8 +46,7 @@ def stamp_of(paths: Sequence[Path]) -> tuple[tuple[str, int, int], ...]:
     for path in paths:
         with contextlib.suppress(NarrowgaugeError, OSError):
             for folder in run_folders([path]):
-                files_of_run = log_files(folder) or [folder / name for name in FILES]
-                for file in filter(Path.is_file, files_of_run):
+                for file in filter(Path.is_file, [*(folder / name for name in FILES), *log_files(folder)]):
                     status = file.stat()
                     files.append((str(file), status.st_size, status.st_mtime_ns))
     return tuple(files)

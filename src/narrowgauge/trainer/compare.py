@@ -23,7 +23,7 @@ from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
-from narrowgauge.report.publishing import publish, runs_inside
+from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.writer import RunWriter, require_free
@@ -178,36 +178,28 @@ def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int
     ]
 
 
-def _changed(folder: Path, config: TrainConfig) -> list[tuple[str, str, str]]:
+def _changed(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
     """Return the settings of an existing run that differ from the requested ones. Ignore settings that rules filled in."""
-    settings, recorded = config.filled().to_dict(), read_run(folder).config
+    settings, recorded = config.filled().to_dict(), run.config
     recorded = {name: value for name, value in recorded.items() if name in settings}
     return [change for change in changed_settings(recorded, settings) if change[0] != "threads"]
 
 
-def _with_rate_of(runs: Sequence[Path], configs: Sequence[TrainConfig]) -> list[TrainConfig]:
-    """Take the learning rate of existing runs where a comparison is continued without naming one."""
-    rate = read_run(runs[0]).config.get("lr") if runs and configs[0].filled().lr is None else None
-    return list(configs) if rate is None else [replace(config, lr=rate) for config in configs]
-
-
-def _others(folder: Path, configs: Sequence[TrainConfig]) -> list[Run]:
+def _others(folder: Path, configs: Sequence[TrainConfig], say: Callable[[str], object]) -> list[Run]:
     """Return the finished runs of a folder that were not requested now and have the same settings but for recipe and seed."""
-    places = set(runs_inside(folder)) - {Path(str(config.out)) for config in configs}
-    runs = []
-    for place in sorted(filter(_has_ended, places)):
-        changed = {name for name, _, _ in _changed(place, configs[0])}
-        if not changed - {"recipe", "seed"}:
-            runs.append(read_run(place))
-    return runs
+    requested = {Path(str(config.out)) for config in configs}
+    runs = [
+        run for run in read_runs([folder], say) if run.path not in requested and not run.is_foreign and _is_over(run)
+    ]
+    return [run for run in runs if {name for name, _, _ in _changed(run, configs[0])} <= {"recipe", "seed"}]
 
 
-def _require_same(folder: Path, config: TrainConfig) -> None:
+def _require_same(run: Run, config: TrainConfig) -> None:
     """Refuse an existing run with other settings."""
-    if changed := _changed(folder, config):
+    if changed := _changed(run, config):
         name, before, now = changed[0]
         raise RecordError(
-            f"Cannot compare in {folder.parent}: {folder.name} has {name} = {before}, and {now} was requested.",
+            f"Cannot compare in {run.path.parent}: {run.path.name} has {name} = {before}, and {now} was requested.",
             "Choose another --out, or the settings of the runs there.",
         )
 
@@ -234,10 +226,13 @@ def run_comparison(
     model = Path(configs[0].model).name
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
-    configs = _with_rate_of([Path(str(config.out)) for config in configs if is_run(Path(str(config.out)))], configs)
-    for config in configs:
-        if is_run(Path(str(config.out))):
-            _require_same(Path(str(config.out)), config)
+    existing = [(read_run(str(config.out)), config) for config in configs if is_run(Path(str(config.out)))]
+    if existing and configs[0].filled().lr is None:  # continued without naming a rate
+        rate = existing[0][0].config.get("lr")
+        configs = [replace(config, lr=rate) for config in configs]
+        existing = [(run, replace(config, lr=rate)) for run, config in existing]
+    for run, config in existing:
+        _require_same(run, config)
 
     def say(line: str) -> None:
         print(line, file=stream, flush=True)
@@ -267,15 +262,16 @@ def run_comparison(
         ) from None
     if (unigram_loss := runs[0].run["data"].get("unigram_loss")) is not None:
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
-    comparison = compare_runs([*runs, *_others(folder, configs)])
+    comparison = compare_runs([*runs, *_others(folder, configs, say)])
     return comparison, publish(comparison, folder)
 
 
 def _has_ended(folder: Path) -> bool:
     """Return whether a folder holds a finished run, or a run that diverged and stopped."""
-    if not is_run(folder):
-        return False
-    run = read_run(folder)
+    return is_run(folder) and _is_over(read_run(folder))
+
+
+def _is_over(run: Run) -> bool:
     return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
 
 
