@@ -185,6 +185,14 @@ def test_batch_norm_computes_with_the_models_format() -> None:
     assert model(torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
 
 
+def test_attention_of_pytorch_computes_in_a_wider_format_than_its_weights() -> None:
+    model, _ = ng.prepare(nn.MultiheadAttention(16, 2), "float32/word")
+    plain = nn.MultiheadAttention(16, 2)
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(3, 2, 16)
+    assert torch.equal(model(x, x, x)[0], plain(x, x, x)[0])
+
+
 def test_a_parameter_that_left_the_model_is_refused() -> None:
     model, optimizer = ng.prepare(nn.Sequential(nn.Linear(8, 8)), "bfloat16/word", compile=False)
     torch.nn.utils.parametrizations.weight_norm(model[0])

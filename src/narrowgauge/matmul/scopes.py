@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.matmul.experts import NARROW
 from narrowgauge.matmul.swapping import Layer
@@ -108,15 +109,20 @@ class _Cast(_Forward):
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__(module)
         self.dtype = dtype
+        # nn.MultiheadAttention reads the parameters of its output layer and never calls it.
+        read = (child for child in module.children() if isinstance(child, NonDynamicallyQuantizableLinear))
+        self.owners = [module, *read]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = _cast(args, self.dtype)
         kwargs = {name: value if "label" in name else _cast(value, self.dtype) for name, value in kwargs.items()}
         if _casts_itself(self.module):
             return self._call(*args, **kwargs)
-        parameters = self.module._parameters
-        self.module._parameters = _cast(parameters, self.dtype)
+        before = [owner._parameters for owner in self.owners]
+        for owner, parameters in zip(self.owners, before, strict=True):
+            owner._parameters = _cast(parameters, self.dtype)
         try:
             return self._call(*args, **kwargs)
         finally:
-            self.module._parameters = parameters
+            for owner, parameters in zip(self.owners, before, strict=True):
+                owner._parameters = parameters
