@@ -178,7 +178,9 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
                 f"a layout has no {'field' if equals else 'name'} '{name}'.", suggestion(name, choices) or _ADVICE
             )
         if not equals:
-            named |= NAMED_LAYOUTS[name]
+            if named not in ({}, NAMED_LAYOUTS[name]):
+                raise RecipeError(f"a layout has two names, the last is '{name}'.", "Give one name.")
+            named = NAMED_LAYOUTS[name]
         elif str(fields.setdefault(name, int(value) if value.isdecimal() else value)) != value:
             raise RecipeError(f"a layout has {name} = {fields[name]} and {name} = {value}.", "Name it once.")
     fields = {**named, **fields}
