@@ -57,7 +57,12 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     """A frozen linear layer with codes and scales instead of a weight, through which gradients flow to its input.
 
     It is an ``nn.Linear`` to PEFT, so adapters may be added before or after.
+
+    Attributes:
+        plain_class: its class with a weight: ``nn.Linear`` or transformers' ``Conv1D``.
     """
+
+    plain_class: type[nn.Module]
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply ``[..., in]`` to ``[..., out]`` in the input's dtype, or in autocast's."""
@@ -144,6 +149,8 @@ def quantize_base(
         )
     shared: dict[Tensor, Any] = {}
     for layer in layers.values():
+        # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
+        layer.plain_class = type(layer) if type(layer).__name__ == "Conv1D" else nn.Linear
         if is_packed:
             _pack(layer, chosen, shared)
         else:
@@ -157,13 +164,14 @@ def quantize_base(
 def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Turn the codes of :func:`quantize_base` back into weights of a dtype, in place, so that adapters can be merged."""
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
-        weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
+        matrix = layer.dequantize().to(dtype)
         bias = layer._parameters["bias"]
         layer._parameters.clear()
         layer._buffers.clear()
         layer._load_state_dict_pre_hooks.clear()
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
-        layer.register_parameter("weight", weight)
+        layer.__class__ = layer.plain_class  # type: ignore[assignment]
+        weight = matrix.t().contiguous() if is_transposed(layer) else matrix
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         layer.register_parameter("bias", bias)
     return model
 
