@@ -35,7 +35,7 @@ from narrowgauge.torch_names import is_traced
 COMPILE_ELEMENTS = 1 << 18
 """Compile for at least this many elements. Fewer do not win back the seconds of compiling."""
 MOST_VERSIONS = 8
-"""Compiled versions of one function for one pattern of arguments. Their traces hold for different sizes."""
+"""Compiled versions of one function for one pattern of arguments, each for other sizes. With more, it runs uncompiled."""
 SMALL_SIDE = 256
 """Shorten longer sides to about this to compare compiled code with its function."""
 
@@ -128,8 +128,8 @@ def compiled(
     Args:
         function: pure except for writing into its arguments, without Python branches on values.
         arguments: arguments of the first call. A compiled function takes those that are not ``None``.
-        exact: compare returned floats bit for bit. ``False`` allows rounding of the first case's sums. Values written into
-            arguments are always compared bit for bit.
+        exact: compare returned floats bit for bit. ``False``: sums of ordinary values may round differently, and those of edge
+            values are not compared. Values written into arguments are always compared bit for bit.
         one_loop: write no intermediate to memory. The compiler repeats an expression for each path through it. Deep expressions
             with many reused values take hours.
     Cost: 5 to 15 s the first time on a machine, under a second from Inductor's cache.

@@ -1,9 +1,7 @@
-"""Change the CPU code of PyTorch's compiler, and ask it for its state. Names that PyTorch does not promise to keep:
+"""Change the CPU code of PyTorch's compiler. Names that PyTorch does not promise to keep:
 
 ``torch._inductor.codegen.cpp.CppVecOverrides``, ``CppVecKernel._get_vec_load_line``, ``torch._inductor.virtualized.V``
     Inductor's code for an operation on vectors. Instead: its default code, a third slower.
-``torch._dynamo.callback.callback_handler``
-    Reports when a graph is compiled. Instead: a silent first step.
 ``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
     By default, code compiled before a hook was attached ignores the hook. It is compiled eight times at most. Instead: attach
     before compiling, and call ``torch.compiler.reset`` between models.

@@ -110,12 +110,7 @@ def autograd_node() -> Any:
 
 def runs_backward() -> bool:
     """Return whether this thread is inside a backward pass."""
-    return current_backward() != -1
-
-
-def current_backward() -> int:
-    """Return a number for the backward pass that this thread is inside of; -1 outside."""
-    return torch._C._current_graph_task_id()
+    return torch._C._current_graph_task_id() != -1
 
 
 def local_shard(parameter: Any) -> Tensor:

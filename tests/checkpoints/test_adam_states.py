@@ -45,6 +45,16 @@ def saved_by_torchao(name: str) -> dict[str, Any]:
         return dict(torch.load(file))
 
 
+def test_a_state_with_keys_of_another_kind_is_refused() -> None:
+    plain = nn.Parameter(torch.ones(4))
+    theirs, ours = torch.optim.AdamW([plain]), ng.AdamW([nn.Parameter(torch.ones(4))], storage="float32", compile=False)
+    assert ng.load_states(ours, theirs.state_dict()) == "torch.optim"  # before the first step
+    plain.sum().backward()
+    theirs.step()
+    with pytest.raises(DataError, match="no numbers of its parameters"):
+        ng.load_states(ours, json.loads(json.dumps(theirs.state_dict() | {"state": {"0": {"step": 1}}})))
+
+
 def loaded(content: dict[str, Any]) -> tuple[ng.AdamW, dict[str, nn.Parameter], str]:
     """Load a checkpoint's weights, then its states, into an optimizer that keeps float32 values."""
     parameters = {name: nn.Parameter(value.clone()) for name, value in content["model"].items()}

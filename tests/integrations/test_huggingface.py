@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer, TrainingArguments
 
 import narrowgauge as ng
@@ -84,6 +86,14 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
     again = ng.read_run(tmp_path / "narrowgauge")
     assert [row["loss"] for row in again.steps] == [row["loss"] for row in run.steps]
     assert again.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
+
+
+def test_a_loss_that_is_not_finite_is_recorded_as_it_is(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, {"storage": "word"}, callbacks=[NarrowgaugeCallback()], max_steps=1)
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(math.nan)
+    trainer.train()
+    assert math.isnan(ng.read_run(tmp_path / "narrowgauge").steps[0]["loss"])
 
 
 def test_the_callback_warns_of_two_clippings(tmp_path: Path) -> None:

@@ -36,6 +36,24 @@ def test_what_is_fixed_stays() -> None:
     assert {name: getattr(layout, name) for name in fixed} == fixed
 
 
+def test_virtual_stages_need_a_pipeline() -> None:
+    layout = search(LARGE, WORD, cluster_of("A100-SXM4-80GB", 32), 4096, fixed={"interleave": 2}).layout
+    assert layout.interleave == 2 and layout.pipeline > 1
+
+
+def test_exact_sums_of_micro_batches_take_sixteen_bytes() -> None:
+    fixed = {"tensor": 1, "shard": 8, "zero": 3, "micro_batch": 1, "micro_batches": 4}
+    sizes = [
+        search(SMALL, parse(recipe), H100, 4096, fixed=fixed).memory
+        for recipe in ("bfloat16/word/reproducible", "bfloat16/word")
+    ]
+    exact, wide = (
+        next(term.value for term in memory.addends if "sum" in term.name and term.group == "gradients")
+        for memory in sizes
+    )
+    assert exact == 4 * wide
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     cluster = cluster_of("A100-SXM4-40GB", 8)
     option = search(LARGE, MASTER, cluster, 4096)

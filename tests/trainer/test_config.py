@@ -92,6 +92,7 @@ def test_the_schedule_at_known_steps(schedule: str, rates: dict[int, float]) -> 
         ({"lr": math.inf}, "finite"),
         ({"lr": "0.1"}, "must be a number"),
         ({"beta1": 1.0}, "below 1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0 was requested; it must be above 0"),
         ({"min_lr_ratio": 1.5}, "at least 0 and below 1"),
         ({"schedule": "cosin"}, "is one of cosine, linear, constant"),
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "a batch of 8 sequences cannot be split into 3"),

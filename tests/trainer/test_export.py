@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from narrowgauge.errors import RecordError
+from narrowgauge.errors import DataError, RecordError
 from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.data.tokens import END_OF_TEXT
 from narrowgauge.trainer.export import export
@@ -47,6 +48,24 @@ def test_the_tokenizer_goes_along(run: Path, tmp_path: Path) -> None:
     inputs = tokenizer("def", return_tensors="pt")
     written = AutoModelForCausalLM.from_pretrained(out).generate(**inputs, max_new_tokens=3, do_sample=False)
     assert 1 < written.shape[1] <= inputs["input_ids"].shape[1] + 3
+
+
+def test_the_end_of_text_is_that_of_the_training(place: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(place / "model", model)
+    first = loop.train(settings(place, tmp_path / "first", recipe="bfloat16/word", steps=1))
+    named = (first / "tokenizer.json").read_text().replace(END_OF_TEXT, "[DONE]")
+    (model / "tokenizer.json").write_text(named)
+    (model / "tokenizer_config.json").write_text('{"eos_token": "[DONE]"}')
+    out = export(loop.train(settings(place, tmp_path / "run", model=str(model), steps=1)), tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(out).eos_token == "[DONE]"
+
+
+def test_weights_need_their_tokenizer(run: Path, place: Path, tmp_path: Path) -> None:
+    model = export(run, tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"holds weights and no tokenizer\.json"):
+        loop.train(settings(place, tmp_path / "run", model=str(model)))
 
 
 def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         libraries.add(library)
         moments[parameter] = _moments(library, entry, group, parameter, name)
         values[parameter] = _weight(entry, optimizer, parameter)
+    if state["state"] and not moments:
+        raise DataError("The keys of the state's 'state' are no numbers of its parameters.", _ONLY_ADAM)
     optimizer.adopt(values, moments)
     return next(iter(libraries - {"torch.optim"}), "torch.optim")  # others leave small tensors to torch
 

@@ -4,7 +4,7 @@
 
     checkpoints/step-00000040/
         shard-00001-model-00001-of-00001.safetensors   tensors of the first rank, and so on
-        state.json                                     everything else: step, seeds, schedule, counters
+        state.json                                     step, settings, skipped steps, loss scale, digests of the record
         manifest.json                                  size and BLAKE2b-256 of the others
 
 A checkpoint is written to a temporary folder, synced to the disk and then renamed. Only then are older ones removed. A killed
@@ -38,6 +38,7 @@ from narrowgauge.runs.atomic_io import (
 
 SCHEMA_VERSION = 4
 _FOLDER, _STATE, _MANIFEST = "checkpoints", "state.json", "manifest.json"
+_PATIENCE_SECONDS = 10.0
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -207,13 +208,10 @@ class Saver:
             for remains in self._place.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(remains, ignore_errors=True)
 
-    def leave(self, patience_seconds: float = 10.0) -> None:
-        """Wait a while for the checkpoint in flight, before this process ends with an error: best effort.
-
-        ``patience_seconds`` limits the wait for other ranks, which may be gone.
-        """
+    def leave(self) -> None:
+        """Wait a while for the checkpoint in flight, before this process ends with an error. The other ranks may be gone."""
         if self._thread is not None:
-            self._thread.join(patience_seconds if self.ranks.size > 1 else None)
+            self._thread.join(_PATIENCE_SECONDS if self.ranks.size > 1 else None)
 
     def wait(self) -> None:
         """Wait for the checkpoint in flight, if there is one.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from narrowgauge.errors import RecordError
 from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like
 from narrowgauge.optim.loading import whole_states
 from narrowgauge.optim.optimizer import Optimizer
+
+T = TypeVar("T")
 
 
 def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
@@ -59,16 +61,26 @@ def load_tensors(
                 f"The model has changed: restore {model} as it was when the run started.",
             )
         owners[f"model.{name}"] = parameter
+    states = _by_owner(saved)
     for parameter, name in optimizer.parameter_names().items():
-        unsharded = {f"optimizer.{name}.{state}" for state in ("step", *whole_states(optimizer, parameter))}
-        keys = [key for key in saved if key.rpartition(".")[0] == f"optimizer.{name}"]
-        owners |= {key: parameter for key in keys if key not in unsharded}
+        unsharded = ("step", *whole_states(optimizer, parameter))
+        of_parameter = states.get(f"optimizer.{name}", {})
+        owners |= {f"optimizer.{name}.{state}": parameter for state in of_parameter if state not in unsharded}
     targets = {
         name: _empty(name, tuple(tensor.size), tensor.properties.dtype, owners.get(name))
         for name, tensor in saved.items()
     }
     fill(path, targets)
     return targets
+
+
+def _by_owner(entries: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Group entries by the part of their name before the last dot."""
+    groups: dict[str, dict[str, T]] = {}
+    for name, entry in entries.items():
+        owner, _, state = name.rpartition(".")
+        groups.setdefault(owner, {})[state] = entry
+    return groups
 
 
 def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) -> Tensor:
@@ -92,14 +104,9 @@ def restore_tensors(
     with torch.no_grad():
         for name, parameter in named_parameters:
             local_of(parameter).copy_(local_of(tensors[f"model.{name}"]))
-    entries: dict[Tensor, dict[str, Tensor]] = {}
-    names = optimizer.parameter_names()
-    for trained, name in names.items():
-        prefix = f"optimizer.{name}."
-        entry = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        if entry:
-            entries[trained] = entry
-    optimizer.load_states(entries)
+    names, states = optimizer.parameter_names(), _by_owner(tensors)
+    entries = {trained: states.get(f"optimizer.{name}") for trained, name in names.items()}
+    optimizer.load_states({trained: entry for trained, entry in entries.items() if entry})
     for trained, name in names.items():
         if (window := tensors.get(f"audit.{name}")) is not None:
             optimizer.auditor.restore(trained, window)

@@ -184,13 +184,14 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
     _run(config, lambda: loop.train(config))
 
 
-@main.command("resume", short_help="Resume a run, on any number of ranks.")
+@main.command("resume", short_help="Resume a run, on as many ranks as a step has micro-batches at most.")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @_nproc
 def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
-    """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run.
+    """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
 
+    On one rank the result is bit-identical to an uninterrupted run.
     Settings that you edit in its run.toml before hold from there on.
     """
     from narrowgauge.distributed import job

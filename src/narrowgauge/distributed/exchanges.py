@@ -56,7 +56,7 @@ ONE_RANK = RankGrid()
 
 
 def replicated(group: Any = None) -> RankGrid:
-    """Return the ranks of a process group, which all keep the whole sum. Without a group, return all ranks."""
+    """Return the ranks of a process group, which all keep the whole sum. ``None``: all ranks."""
     if not has_group() or dist.get_world_size(group) == 1:
         return ONE_RANK
     group = group if group is not None else dist.group.WORLD

@@ -12,13 +12,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from narrowgauge.errors import RankError
-
-TIMEOUT = timedelta(hours=2)
-"""How long a rank waits for the others: rank 0 prepares the text while they wait."""
 
 
 def rank() -> int:
@@ -36,6 +32,7 @@ def launch(num_ranks: int, words: Sequence[str]) -> NoReturn:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))  # torchrun's is 1
     sys.stdout.flush()
     # After "--", torchrun does not read our --nproc as an abbreviation of its own option.
     os.execv(sys.executable, [sys.executable, *torchrun, "-m", "--", "narrowgauge", *words])
@@ -49,6 +46,8 @@ def joined() -> Iterator[None]:
         return
     import torch
     import torch.distributed as dist
+
+    from narrowgauge.distributed.ranks import TIMEOUT
 
     device = None
     if torch.cuda.is_available():

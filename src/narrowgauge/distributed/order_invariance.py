@@ -48,7 +48,7 @@ def follow_forwards(model: nn.Module, check: Callable[[], None]) -> list[Callabl
     def enter(module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if module.training and torch.is_grad_enabled() and torch_names.current_backward() == -1:
+        if module.training and torch.is_grad_enabled() and not torch_names.runs_backward():
             check()
 
     modules = dict.fromkeys([model, *_called(model), *fsdp_modules(model)])

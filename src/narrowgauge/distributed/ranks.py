@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 
 T = TypeVar("T")
+TIMEOUT = timedelta(hours=2)
+"""How long a rank waits for the others: rank 0 prepares the text, or writes a checkpoint, while they wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Ranks:
 
     def apart(self) -> Ranks:
         """Return the same ranks in a separate process group, which sends objects from the CPU."""
-        return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))
+        return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
 def _shared_error(error: BaseException) -> NarrowgaugeError | OSError:

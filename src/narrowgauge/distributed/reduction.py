@@ -146,6 +146,14 @@ class GradientReduction:
             return exchange
 
         self._fsdp = torch_names.fsdp_groups(model)
+        try:
+            self._take_over(model, mesh, register)
+        except RecipeError:
+            self.close()
+            raise
+
+    def _take_over(self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]) -> None:
+        """Take the sums of gradients over from FSDP2, DDP and autograd."""
         sharded_ids, grid = self._take_over_shards(register)
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]

@@ -43,6 +43,7 @@ class NarrowgaugeCallback(TrainerCallback):
     ) -> None:
         """Open the run folder. A resumed training goes back to its checkpoint's step."""
         self._close(finished=False)  # from an interrupted training
+        args.logging_nan_inf_filter = False  # else a loss of NaN is logged as 0
         optimizer, resume = unwrapped(named["optimizer"]), state.global_step > 0
         for warning in _warnings(args, optimizer):
             warnings.warn(warning, stacklevel=2)

@@ -220,8 +220,7 @@ def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> 
 def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
     """Yield the gathers of weights and sums of gradients, as in :func:`layer_exchanges`.
 
-    Shard and context ranks shard a replica's state. Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``);
-    Megatron-LM's distributed optimizer.
+    :attr:`Layout.num_sharing` ranks share a replica's state.
     """
     layout, (dense, experts) = job.layout, parameters_of(job, layers)
     visible = job.recipe.storage.visible

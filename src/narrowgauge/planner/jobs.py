@@ -23,7 +23,7 @@ from narrowgauge.spec.tables import Row
 Attention = Literal["flash", "eager"]
 Ends = tuple[float, float]
 """The ends of an 80 % interval."""
-_SECONDS_PER_DAY = 86_400
+SECONDS_PER_DAY = 86_400
 _ROW = ("num_chips", "fits", "is_certain", "headroom_bytes", "resuming_bytes", "sequence_length", "tokens_per_step",
         "tokens_per_second", "rate_interval", "mfu", "limited_by")  # fmt: skip
 
@@ -141,7 +141,7 @@ class Job:
 
     def days(self, num_tokens: float) -> float:
         """Return the days for ``num_tokens`` tokens."""
-        return num_tokens / self.tokens_per_second / _SECONDS_PER_DAY
+        return num_tokens / self.tokens_per_second / SECONDS_PER_DAY
 
     @property
     def _error(self) -> Ends:

@@ -59,6 +59,7 @@ OVERHEAD: dict[str, tuple[float, float, float]] = {
 Fragmentation is a fraction of all memory that changes during a step. In published runs the allocator reserves up to a quarter
 more than it allocates, if the chip has the memory."""
 _SUM_BYTES = 4  # of a float32 that sums the gradients of micro-batches
+_EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
 
@@ -110,7 +111,7 @@ def memory_terms(job: Job) -> Terms:
 
 
 class _Rank:
-    """Compute for a rank of one stage, with its layers, and its layers in flight."""
+    """The memory of a rank of one stage, from its number of layers and of layers in flight."""
 
     def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
         self.job, self.a, self.layout, self.tokens = job, job.architecture, job.layout, job.tokens
@@ -118,8 +119,10 @@ class _Rank:
         self.kernels: Kernels = "eager" if self.layout.is_whole else "fused"
         self.is_last = stage == self.layout.pipeline - 1
         storage = job.recipe.storage
-        is_summed = self.layout.micro_batches > 1 and self.layout.accumulation_dtype == "float32"
-        self.has_sums = is_summed and storage.visible != "float32"
+        is_exact = job.recipe.reduction.order_invariant
+        is_wide = is_exact or (self.layout.accumulation_dtype == "float32" and storage.visible != "float32")
+        has_sums = self.layout.micro_batches > 1 and is_wide
+        self.sum_bytes = (_EXACT_SUM_BYTES if is_exact else _SUM_BYTES) if has_sums else 0.0
         self.widths = widths_of(job.recipe.compute, storage.visible)
         self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
         # Parameters of the largest layer on one of the ranks that shard it.
@@ -193,12 +196,13 @@ class _Rank:
 
         Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``_make_backward_post_hook``.
         """
-        if not self.has_sums:
+        if not self.sum_bytes:
             return ()
         count = gradients.value / self.per.gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
-        formula = f"{count:.4g} parameters × {_SUM_BYTES} B, {where}"
-        return (Term("gradients", "sum in float32", count * _SUM_BYTES, formula, _SUMS),)
+        formula = f"{count:.4g} parameters × {self.sum_bytes} B, {where}"
+        kind = "exact sum" if self.job.recipe.reduction.order_invariant else "sum in float32"
+        return (Term("gradients", kind, count * self.sum_bytes, formula, _SUMS),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
@@ -235,7 +239,7 @@ class _Rank:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
             experts, rest = self.whole_state()
             count = (experts + rest).weights / per.weights
-            width = max(per.gradients, _SUM_BYTES if self.has_sums else 0.0)
+            width = max(per.gradients, self.sum_bytes)
             add("weights of the stage, gathered", count, per.weights, _STAGES)
             add("gradients of the stage, before they are shared", count, width, _STAGES)
         elif is_sharded:

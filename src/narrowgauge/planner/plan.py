@@ -52,7 +52,7 @@ def plan(
     layout: str | Mapping[str, Any] = "",
     **rates: Any,
 ) -> Plan:
-    """Plan what fits, how fast, in which layout, and why. Nothing is trained, and only a ``config.json`` needs PyTorch.
+    """Plan what fits, how fast, in which layout, and why. Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
         model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
@@ -60,7 +60,7 @@ def plan(
             ``"all"`` for every recipe that they multiply natively.
         chip, chips: names (``narrowgauge show chips``) and numbers, 1 by default. Several are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
-        sequence_length: in tokens; None for the model's longest, at most 4096.
+        sequence_length: in tokens; None for 4096, or for the positions of a preset or of learned positions if they are fewer.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for its days.
         optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states.

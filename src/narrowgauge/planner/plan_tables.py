@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.planner.efficiency import RESTARTS
-from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.jobs import SECONDS_PER_DAY, Job
 from narrowgauge.planner.model_state import RANKS
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
@@ -15,9 +15,9 @@ from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.planner.units import bytes_text, count_text, duration_text, layout_text, unit_of
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.update_rules import UPDATE_RULES
 
 _LEAST_SHARE = 0.005
-_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +136,23 @@ def _options_table(jobs: Sequence[Job], tokens: float | None, title: str) -> Tab
     )
     if tokens is not None:
         columns += (
-            *number_columns(time=lambda job: duration_text(_DAY * job.days(tokens))),
+            *number_columns(time=lambda job: duration_text(SECONDS_PER_DAY * job.days(tokens))),
             Column(
                 "80 % interval",
-                lambda job: " to ".join(duration_text(_DAY * end) for end in job.days_interval(tokens)),
+                lambda job: " to ".join(duration_text(SECONDS_PER_DAY * end) for end in job.days_interval(tokens)),
                 right=True,
             ),
         )
-    columns += text_columns(
-        limited_by="limited_by", runs_with=lambda job: "" if job.layout.is_fsdp else "torchtitan with ng.AdamW"
-    )
+    columns += text_columns(limited_by="limited_by", runs_with=_runs_with)
     return _table(columns, jobs, title)
+
+
+def _runs_with(job: Job) -> str:
+    """Return what trains this job, if it is not ``narrowgauge train``, which has FSDP2 and AdamW alone."""
+    rule = UPDATE_RULES[job.optimizer].optimizer
+    if job.layout.is_fsdp:
+        return "" if rule == "AdamW" else f"your loop with ng.{rule}"
+    return f"torchtitan with ng.{rule}"
 
 
 def _free_text(job: Job) -> str:
@@ -187,7 +193,7 @@ def _groups_table(step: Terms, title: str) -> Table:
 
 def _assumptions(plan: Plan) -> Iterator[str]:
     """Yield the plan's assumptions: libraries, networks, parts of the model, and losses of recipes."""
-    best, preset = plan.best, MODELS.get(plan.model)
+    best, preset = plan.best, MODELS.get(plan.best.architecture.name)
     for job in plan.options:
         yield f"{job.efficiency.engines} on {job.chip.name} (--software)"
     for job in plan.options:

@@ -147,7 +147,7 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     contexts = _values(fixed, "context", _CONTEXT if job.sequence_length >= LONG_SEQUENCE else (1,))
     for tensor, pipeline, context in product(tensors, _values(fixed, "pipeline", stages), contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
-        if rest:
+        if rest or (pipeline == 1 and "pipeline" not in fixed and fixed.get("interleave", 1) > 1):
             continue
         most = math.gcd(model.mixture.num_experts, chips // (tensor * pipeline)) if model.mixture else 1
         experts = _values(fixed, "expert", (1, math.gcd(most, node), most))

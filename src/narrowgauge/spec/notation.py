@@ -115,7 +115,7 @@ def parse(value: Any, where: str = "") -> Recipe:
     if isinstance(value, Mapping):
         return _from_table(value, f"the recipe of {where}" if where else "the recipe table")
     if not isinstance(value, str | Path):
-        raise RecipeError(f"{where or 'a record'} has recipe = {value!r}.", "A recipe is a name in quotes, or a table.")
+        raise RecipeError(f"{where or 'a call'} has recipe = {value!r}.", "A recipe is a name in quotes, or a table.")
     return _from_file(Path(value)) if str(value).endswith(".toml") else _from_name(str(value))
 
 

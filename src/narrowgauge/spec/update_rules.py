@@ -35,7 +35,7 @@ class Range:
         """Refuse a value outside the range. For a pair, check both."""
         parts = value if self.is_pair and isinstance(value, (tuple, list)) else (value,)
         if self.is_pair and len(parts) != 2:
-            raise RecipeError(f"{name} = {value!r} was requested; it must be two numbers, {self}.")
+            raise RecipeError(f"{name} = {value!r} was requested; it must be two numbers, each {self}.")
         for place, part in enumerate(parts):
             label = name if part is value else f"{'beta' if name == 'betas' else name}{place + 1}"
             try:

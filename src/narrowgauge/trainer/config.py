@@ -256,6 +256,8 @@ class TrainConfig:
             require(field, getattr(self, field.name))
         for package in ("transformers", "tokenizers"):
             require_package(package)
+        if self.max_grad_norm != math.inf:
+            Range(above=True).check("max_grad_norm", self.max_grad_norm)
         if parse(self.recipe.to_value()) != self.recipe:
             raise RecipeError(
                 f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
@@ -294,7 +296,7 @@ class TrainConfig:
             raise RankError(
                 f"{num_ranks} ranks were requested, and a step has {self.gradient_accumulation_steps} micro-batches; each rank "
                 "needs one.",
-                f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
+                f"Set --gradient-accumulation-steps (in run.toml for a resume) to {num_ranks} or more, or start fewer ranks.",
             )
 
     def require_positions(self, positions: int) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, whole_folder
-from narrowgauge.trainer.data.tokens import load_tokenizer
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.session import load
 
@@ -44,11 +43,14 @@ def export(folder: Path, out: Path) -> Path:
     weights = {name: tensors[name].contiguous() for name in names if name in tensors}
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     tables = [model.config, model.generation_config] if model.can_generate() else [model.config]
+    tokenizer, end = session.folder / "tokenizer.json", session.data.end_of_text
     with whole_folder(out) as temporary, without_progress_bars():
         for table in tables:
             table.use_cache = True
-            if (session.folder / "tokenizer.json").is_file():
-                table.bos_token_id = table.eos_token_id = _write_tokenizer(session.folder, temporary, model.config)
+            if tokenizer.is_file():
+                table.bos_token_id = table.eos_token_id = end
+        if tokenizer.is_file():
+            _write_tokenizer(tokenizer, end, temporary, model.config)
         model.save_pretrained(temporary, state_dict=weights)
         # Loading casts all weights to the declared dtype: one that changes no value.
         model.config.dtype = (
@@ -63,11 +65,12 @@ def export(folder: Path, out: Path) -> Path:
     return out
 
 
-def _write_tokenizer(folder: Path, out: Path, config: Any) -> int:
-    """Write the tokenizer of a run as a Hugging Face one, and return its end-of-text token."""
+def _write_tokenizer(file: Path, end: int, out: Path, config: Any) -> None:
+    """Write the tokenizer of a run, with its end-of-text token, as a Hugging Face one."""
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer, end = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file))
     positions = getattr(config, "max_position_embeddings", None)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -77,4 +80,3 @@ def _write_tokenizer(folder: Path, out: Path, config: Any) -> int:
         **({} if positions is None else {"model_max_length": positions}),
     )
     fast.save_pretrained(out)
-    return end

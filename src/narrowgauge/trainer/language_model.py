@@ -115,7 +115,7 @@ def loss_sum(
     tokens: Tensor,
     *,
     chunked: bool,
-    cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
 ) -> Tensor:
     """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
 
@@ -123,7 +123,7 @@ def loss_sum(
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
         chunked: compute the logits for a few hundred tokens at a time, and again in backward. At most 128 MiB of logits exist at
             once. The head's forward matmul runs twice. Only for a plain ``Linear`` as the head, and see :func:`ends_in_head`.
-        cross_entropy: replaces the function of that name, compiled.
+        loss_of: :func:`cross_entropy`, or that function compiled.
 
     Example:
         >>> model = build("llama-1m", seed=0)
@@ -133,7 +133,7 @@ def loss_sum(
     """
     inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
     if not chunked:
-        return cross_entropy(model(input_ids=inputs, use_cache=False).logits, targets)
+        return loss_of(model(input_ids=inputs, use_cache=False).logits, targets)
     head = model.get_output_embeddings()
     hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
     return chunked_cross_entropy(hidden.flatten(0, -2), head.weight, targets, head.bias)
@@ -201,7 +201,8 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
 
     Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``, and the cross entropy is
     compiled too. Everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for
-    80. The steps are as fast as with one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md).
+    80. The steps are as fast as with one graph for the whole model (measured: llama-8m in bfloat16, RESULTS.md). A model whose
+    layers are not transformers' ``GradientCheckpointingLayer`` runs them eagerly.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -218,7 +219,7 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
             module.compile(fullgraph=is_whole, options=options)
     # Chunks are recomputed in backward, so their loss stays eager.
     loss_of = cross_entropy if chunked else torch.compile(cross_entropy, fullgraph=True)
-    return partial(loss_sum, model, chunked=chunked, cross_entropy=loss_of)
+    return partial(loss_sum, model, chunked=chunked, loss_of=loss_of)
 
 
 _GPT2 = {

@@ -43,6 +43,8 @@ _SIGPIPE = getattr(signal, "SIGPIPE", signal.SIGTERM)  # Windows has none
 class DivergenceError(NarrowgaugeError):
     """Training was stopped at a bad step, as requested."""
 
+    status = 1
+
 
 def train(config: TrainConfig, console: Console | None = None) -> Path:
     """Train a model from the start, and return the run folder.
@@ -62,9 +64,6 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         data.require(config.sequence_length)
         shown.stage("building the model")
         session = build(config, folder, data)
-        positions = getattr(session.model.config.get_text_config(), "max_position_embeddings", None)
-        if positions is not None:
-            config.require_positions(positions)
 
         def create() -> RunWriter:
             content = describe(session)

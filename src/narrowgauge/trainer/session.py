@@ -1,7 +1,7 @@
 """A session: a model, its optimizer and its data at some step. Build, save and load it.
 
 The state of a session is a function of its settings and its checkpoint. The seed gives the initial weights and the order
-of the data. (seed, step) gives the random bits of rounding. Nothing else is saved. A restored session
+of the data. (seed, step) gives the random bits of rounding. No generator state is saved. A restored session
 continues with the same bits as an uninterrupted one.
 """
 
@@ -40,10 +40,11 @@ from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.tokens import is_token_map
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
 from narrowgauge.trainer.resume_checks import require_same_run, run_of_trainer
 
@@ -185,6 +186,9 @@ class Session:
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None:
+        config.require_positions(positions)
     config = config.filled(model.num_parameters())
     config.require_compiler()
     assert config.lr is not None
@@ -299,7 +303,13 @@ def data_of_run(run: Run, config: TrainConfig) -> Dataset:
 
 def prepare_tokens(config: TrainConfig) -> Dataset:
     """Prepare the tokens that the settings name. The tokenizer is the model folder's, or a BPE trained on the data."""
-    is_own = config.model not in MODELS and (Path(config.model) / "tokenizer.json").is_file()
+    folder = None if config.model in MODELS else Path(config.model)
+    is_own = folder is not None and (folder / "tokenizer.json").is_file()
+    if folder is not None and not is_own and weights_file(folder) and not is_token_map(Path(config.data)):
+        raise DataError(
+            f"{folder} holds weights and no tokenizer.json, and a new tokenizer would not fit them.",
+            f"Write it: AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}').",
+        )
     return prepare_data(
         config.data,
         vocab_size=language_model.vocabulary_size(config.model),

@@ -126,6 +126,7 @@ def evaluate(session: Session) -> float:
         # Ranks without a batch left repeat one: all take part in gathering weights.
         for part in micro_batches_of_rank(len(batches), here.rank % len(batches), here.size):
             tokens = torch.from_numpy(batches[part.number]).to(session.device)
+            # Without float32_attention(): the kernel's forward in bfloat16 is fast, only its backward is slow.
             with random_numbers(config.seed, session.step, part.number, session.device):  # some models draw here too
                 sums.append(session.loss(tokens).double())
     finally:

@@ -122,7 +122,10 @@ def test_a_given_tokenizer(corpus: Path, tmp_path: Path, dataset: Dataset) -> No
     with pytest.raises(DataError, match="no end-of-text token"):
         prepare_data(corpus, tokenizer=tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "[DONE]"}}')
-    assert prepare_data(corpus, tokenizer=tmp_path, held_out=0.2, seed=1).end_of_text == dataset.end_of_text
+    tokenizer["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    again = prepare_data(corpus, tokenizer=tmp_path, held_out=0.2, seed=1)
+    assert again.end_of_text == dataset.end_of_text and again.num_tokens == dataset.num_tokens
 
 
 def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Dataset, cache: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from narrowgauge.errors import DataError
 from narrowgauge.trainer.data.shuffle import shuffled
 from narrowgauge.trainer.data.text import open_texts
-from narrowgauge.trainer.data.tokens import TokenMap, read_tokens, tokenized
+from narrowgauge.trainer.data.tokens import TokenMap, is_token_map, read_tokens, tokenized
 
 
 class Stream:
@@ -71,11 +71,13 @@ class Dataset:
     def unigram_loss(self) -> float:
         """Return the loss in nats per token of guessing by the frequencies of training tokens. A model must beat it.
 
-        Frequencies are of the first ten million tokens, and one is added to each count.
+        Both frequencies are of the first ten million tokens, and one is added to each training count.
         """
-        first = np.arange(min(len(self.train), 10_000_000))
-        counts = 1.0 + np.bincount(self.train[first], minlength=self.vocab_size)
-        held_out = np.bincount(self.valid[np.arange(len(self.valid))], minlength=self.vocab_size)
+        train, held_out = (
+            np.bincount(tokens[np.arange(min(len(tokens), 10_000_000))], minlength=self.vocab_size)
+            for tokens in (self.train, self.valid)
+        )
+        counts = train + 1.0
         return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
 
     def require(self, sequence_length: int) -> None:
@@ -154,7 +156,7 @@ def prepare_data(
         RecordError: the cache is full or not writable.
     """
     path = Path(source)
-    if path.name == "tokens.bin" or (path / "tokens.bin").is_file():
+    if is_token_map(path):
         tokens = read_tokens(path)
     else:
         tokens = tokenized(open_texts(str(source)), vocab_size, tokenizer)

@@ -96,8 +96,8 @@ def tokenized(texts: Texts, vocab_size: int | None, tokenizer: str | Path | None
 def write_tokens(folder: Path, texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> None:
     """Tokenize text into an existing folder. Write ``tokens.json`` last, so a map without it is incomplete.
 
-    Text that spells a special token is encoded like other text. Long documents are split after a newline, only if no token
-    spans the two sides.
+    Text that spells a special token is encoded like other text. A document of more than 2^18 characters is encoded in pieces,
+    each up to its last newline if it has one.
     """
     vocab_size, tokenizer_json = tokenizer.get_vocab_size(), tokenizer.to_str()
     tokenizer.encode_special_tokens = True
@@ -118,6 +118,11 @@ def write_tokens(folder: Path, texts: Texts, tokenizer: Tokenizer, end_of_text: 
         "blake2b": {name: digest(folder / name) for name in ("tokens.bin", "documents.bin", "tokenizer.json")},
     }
     (folder / "tokens.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
+
+
+def is_token_map(path: Path) -> bool:
+    """Return whether a path names a token map, not text."""
+    return path.name == "tokens.bin" or (path / "tokens.bin").is_file()
 
 
 def read_tokens(path: Path, *, check: bool = False) -> TokenMap:
@@ -197,6 +202,8 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise DataError(f"Cannot read the tokenizer {file}: {error}.") from error
+    tokenizer.no_truncation()  # a tokenizer saved after calls with truncation=True would cut the text
+    tokenizer.no_padding()
     names = list(_END_NAMES)
     with suppress(OSError, ValueError, KeyError, TypeError):  # of a Hugging Face folder
         name = load_json(file.with_name("tokenizer_config.json").read_bytes())["eos_token"]
