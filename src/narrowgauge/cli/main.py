@@ -184,7 +184,7 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
     _run(config, lambda: loop.train(config))
 
 
-@main.command("resume", short_help="Resume a run, on as many ranks as a step has micro-batches at most.")
+@main.command("resume", short_help="Resume a run, on one or more ranks.")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @_nproc
