@@ -12,5 +12,5 @@ from narrowgauge import machine
 @contextmanager
 def pretending(*sets: str) -> Iterator[None]:
     """Multiply as a processor with these instruction sets alone."""
-    with mock.patch.object(machine, "instruction_sets", lambda: frozenset(sets)):
+    with mock.patch.object(machine, "_usable", frozenset(sets)):
         yield

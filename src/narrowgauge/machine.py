@@ -35,7 +35,7 @@ def multiplies(format: str) -> bool:
         >>> multiplies("float32"), multiplies("float8_e4m3fn")
         (True, False)
     """
-    return format in ("float32", "float64") or bool(instruction_sets() & _MULTIPLYING.get(format, set()))
+    return format in ("float32", "float64") or bool(_usable & _MULTIPLYING.get(format, set()))
 
 
 @lru_cache(None)
@@ -131,3 +131,6 @@ def gpu_compiler_missing() -> str:
         return f"no C compiler ({' or '.join(map(repr, names))}) is on PATH, with which Triton builds what launches a kernel"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return "" if header.is_file() else f"the headers of Python are not installed ({header})"
+
+
+_usable = instruction_sets()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -191,6 +193,25 @@ def test_attention_of_pytorch_computes_in_a_wider_format_than_its_weights() -> N
     plain.load_state_dict(model.state_dict())
     x = torch.randn(3, 2, 16)
     assert torch.equal(model(x, x, x)[0], plain(x, x, x)[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": -1.0},
+        {"options_of": lambda _: {"lrr": 1.0}},
+        {"options_of": lambda _: {"rule": "muon"}},
+        {"optimizer": ng.Muon, "recipe": "float8-row/compact"},
+        {"narrow_gather": True},
+    ],
+)
+def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
+    model = Net()
+    before, kinds = values(model), [type(module) for module in model.modules()]
+    with pytest.raises(RecipeError):
+        ng.prepare(model, **{"recipe": "float8-row/word", **wrong})
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(p.dtype is torch.float32 and torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def test_a_parameter_that_left_the_model_is_refused() -> None:

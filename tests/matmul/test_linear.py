@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from matmul.scenarios import (
@@ -187,6 +188,42 @@ def test_the_step_goes_on_with_an_optimizer_s() -> None:
     handle = linears_of(model)
     assert handle is not None and handle.step == 2 and handle.layers == linears.layers
     assert linears_of(nn.LayerNorm(2)) is None
+
+
+def test_a_step_that_calls_its_base_class_s_counts_once() -> None:
+    class Inner(torch.optim.SGD):
+        pass
+
+    class Outer(Inner):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    model = Model()
+    linears = silently(model, "int8-row")
+    Inner(model.parameters(), lr=0.0)  # PyTorch hooks the step of each class that has made an optimizer
+    Outer(model.parameters(), lr=0.0).step()
+    assert linears.step == 1
+
+
+def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("narrowgauge.matmul.swapping.is_widened", lambda *_: True)  # a CPU without products of bfloat16
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
+    linears = silently(model, lambda name: "int8-row", keep=("0",), seed=7)
+    assert list(linears.layers) == ["1"]
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    again = linears_of(model)
+    assert again is not None and again.clock is linears.clock and again.step == 1
+
+
+def test_ranks_of_ddp_keep_their_own_random_bits() -> None:
+    model = Model()
+    silently(model, "float8-delayed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sent = {id(buffer) for buffer in nn.parallel.DistributedDataParallel(model).modules_buffers}
+    finally:
+        dist.destroy_process_group()
+    assert len(list(model.buffers())) > 0 and not sent & {id(buffer) for buffer in model.buffers()}
 
 
 # ── one cast for several layers ─────────────────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,7 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul.fsdp_gather import gather_codes
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart, linear_names, swap_linears
+from narrowgauge.matmul.swapping import NarrowLayers, linear_names, swap_linears
 from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
@@ -114,28 +114,34 @@ def prepare(
     trained = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad]
     extra_options = {name: _extra_options(name, options_of) for name in trained}
     require_trainable(model, policy, mesh, shard)
+    if narrow_gather and mesh is None:
+        raise RecipeError("Cannot use narrow_gather without a mesh.", "Leave it out, or pass mesh=init_device_mesh(…).")
+    if loss_scaler is None and any(compute.scales_loss for compute in policy.computes):
+        loss_scaler = LossScaler()
 
+    def built(is_trial: bool = False) -> OptimizerT:
+        groups = _groups(model, policy, decays, extra_options, is_trial)
+        stepper = optimizer(
+            [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
+            storage=policy.storage.name,
+            seed=seed,
+            loss_scaler=loss_scaler,
+            **options,
+        )
+        _set_decay(stepper, groups)
+        return stepper
+
+    built(is_trial=True)  # what it refuses is refused before the model is rounded
     if mesh is not None:
         sharding.make_equal(model, mesh)
     values = round_parameters(model, policy)
     linears = narrow_linears(model, policy, seed)
-    keep_ranks_apart(model)
     if mesh is not None and shard != "none":
         values = _shard(model, values, mesh, offload)
     _propagate_scales(model, policy)
     compute_in_scope(model, policy)
 
-    if loss_scaler is None and any(compute.scales_loss for compute in policy.computes):
-        loss_scaler = LossScaler()
-    groups = _groups(model, policy, decays, extra_options)
-    stepper = optimizer(
-        [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
-        storage=policy.storage.name,
-        seed=seed,
-        loss_scaler=loss_scaler,
-        **options,
-    )
-    _set_decay(stepper, groups)
+    stepper = built()
     stepper.name_parameters(model)
     stepper.adopt(values)
     if linears is not None:
@@ -228,8 +234,9 @@ def _groups(
     recipe: Recipe,
     decays: Callable[[str, Tensor], bool],
     extra_options: Mapping[str, dict[str, Any]],
+    is_trial: bool,
 ) -> list[dict[str, Any]]:
-    """Return parameters grouped by decay and their own options."""
+    """Return parameters grouped by decay and their own options. For a trial, return tensors of their shapes instead."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -241,6 +248,9 @@ def _groups(
         # The optimizer derives the storage of vectors from the storage of their group.
         described = {"storage": recipe.storage.name, "decays": is_decayed, "extra": extra, "params": []}
         group = groups.setdefault((is_decayed, *values), described)
+        if is_trial:
+            dtype = getattr(torch, recipe.storage.visible)
+            parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape))
         group["params"].append((name, parameter))
     return list(groups.values())
 

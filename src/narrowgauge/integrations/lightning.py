@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.matmul.swapping import keep_ranks_apart
 from narrowgauge.runs.schema import Row, numbers_of
 
 # Its two packages have separate classes. Use the package that the program has imported.
@@ -60,6 +61,10 @@ class NarrowgaugeMonitor(Callback):
         self._loss_name, self._val_loss_name, self._count = loss, val_loss, tokens
         self._step, self._tokens, self._rate = 0, 0, 0.0
         self._loss: Tensor | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Keep the random bits of narrow layers apart on ranks, before DistributedDataParallel wraps the module."""
+        keep_ranks_apart(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the run folder. A resumed fit goes back to its checkpoint's step."""

@@ -33,6 +33,7 @@ from narrowgauge.numerics.quantization import (
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
 from narrowgauge.torch_hooks import after_every_step
+from narrowgauge.torch_names import calls_of_step
 
 Words = tuple[Tensor, Tensor]
 PAIRS = torch.uint8
@@ -196,9 +197,10 @@ class Clock:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_words": {}}  # a copy of a layer asks for them again
 
-    def advance(self, *_: Any) -> None:
-        """Count a step."""
-        self.set(step=self.step + 1)
+    def advance(self, optimizer: Any, *_: Any) -> None:
+        """Count a step of an optimizer, one alone if its ``step`` calls that of its base class."""
+        if calls_of_step(optimizer) <= 1:
+            self.set(step=self.step + 1)
 
     def count_every_step(self) -> None:
         """Count the steps of every optimizer, until :meth:`stop_counting`."""
@@ -213,9 +215,9 @@ class Clock:
 _COUNTING: weakref.WeakSet[Clock] = weakref.WeakSet()
 
 
-def _advance_all(*_: Any) -> None:
+def _advance_all(optimizer: Any, *_: Any) -> None:
     for clock in list(_COUNTING):
-        clock.advance()
+        clock.advance(optimizer)
 
 
 def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tensor:

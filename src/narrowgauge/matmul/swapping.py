@@ -119,7 +119,8 @@ def swap_linears(
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
         compute: a compute, its name, or a function from a layer's name to either (``None`` leaves it alone). A projection of
             experts is called ``….experts.down_proj``.
-        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head).
+        keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head),
+            and nothing if ``compute`` is a function.
         seed: of stochastic casts.
     Returns:
         A handle on the swapped layers.
@@ -151,12 +152,18 @@ def swap_linears(
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
     linears = NarrowLayers(layers, Clock(seed))
+    for layer in slow:
+        layer.set_clock(linears.clock)
     linears.clock.count_every_step()
+    keep_ranks_apart(model)
     return linears
 
 
 def keep_ranks_apart(model: nn.Module) -> None:
-    """Make DistributedDataParallel ignore the buffers of narrow layers, which differ by rank. Call it before wrapping."""
+    """Make DistributedDataParallel ignore the buffers of narrow layers, which differ by rank.
+
+    Call it before wrapping, for the module that is wrapped: :func:`swap_linears` and ``prepare`` do it for their model.
+    """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)}
     if layers:
         buffers = ("key", "clock_words", "amax_history")
@@ -186,15 +193,17 @@ def linear_names(model: nn.Module) -> list[str]:
 
 def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
     """Return a function from a layer's name to its compute; ``None`` if ``keep`` or the compute leaves the layer alone."""
-    if not isinstance(compute, (str, Compute)):
-        choose_compute = compute
-        return lambda name: None if (chosen := choose_compute(name)) is None else get_compute(chosen)
-    chosen = get_compute(compute)
-    patterns = chosen.keep if keep is None else keep
+    chosen = get_compute(compute) if isinstance(compute, (str, Compute)) else None
+    patterns = keep if keep is not None else chosen.keep if chosen is not None else ()
+    if isinstance(patterns, str):
+        raise RecipeError(f"Cannot use keep = {patterns!r} because it is no tuple.", f'Give keep=("{patterns}",).')
 
     def choose(name: str) -> Compute | None:
-        is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        return None if is_kept else chosen
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            return None
+        if chosen is not None:
+            return chosen
+        return None if (own := compute(name)) is None else get_compute(own)
 
     return choose
 
