@@ -122,7 +122,7 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
         worst, total = min(member[:2] for member in members), torch.stack([sums for *_, sums in members]).sum(0)
         value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
         advice = (
-            f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}, so that it acts like {value:.2f} × lr; "
+            f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} of the update is stored, "
             f'least of all in {worst[1]} ({worst[0]:.2f}). storage "{row.fallback}" keeps them in '
             f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}."
         )
