@@ -50,7 +50,8 @@ def grouped_linear(
         bias: ``[experts, out]``.
         keys: with a key for each expert. Needed for random bits or delayed scales.
         history: for computes with delayed scales, see :class:`GroupedLinear`.
-        sequence_length: tokens per sequence. With the index of the first sequence it keys random bits.
+        sequence_length: rows by which the index of the first sequence advances the random bits. A mixture passes all its rows,
+            so that micro-batches never share any.
         record: write the amax of this step into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
@@ -243,7 +244,7 @@ def _require_reachable(name: str, module: Any) -> None:
     if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
         raise RecipeError(
             f"'{name}', a {type(module).__name__}, multiplies its experts by its own code, which cannot be replaced.",
-            f'Leave them as they are: keep=["{name}.*"] of swap_linears, or compute "bfloat16" in an [[override]] of the recipe.',
+            f'Leave them as they are: keep=("lm_head", "{name}.*") of swap_linears, or compute "bfloat16" in an [[override]] of the recipe.',
         )
     if module._is_expert_parallel:
         raise RecipeError(

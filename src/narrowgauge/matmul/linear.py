@@ -167,9 +167,7 @@ class Linear(NarrowLayer, nn.Linear):
         """
         weight = weight.t() if self.is_transposed else weight
         x = self.cast_stream(x)
-        if not x.numel():  # nothing to cast
-            return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        if x.dtype is self.plain_dtype:
+        if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
         length = x.shape[-2] if x.ndim > 2 else 1
         y: Tensor = layer_matmuls.multiply_layer(
@@ -256,7 +254,7 @@ def _empty_layer(plain: Any) -> Linear:
     return narrow.__new__(narrow)
 
 
-def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
+def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
     """Return the module as a :class:`Linear`. It stays the same object, so hooks and references stay valid.
 
     Refuse an object whose own ``forward`` was replaced: it would compute as before.

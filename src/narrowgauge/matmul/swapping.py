@@ -15,7 +15,7 @@ from narrowgauge.matmul import experts
 from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, keep_from_fused_kernels, narrowed
+from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, keep_from_fused_kernels, made_narrow
 from narrowgauge.matmul.operand import Clock
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -139,7 +139,7 @@ def swap_linears(
     for name, module in list(model.named_modules()):
         chosen = choose(name) if is_linear(module) else None
         if chosen is not None:
-            layers[name] = narrowed(plain_name(name), module, chosen)
+            layers[name] = made_narrow(plain_name(name), module, chosen)
     layers |= experts.grouped_layers(model, choose)
     if not layers:
         raise RecipeError(
@@ -193,17 +193,19 @@ def linear_names(model: nn.Module) -> list[str]:
 
 def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
     """Return a function from a layer's name to its compute; ``None`` if ``keep`` or the compute leaves the layer alone."""
-    chosen = get_compute(compute) if isinstance(compute, (str, Compute)) else None
-    patterns = keep if keep is not None else chosen.keep if chosen is not None else ()
+    of_layer: Callable[[str], str | Compute | None]
+    patterns: tuple[str, ...]
+    if isinstance(compute, (str, Compute)):
+        chosen = get_compute(compute)
+        of_layer, patterns = lambda _: chosen, chosen.keep if keep is None else keep
+    else:
+        of_layer, patterns = compute, keep or ()
     if isinstance(patterns, str):
         raise RecipeError(f"Cannot use keep = {patterns!r} because it is no tuple.", f'Give keep=("{patterns}",).')
 
     def choose(name: str) -> Compute | None:
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            return None
-        if chosen is not None:
-            return chosen
-        return None if (own := compute(name)) is None else get_compute(own)
+        is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        return None if is_kept or (own := of_layer(name)) is None else get_compute(own)
 
     return choose
 
@@ -218,4 +220,4 @@ def _swap_slow_layers(model: nn.Module) -> list[Linear]:
         and module.weight.dtype is torch.bfloat16
         and is_widened(torch.bfloat16, module.weight.device.type)
     }
-    return [narrowed(plain_name(name), module, COMPUTES["bfloat16"]) for name, module in slow.items()]
+    return [made_narrow(plain_name(name), module, COMPUTES["bfloat16"]) for name, module in slow.items()]
