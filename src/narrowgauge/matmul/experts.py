@@ -244,7 +244,7 @@ def _require_reachable(name: str, module: Any) -> None:
     if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
         raise RecipeError(
             f"'{name}', a {type(module).__name__}, multiplies its experts by its own code, which cannot be replaced.",
-            f'Leave them as they are: keep=("lm_head", "{name}.*") of swap_linears, or compute "bfloat16" in an [[override]] of the recipe.',
+            f'Leave them as they are: keep=("lm_head", "{name}.*"), or compute "bfloat16" in an [[override]] of the recipe.',
         )
     if module._is_expert_parallel:
         raise RecipeError(
