@@ -14,11 +14,11 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import KERNEL_SUMS, UPDATE_SUMS, update_metrics, update_sums
-from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
+from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Sums, joined_over_ranks, read
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, parameters
-from tensors import step_gradients
+from tensors import step_gradients, take_steps
 
 
 def row(**sums: float) -> Tensor:
@@ -106,6 +106,32 @@ def test_audit_reads_each_tensor_and_all_of_them() -> None:
     assert readings["small"].edq == pytest.approx(1.0, abs=0.01) and readings["small"].lost_fraction == 0.0
     assert readings.total.lost_fraction == 0.5 and readings.total.edq == pytest.approx(0.5, abs=0.01)
     assert {r.num_audits for r in readings.values()} == {3}
+
+
+def test_a_group_added_later_is_audited_with_the_others_of_all_ranks() -> None:
+    first, late = parameters("word", [(8, 8), (4, 4)])
+    optimizer = ng.AdamW([("first", first)], audit_every=1)
+    optimizer.auditor.join = joined_over_ranks([first])
+    optimizer.add_param_group({"params": [("late", late)]})
+    take_steps(optimizer, range(1))
+    assert list(ng.audit(optimizer)) == ["first", "late"]
+
+
+def test_an_audit_of_all_ranks_is_joined_within_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on an accelerator, where other steps are settled later: one rank alone may ask for it then, and would hang."""
+    optimizer, joined = ng.AdamW(parameters("word", [(8, 8)]), audit_every=2), []
+    there = SimpleNamespace(control=SimpleNamespace(device=torch.device("cuda")), norm=None, finite=None)
+    monkeypatch.setattr(optimizer, "_control", lambda *_, **__: there)
+    monkeypatch.setattr("narrowgauge.optim.optimizer.Stepper", lambda *_: SimpleNamespace(step=lambda states: None))
+
+    def join(sums: list[Sums]) -> list[Sums]:
+        joined.append(step)
+        return sums
+
+    optimizer.auditor.join = join
+    for step in range(1, 6):
+        take_steps(optimizer, range(1))
+        assert joined == [2, 4][: step // 2]
 
 
 @pytest.mark.parametrize("storage", REPRESENTATIVES)

@@ -104,8 +104,8 @@ def test_wrong_options_are_refused_in_one_line(options: dict[str, Any], words: s
         ng.AdamW(parameters("word"), **options)
 
 
-def test_values_of_another_shape_or_tensor_are_not_adopted() -> None:
-    (weight,) = params = [nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))]
+def test_values_of_another_shape_or_tensor_are_not_adopted_and_change_nothing() -> None:
+    first, weight = params = [nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = ng.AdamW(params)
     for weights, states, words in (
         ({weight: torch.ones(3, 2)}, {}, "of shape"),
@@ -115,4 +115,11 @@ def test_values_of_another_shape_or_tensor_are_not_adopted() -> None:
         ({weight: torch.ones(2, 3)}, {weight: {"momentum": torch.ones(2, 3)}}, "has exp_avg, exp_avg_sq"),
     ):
         with pytest.raises(ng.errors.RecipeError, match=words):
-            optimizer.adopt(weights, states)
+            optimizer.adopt({first: torch.zeros(2, 3), **weights}, states)
+        assert first.all() and weight.all() and not optimizer.state
+    optimizer = ng.Adafactor(params)
+    with pytest.raises(ng.errors.RecipeError, match="'exp_avg_sq_row' of shape"):
+        optimizer.adopt({first: torch.zeros(2, 3)}, {first: {"exp_avg_sq_row": torch.ones(3)}})
+    assert first.all()
+    optimizer.adopt({first: torch.zeros(2, 3)}, {first: {"exp_avg_sq_row": torch.ones(2)}})
+    assert torch.equal(optimizer.stored(first, "exp_avg_sq_row"), torch.ones(2))

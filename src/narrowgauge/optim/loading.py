@@ -12,7 +12,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim import codes
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import extras_of
 from narrowgauge.optim.state import ParameterState, extra_code
 from narrowgauge.optim.validation import agree
 
@@ -87,10 +87,10 @@ def put_states(optimizer: Any) -> None:
 def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
     """Return the saved names of a matrix rule's own states. Every rank has them whole, whatever the sharding."""
     group = optimizer.group_of(parameter)
-    rule, row = optimizer.rule_in(group, parameter), optimizer.storage_of(parameter)
-    if not isinstance(rule, MatrixRule):
-        return set()
-    states = rule.states(tuple(parameter.shape), group)
+    row, states = (
+        optimizer.storage_of(parameter),
+        extras_of(optimizer.rule_in(group, parameter), parameter.shape, group),
+    )
     return {codes.saved_as(name, extra_code(row, state.role)) for name, state in states.items()}
 
 

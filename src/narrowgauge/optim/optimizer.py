@@ -23,12 +23,12 @@ from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
-from narrowgauge.optim.audit import Alarm, Auditor, warn_of
+from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
+from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
@@ -167,6 +167,8 @@ class Optimizer(torch.optim.Optimizer):
         except (ChipError, RecipeError):
             self.param_groups.pop()
             raise
+        if self.auditor.join is not None:
+            self.auditor.join = joined_over_ranks(list(self._parameters()))
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +236,7 @@ class Optimizer(torch.optim.Optimizer):
         for parameter in parameters:
             require_float64([parameter])
             rule, row = self._pair_of(group, parameter)
-            extras = rule.states(tuple(parameter.shape), group) if isinstance(rule, MatrixRule) else {}
+            extras = extras_of(rule, parameter.shape, group)
             row = row.keeping(rule.kept)
             kernel = self._kernel(rule, row)
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
@@ -262,6 +264,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """Store float32 weights, and perhaps states. Parameters become the visible part of the weights.
 
+        Refused values change nothing.
+
         Args:
             values: the float32 weight of each parameter, of its shape, rounded to nearest.
             states: the float32 states of each parameter by name. ``step`` is the number of steps taken. A stochastic
@@ -278,13 +282,10 @@ class Optimizer(torch.optim.Optimizer):
                 "has states and no weight.",
                 "Pass a weight for each parameter, by the parameters of this optimizer.",
             )
-        for group in self.param_groups if states else ():
+        for group in self.param_groups:
             for parameter in group["params"]:
-                rule = self.rule_in(group, parameter)
-                names = shapes_of_states(rule, parameter.shape, group)
-                if strange := sorted({*states.get(parameter, {})} - {"step", *names}):
-                    has = ", ".join(names) or "no states"
-                    raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
+                if parameter in known:
+                    self._check_adopted(group, parameter, values[parameter], states.get(parameter, {}))
         for group in self.param_groups:
             members = [p for p in group["params"] if p in values]
             with torch.no_grad():
@@ -299,6 +300,23 @@ class Optimizer(torch.optim.Optimizer):
                     if isinstance(value, Tensor) and name != "step":
                         state.put(name, local_of(value), seed)
 
+    def _check_adopted(
+        self, group: Group, parameter: Tensor, weight: Tensor, states: Mapping[str, Tensor | int]
+    ) -> None:
+        """Refuse states of unknown names, and values of another shape than the parameter and its states here."""
+        rule = self.rule_in(group, parameter)
+        names = shapes_of_states(rule, parameter.shape, group)
+        if strange := sorted({*states} - {"step", *names}):
+            has = ", ".join(names) or "no states"
+            raise RecipeError(f"Cannot adopt '{strange[0]}': rule '{rule.name}' has {has}.")
+        extras, shape = extras_of(rule, parameter.shape, group), local_of(parameter).shape
+        for name, value in {"weight": weight, **states}.items():
+            needed = tuple(extras[name].shape if name in extras else shape)
+            if isinstance(value, Tensor) and name != "step" and local_of(value).shape != needed:
+                raise RecipeError(
+                    f"Cannot adopt a '{name}' of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}."
+                )
+
     def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
         """Make the states of parameters without one."""
         state = self.state
@@ -312,8 +330,8 @@ class Optimizer(torch.optim.Optimizer):
             parameter: one of the optimizer's parameters.
             name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
         Returns:
-            A copy in the parameter's shape, a DTensor if the parameter is one. Before the first step the weight is the
-            parameter itself and moments are zero.
+            A copy in the parameter's shape, a DTensor if the parameter is one. States of a matrix rule may have other shapes,
+            and are whole on every rank. Before the first step the weight is the parameter itself and states are zero.
         Raises:
             KeyError: the parameter or the name is unknown.
         """
@@ -327,6 +345,8 @@ class Optimizer(torch.optim.Optimizer):
             raise KeyError(f"rule '{rule.name}' has {('weight', *shapes)}, not '{name}'")
         if name == "weight":
             return parameter.detach().to(torch.float32, copy=True)
+        if name in extras_of(rule, parameter.shape, group):
+            return torch.zeros(shapes[name], dtype=torch.float32, device=parameter.device)
         return torch.zeros_like(parameter, dtype=torch.float32)
 
     def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
@@ -416,8 +436,9 @@ class Optimizer(torch.optim.Optimizer):
                 state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
-        if control.device.type == "cpu":
-            self.settle()  # nothing to wait for
+        # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.
+        if control.device.type == "cpu" or (self.auditor.join is not None and self._is_audited(states)):
+            self.settle()
         for state in states:
             state.gradient = NO_GRADIENT
 
@@ -454,17 +475,20 @@ class Optimizer(torch.optim.Optimizer):
             return
         self._take_audit(states)
 
+    def _is_audited(self, states: list[ParameterState]) -> bool:
+        return any(self.audit_every and s.step % self.audit_every == 0 for s in states)
+
     def _take_audit(self, states: list[ParameterState]) -> None:
         auditor = self.auditor
         # Ranks without audited elements take part too.
-        if auditor.join is not None and any(self.audit_every and s.step % self.audit_every == 0 for s in states):
+        if auditor.join is not None and self._is_audited(states):
             auditor.fresh = auditor.join(auditor.fresh)
         if not auditor.fresh:
             return
-        self.last_audit = self.auditor.collect()
+        self.last_audit = auditor.collect()
         names = self.parameter_names()
         storages = {p: state.storage for p in names if (state := self.state_of(p)) is not None}
-        if alarms := self.auditor.alarms(names, storages):
+        if alarms := auditor.alarms(names, storages):
             self.on_alarm(alarms)
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────

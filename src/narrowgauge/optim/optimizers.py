@@ -228,6 +228,8 @@ class Adafactor(Optimizer):
     By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. To use an AdamW's rate and
     schedule, set ``scale_parameter=False, relative_step=False``.
 
+    Vectors take AdamW steps of ``lr`` itself, 1e-2 by default: give them a group with their own ``lr``.
+
     Args:
         params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in every storage.
         lr: learning rate, or its bound with ``relative_step``.

@@ -256,10 +256,6 @@ class ParameterState:
 
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
-        if values.shape != self.parameter.shape:
-            raise RecipeError(
-                f"Cannot adopt a '{name}' of shape {tuple(values.shape)} for a parameter of shape {tuple(self.parameter.shape)}."
-            )
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
         value = values.detach().float().contiguous().reshape(matrix)
         if name in self.bounds:

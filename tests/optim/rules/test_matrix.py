@@ -154,6 +154,14 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
     return max(itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
 
 
+@EVERY
+def test_states_have_their_shapes_before_the_first_step(rule: MatrixRule) -> None:
+    weight, options = nn.Parameter(torch.ones(8, 16)), options_of(rule)
+    optimizer = Optimizer([weight], rule, options, storage="float32")
+    for name, shape in shapes_of_states(rule, weight.shape, options).items():
+        assert torch.equal(optimizer.stored(weight, name), torch.zeros(shape)), name
+
+
 @pytest.mark.parametrize("rule", COPIES)
 def test_a_matrix_rules_transient_memory(rule: str) -> None:
     weight = nn.Parameter(gaussian(256, 2048).bfloat16())

@@ -98,10 +98,14 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
-    if isinstance(rule, MatrixRule):
-        apart = {name: state.shape for name, state in rule.states(tuple(shape), options).items()}
-        return {**dict.fromkeys(rule.beside, tuple(shape)), **apart}
-    return dict.fromkeys(rule.states, tuple(shape))
+    beside = rule.beside if isinstance(rule, MatrixRule) else rule.states
+    apart = {name: state.shape for name, state in extras_of(rule, shape, options).items()}
+    return {**dict.fromkeys(beside, tuple(shape)), **apart}
+
+
+def extras_of(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
+    """Return the states of a rule that are separate from the weight, by name."""
+    return rule.states(tuple(shape), options) if isinstance(rule, MatrixRule) else {}
 
 
 def decay_of(options: Options) -> float:
