@@ -1,4 +1,4 @@
-"""Arithmetic: tensors in, tensors out. No modules, no processes, no state."""
+"""Arithmetic on tensors: rounding, casts, exact sums, hashes, metrics."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖ is the change that wa
 stochastic bfloat16 gives 20. Norms may hide that a few large entries move while all others do not. Fractions of lost elements
 count that. The sums of one small tensor are noisy: add sums of many steps first.
 
-*Tensors.* Each function is pure and has a known answer. None waits for a device. So a step that computes a thousand of them
-copies its results to the host once.
+*Tensors.* Each function is pure and has a known answer. None but :func:`cast_loss` waits for a device. So a step that computes
+a thousand of them copies its results to the host once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ DECAY_SUMS = ("cc", "ct")
 KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
 """What a kernel sums."""
 HOST_SUMS = ("elements", "spacings")
-"""What the host knows of an audited tensor: how many elements it has, and the least number of ulps that their decay comes to."""
+"""What the host knows of an audited tensor: how many elements it has, and the sum of their audited decays, in ulps (a lower
+bound)."""
 UPDATE_SUMS = (*KERNEL_SUMS, *HOST_SUMS)
 """The order of the sums of an update."""
 _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}

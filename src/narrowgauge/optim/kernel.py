@@ -83,10 +83,9 @@ Decay = Callable[[Lane, Sequence[Tensor], Scalars, Tensor, Written], tuple[Tenso
 
 
 def least_decay(storage: Storage) -> float:
-    """Return the smallest decay that is audited: 1/32 to 1/16 of a weight's ulp. Audit smaller decay as this.
+    """Return the smallest decay that is audited, 1/32 to 1/16 of a weight's ulp.
 
-    Rounding stores an ulp whole or not at all. To measure a decay of 1/1000 ulp would need a million elements. A 16th alone is
-    still rounded away. With the gradient's part of the update it is stored, as smaller decay is.
+    A smaller one is audited as if it were this large: it would take a million elements to see one ulp of it.
     """
     return 1 / (32 * storage.weight.spacings)
 

@@ -4,9 +4,9 @@ A loop over 32-bit values runs at full vector width. A loop that mixes 16- and 3
 read as int32 *words* of two neighbours. Shift and mask give an even and an odd *lane*. A float32 weight has one lane.
 
 A *plane* is one state tensor. It holds one field, or several fields packed into an element of 8, 16 or 32 bits. A 16-bit
-plane has the weight's order. A 32-bit plane is stored as two tensors: all even elements, then all odd ones. An 8-bit plane
-packs four lanes into a word. With such a plane the weight is read in two *parts*, the upper and the lower half of its rows.
-Lanes 0 and 1 come from the first part, 2 and 3 from the second.
+plane has the weight's order. Beside a 16-bit weight, a 32-bit plane is stored as two tensors: all even elements, then all odd
+ones. An 8-bit plane packs four lanes into a word. With such a plane the weight is read in two *parts*, the upper and the lower
+half of its rows. Lanes 0 and 1 come from the first part, 2 and 3 from the second.
 
 A storage with two parts, or with codes scaled by row, is a matrix of rows. Other storages are flat, and their small parameters
 share a :class:`Bucket`. :func:`to_parameter_order` and :func:`from_parameter_order` convert without losing a bit.

@@ -57,9 +57,9 @@ class Optimizer(torch.optim.Optimizer):
     """Step weights by an update rule, and store weights and states in the formats of a storage.
 
     Invariant: for a given history of gradients every stored bit depends only on (seed, that history). It does not depend on
-    sharding, chunks, the number of threads, or compiled kernels. Matrix rules, which read whole matrices, are an exception. The
-    storage's ``vectors`` names the storage of parameters with one dimension (``master`` for ours). They are few and freeze
-    first. A model flattened into one long vector counts as one.
+    sharding, chunks, the number of threads, or compiled kernels. (Matrix rules multiply whole matrices: their bits are the same
+    for any sharding, but may change with threads and devices.) The storage's ``vectors`` names the storage of parameters with
+    one dimension (``master`` for ours). They are few and freeze first. A model flattened into one long vector counts as one.
 
     ``state`` holds a :class:`~narrowgauge.optim.state.ParameterState` for each parameter. :meth:`state_dict` returns plain
     copies. :meth:`load_state_dict` and :meth:`adopt` change states. You may write weights at any time. A tail moves a written

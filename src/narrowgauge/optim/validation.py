@@ -44,7 +44,10 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
 
 
 def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """Refuse options that were set later. A schedule may make a rate slightly negative."""
+    """Refuse options out of range, before every step.
+
+    A negative ``lr`` passes, since a schedule may end slightly below 0.
+    """
     for name in FLAGS:
         if options.get(name):
             raise RecipeError(
