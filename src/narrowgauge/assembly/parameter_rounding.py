@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from narrowgauge.numerics.rounding import at_least_float32, round_to_bfloat16, round_to_float16
+from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.spec.recipes import Recipe
 
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
@@ -15,12 +15,12 @@ _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     """Round parameters and batch norm's statistics to the visible format, in place.
 
-    Return the earlier values of trainable parameters, at least float32.
+    Return the earlier float32 values of trainable parameters.
     """
     values: dict[Tensor, Tensor] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            values[parameter] = at_least_float32(parameter.data)
+            values[parameter] = parameter.data.float()
         parameter.data = visible(parameter.data, recipe.storage.visible)
     # As model.bfloat16() does: batch norm multiplies one format only. Other buffers, such as frequencies, stay as they are.
     for module in model.modules() if recipe.dtype == recipe.storage.visible else ():

@@ -18,7 +18,7 @@ from narrowgauge.compile import fused
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul import native
 from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
-from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
+from narrowgauge.numerics.widening import INT32_TERMS, SCRATCH, float32_tiles, is_widened, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
 from narrowgauge.spec.kernels import Kernel, needs_kernel
 
@@ -201,11 +201,11 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
     sums = SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
     values = SCRATCH.take("values", torch.float32, *sums.shape)
     a, b = _row_major(a), _row_major(b)
-    if a.shape[1] <= native.EXACT_TERMS:
+    if a.shape[1] <= INT32_TERMS:
         torch._int_mm(a, b, out=sums)
         # In a loop with bfloat16 stores, a compiled kernel converts integers one by one. PyTorch's copy is four times faster.
         return values.copy_(sums)
-    parts = zip(a.split(native.EXACT_TERMS, 1), b.split(native.EXACT_TERMS, 0), strict=True)
+    parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
     total = torch.zeros((), dtype=torch.float64)
     for lhs, rhs in parts:
         total = total + torch._int_mm(lhs, rhs)

@@ -28,14 +28,13 @@ from narrowgauge.numerics.quantization import (
     square_scales_in_columns,
     tiled_scales,
 )
+from narrowgauge.numerics.widening import INT32_TERMS
 from narrowgauge.spec.computes import Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
 _NAN, _MAGNITUDE = -128, 127
-EXACT_TERMS = 1 << 17
-"""The number of products of 127 × 127 whose sum fits int32."""
 
 
 class Sums(NamedTuple):
@@ -194,7 +193,7 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     rows, columns = a.shape[0], b.shape[1]
     a = F.pad(a, (0, -a.shape[1] % 8, 0, max(17 - rows, 0)))
     b = F.pad(b, (0, -columns % 8, 0, -b.shape[0] % 8))
-    parts = zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True)
+    parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
     sums = [torch._int_mm(lhs.contiguous(), rhs) for lhs, rhs in parts]
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
     return total[:rows, :columns]

@@ -10,6 +10,8 @@ from torch import Tensor
 CHUNK, CHUNK_ON_GPU = 1 << 15, 1 << 22
 """Elements in a chunk. On a CPU ten float64 temporaries fit the second-level cache. On a GPU the temporaries stay within 1 GiB.
 There a launch costs as much as some hundred thousand elements."""
+PIECE = 1 << 16
+"""Elements of a matrix that are processed at a time, where a whole copy can be avoided; at least a 64th of the matrix."""
 
 
 def chunk_size(device: torch.device) -> int:
@@ -41,3 +43,10 @@ def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         rows = max(1, most // (first.numel() // first.shape[0]))
         for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
             yield from flat_chunks(*parts)
+
+
+def row_pieces(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Split a matrix into views of some rows each."""
+    rows, cols = matrix.shape
+    pieces: tuple[Tensor, ...] = matrix.split(max(PIECE // max(cols, 1), -(-rows // 64), 1))
+    return pieces

@@ -92,7 +92,7 @@ def quantize(
         raise FormatError(f"Cannot cast to {cast} without random words.", "Give words = random_words(…).")
     values = x if cast.rotation == "none" else rotate(x, dim)
     if cast.block is None:
-        codes, outer = quantize_whole(values, cast, dim, words, amax=amax)
+        codes, outer = quantize_whole(values, cast, dim, words, None, amax)
         return Quantized(codes, None, outer)
     sides = sides_of(cast, dim)
     chances = None if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
@@ -104,9 +104,9 @@ def quantize_whole(
     x: Tensor,
     cast: Cast,
     dim: int,
-    words: tuple[Tensor, Tensor] | None = None,
-    fold: Tensor | None = None,
-    amax: Tensor | None = None,
+    words: tuple[Tensor, Tensor] | None,
+    fold: Tensor | None,
+    amax: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
     values = x.float() if fold is None else x.float() * fold
@@ -115,10 +115,7 @@ def quantize_whole(
 
 
 def quantize_blocks(
-    blocks: Tensor,
-    cast: Cast,
-    words: tuple[Tensor, Tensor] | None = None,
-    amax: Tensor | None = None,
+    blocks: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Quantize a matrix in blocks. It is already rotated and split by :func:`blocked`, as the words are.
 

@@ -34,7 +34,6 @@ from narrowgauge.torch_names import is_traced
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
 QUIET_NANS = {torch.float32: QUIET_NAN, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
-QUIET_NAN64 = 0x7FF8 << 48
 # The exponent bits of a float32.
 EXPONENT = 0x7F800000
 
@@ -58,31 +57,6 @@ def canonical_bits(x: Tensor) -> Tensor:
     # `isnan` prevents vectorized CPU loops. On CUDA this takes fewer instructions. There `where` would copy the number from the
     # host, and wait.
     return bits_of(x).masked_fill(x.isnan() if x.is_cuda else x != x, QUIET_NAN)
-
-
-def canonical_bits64(x: Tensor) -> Tensor:
-    """Return :func:`canonical_bits` of a float64 tensor, int64."""
-    return x.view(torch.int64).masked_fill(x != x, QUIET_NAN64)
-
-
-def rounded_to_odd(x: Tensor) -> Tensor:
-    """Convert float64 to float32 such that rounding the result to fewer bits equals rounding ``x`` itself.
-
-    A value between two float32 becomes the one whose last bit is odd. An odd float32 is neither a value nor a tie of any format
-    with two mantissa bits less. With rounding to nearest, a value just beside such a tie would become the tie.
-
-    Example:
-        >>> near_a_tie = torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64)
-        >>> round_to_bfloat16(-rounded_to_odd(near_a_tie)), round_to_bfloat16(rounded_to_odd(near_a_tie - 2**-39))
-        (tensor([-1.0078], dtype=torch.bfloat16), tensor([1.], dtype=torch.bfloat16))
-
-    Source: Boldo and Melquiond 2008, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd".
-    """
-    near = x.float()
-    back = near.double()
-    # Step toward zero if it was rounded away from zero. Then make it odd if anything was lost.
-    bits = bits_of(near) - (back.abs() > x.abs()).int()
-    return float_of(bits | (back != x).int()).masked_fill(x != x, torch.nan)
 
 
 def power_below(x: Tensor) -> Tensor:
@@ -170,16 +144,12 @@ def reciprocal(x: Tensor) -> Tensor:
 
 
 def round_to_bfloat16(x: Tensor) -> Tensor:
-    """Round float32 or float64 to the nearest bfloat16, ties away from zero (``Tensor.to`` rounds ties to even)."""
-    if x.dtype is torch.float64:
-        x = rounded_to_odd(x)
+    """Round float32 to the nearest bfloat16, ties away from zero (``Tensor.to`` rounds ties to even)."""
     return narrowed(float_of(cut(x.contiguous(), 16, half(16))), torch.bfloat16)
 
 
 def round_to_float16(x: Tensor) -> Tensor:
-    """Round float32 or float64 to the nearest float16, ties away from zero. Below 2^-14 it is within 2^-14 of an ulp."""
-    if x.dtype is torch.float64:
-        x = rounded_to_odd(x)
+    """Round float32 to the nearest float16, ties away from zero. Below 2^-14 it is within 2^-14 of an ulp."""
     # Scaled by 2^-112 a float32 has float16's own exponents, subnormals included.
     scaled = float_of(cut(x.contiguous() * 2.0**-112, 13, half(13)))
     return narrowed(scaled * 2.0**112, torch.float16)
@@ -192,8 +162,6 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype is torch.float32:
         return quiet(x)
-    if dtype is torch.float64:
-        return canonical_bits64(x).view(dtype)
     return x.to(dtype).view(torch.int16).masked_fill(x != x, QUIET_NANS[dtype]).view(dtype)
 
 

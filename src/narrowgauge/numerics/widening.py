@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.machine import multiplies
+from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_names import cpu_kernel_wrapped, is_traced
 
 EXACT_TERMS = 1 << 10
 """Number of products of 128 × 128 whose sum fits float32's 24 bits."""
-INT32_TERMS = 1 << 16
-"""Number of such products whose sum fits int32."""
+INT32_TERMS = 1 << 17
+"""Number of products of 127 × 127 whose sum fits int32: codes end at ±127."""
 # Elements of a widened operand, and of a product: 32 MiB. Fewer make thin matmuls and widen the other operand more often.
 _TILE_ELEMENTS = 1 << 23
 _LEAST_SIDE = 256
@@ -168,11 +169,16 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return ``x + a · b`` of matrices in one dtype, rounded once, on any processor."""
+def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
-        return torch.addmm(x, a, b)
-    return torch.addmm(x.float(), a.float(), b.float()).to(x.dtype)
+        return torch.addmm(x, a, b, beta=beta, alpha=alpha)
+    wide, result = b.float(), torch.empty_like(x)
+    results = row_pieces(result)
+    sizes = [len(rows) for rows in results]
+    for rows, x_rows, a_rows in zip(results, x.split(sizes), a.split(sizes), strict=True):
+        rows.copy_(torch.addmm(x_rows.float(), a_rows.float(), wide, beta=beta, alpha=alpha))
+    return result
 
 
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())

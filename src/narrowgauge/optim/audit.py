@@ -61,8 +61,8 @@ class AuditedUpdates:
     lost_fraction: float
     unseen_fraction: float
     num_audits: int
-    imprecision_share: float = math.nan
-    lost_decay: float = math.nan
+    imprecision_share: float
+    lost_decay: float
 
     @property
     def stalls(self) -> bool:

@@ -169,7 +169,10 @@ def visible_bits(visible: str, x: Tensor) -> Tensor:
 
 
 def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
-    """Round ``x`` to the visible format's bits. ``addend`` is 0 if ``x`` is representable, or out of range."""
+    """Round ``x`` to the visible format's bits.
+
+    Pass ``addend=0`` for an ``x`` that is a value of the format, or beyond its end.
+    """
     _, below, exponent = VISIBLE[storage.visible]
     return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
 
@@ -511,15 +514,15 @@ def alone_value(code: Code, tensor: Tensor) -> Tensor:
     return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0)
 
 
-def encode_alone(code: Code, values: Tensor, seed: Tensor | None = None) -> Tensor:
+def encode_alone(code: Code, values: Tensor, seed: Tensor) -> Tensor:
     """Encode values as a tensor of :func:`alone_dtype`.
 
-    With a ``seed`` (0-d int32), a stochastic code rounds stochastically. The random bits hash a value's position and mantissa,
-    so a power of two on all values changes nothing.
+    A stochastic code rounds stochastically under ``seed`` (0-d int32). The random bits hash a value's position and mantissa, so
+    a power of two on all values changes nothing.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
     addend: Tensor | int = half(dropped)
-    if seed is not None and code.rounding == "stochastic":
+    if code.rounding == "stochastic":
         place = torch.arange(value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
         addend = dither(random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped)
     dtype = alone_dtype(code)

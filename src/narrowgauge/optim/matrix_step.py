@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.chunks import PIECE
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import lanes_of
-from narrowgauge.optim.rules.matrix import PIECE, MatrixRule, Options, decay_of, matrix_shape
+from narrowgauge.optim.rules.matrix import MatrixRule, Options, decay_of, matrix_shape
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import Storage
 

@@ -135,11 +135,6 @@ class ParameterState:
             tensor.copy_(self._checked(values, name, tensor.dtype, tuple(tensor.shape)))
 
     def _checked(self, values: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        if name not in values:
-            raise RecipeError(
-                f"Cannot load the state because it has no '{name}' for storage '{self.storage.name}', only {sorted(values)}.",
-                "Build the optimizer with the storage of the state. optimizer.adopt(weights, moments) takes values of any other.",
-            )
         value = values[name].to(self.parameter.device)
         if dtype is torch.int16 and value.dtype is torch.int32:
             value = value.to(dtype)  # the dtype in which DTensors are saved
@@ -215,19 +210,17 @@ class ParameterState:
         """Return the float32 values of an extra. For a float32 extra this is its own memory, not a copy."""
         return codes.alone_value(self._extra_codes[name], self.extras[name])
 
-    def put_extra(self, name: str, values: Tensor, seed: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def put_extra(self, name: str, values: Tensor, seed: Tensor, skip: Tensor | None = None) -> None:
         """Store values of an extra, unless ``skip`` (0-d bool)."""
         tensor, new = self.extras[name], codes.encode_alone(self._extra_codes[name], values, seed)
         tensor.copy_(new if skip is None else torch.where(skip, tensor, new))
 
-    def adopt(self, values: Tensor, seed: Tensor | None = None) -> None:
-        """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part.
-
-        With a ``seed`` (0-d int32), a stochastic code rounds stochastically here too.
-        """
+    def adopt(self, values: Tensor) -> None:
+        """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part."""
         value = self._as_matrix("weight", values)
         lane = self._lane()
-        bits, fields = codes.write_weight(self.storage, lane, value, self._addend("weight", lane, seed))
+        addend = half(codes.dropped_bits(self.storage.weight))
+        bits, fields = codes.write_weight(self.storage, lane, value, addend)
         visible = codes.visible_value(self.storage.visible, bits).reshape(self.parameter.shape)
         visible = narrowed(visible, getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
@@ -236,14 +229,16 @@ class ParameterState:
             self.parameter.data = visible
         self._fill(fields)
 
-    def put(self, name: str, values: Tensor, seed: Tensor | None = None) -> None:
-        """Store the values of a state, as :meth:`adopt` does for the weight."""
+    def put(self, name: str, values: Tensor, seed: Tensor) -> None:
+        """Store the values of a state. A stochastic code rounds stochastically under ``seed`` (0-d int32)."""
         if name in self.extras:
             self.put_extra(name, values, seed)
             return
         value = self._as_matrix(name, values)
         lane = self._lane()
-        self._fill(codes.write_state(self.storage, lane, name, value, self._addend(name, lane, seed)))
+        # The random bits are a hash of the stored weights, as in a step.
+        addends = codes.addends(self.storage, codes.read_weight(self.storage, lane), lane.gradient, seed)
+        self._fill(codes.write_state(self.storage, lane, name, value, addends[name]))
 
     def _lane(self) -> codes.Lane:
         """Return the state as one lane in the parameter's order, as a matrix or flat."""
@@ -252,7 +247,7 @@ class ParameterState:
         weight = self.parameter.detach().float().reshape(matrix).contiguous()
         visible = codes.visible_bits(self.storage.visible, weight)
         fields = layout.fields_of(self.storage, self.words, self.parameter.shape)
-        return codes.Lane(visible, visible, fields, scales)
+        return codes.Lane(visible, visible.new_zeros(()), fields, scales)  # no gradient: only a step has one
 
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
@@ -262,13 +257,6 @@ class ParameterState:
             peaks = peaks_of_all([self], [value])
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
         return value
-
-    def _addend(self, name: str, lane: codes.Lane, seed: Tensor | None) -> Tensor | int:
-        """Return the addend before cutting. The random bits are a hash of the stored weights, as in a step."""
-        if seed is None:
-            return half(codes.dropped_bits(self.storage.code(name)))
-        weight = codes.read_weight(self.storage, lane)
-        return codes.addends(self.storage, weight, torch.zeros_like(lane.visible), seed)[name]
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
         layout.set_fields(self.storage, self.words, self.parameter.shape, fields)

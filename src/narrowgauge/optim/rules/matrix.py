@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.numerics.widening import is_widened, matmul
+from narrowgauge.numerics.widening import add_product, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule
 from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
 
@@ -113,17 +114,6 @@ def decay_of(options: Options) -> float:
     return float(options["lr"]) * float(options["weight_decay"])
 
 
-PIECE = 1 << 16
-"""Elements of a matrix that are processed at a time, where a whole copy can be avoided; at least a 64th of the matrix."""
-
-
-def row_pieces(matrix: Tensor) -> tuple[Tensor, ...]:
-    """Split a matrix into views of some rows each."""
-    rows, cols = matrix.shape
-    pieces: tuple[Tensor, ...] = matrix.split(max(PIECE // cols, -(-rows // 64), 1))
-    return pieces
-
-
 def _length(matrix: Tensor) -> Tensor:
     """Return the L2 norm in float64, where squares of float32 values neither overflow nor vanish."""
     norms = [torch.linalg.vector_norm(rows, dtype=torch.float64) for rows in row_pieces(matrix)]
@@ -149,7 +139,7 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
 """The factor of the learning rate for a matrix of ``(rows, cols)``; names as in ``torch.optim.Muon``."""
 
 
-def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     """Return a matrix with the same singular vectors, and all singular values moved towards 1. Overwrite the argument.
 
     A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is taken
@@ -162,7 +152,7 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
     Cost: with ``s`` the shorter side, ``iterations · (2 s · rows · cols + s³)`` multiply-adds.
 
     Example:
-        >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), dtype=torch.float32)
+        >>> x = orthogonalise(torch.diag(torch.tensor([3.0, -1e-9])), 5, torch.float32)
         >>> [round(value, 1) for value in x.flatten().tolist()]
         [0.7, 0.0, 0.0, -0.0]
 
@@ -175,21 +165,9 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
     x = x.mT if tall else x
     for _ in range(iterations):
         gram = matmul(x, x.mT)
-        gram = _add_product(gram, gram, gram, b, c)
-        x = _add_product(x, gram, x, a, 1.0)
+        gram = add_product(gram, gram, gram, b, c)
+        x = add_product(x, gram, x, a)
     return (x.mT if tall else x).float()
-
-
-def _add_product(x: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    """Return ``beta x + alpha a · b``; only some rows are widened at a time."""
-    if not is_widened(x.dtype, x.device.type):
-        return torch.addmm(x, a, b, beta=beta, alpha=alpha)
-    wide, result = b.float(), torch.empty_like(x)
-    results = row_pieces(result)
-    sizes = [len(rows) for rows in results]
-    for rows, x_rows, a_rows in zip(results, x.split(sizes), a.split(sizes), strict=True):
-        rows.copy_(torch.addmm(x_rows.float(), a_rows.float(), wide, beta=beta, alpha=alpha))
-    return result
 
 
 def _momentum(g: Tensor, states: States, options: Options) -> Result:
