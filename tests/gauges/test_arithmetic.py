@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from narrowgauge.gauges.arithmetic import PROBES, measure_arithmetic
+from narrowgauge.gauges.recording import provenance
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
 from narrowgauge.runs.arithmetic import differences
@@ -54,3 +55,9 @@ def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Pat
     )
     assert changes_since(present, present) == changes_since({**present, "arithmetic": "none"}, present) == []
     assert changes_since(started, other) == ["this machine's arithmetic is not that of the run's start, in: softmax"]
+
+
+def test_the_recorded_chip_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"chip {device}")
+    monkeypatch.setattr(provenance, "measure_arithmetic", lambda device: {})
+    assert describe_process(torch.device("cuda:1"))["machine"]["device"] == "chip cuda:1"

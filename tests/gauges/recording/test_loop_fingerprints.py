@@ -179,3 +179,18 @@ def test_an_error_while_hashing_ends_no_run(tmp_path: Path, monkeypatch: pytest.
     assert [row["step"] for row in run.fingerprints] == [0, 1]
     said = [event["message"] for event in run.events if event["kind"] == "note"]
     assert said == ["no more fingerprints are recorded: ValueError: no bits"]
+
+
+def test_a_module_with_parameters_may_return_its_loss(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    model = Scaled(4, 4)
+    optimizer = adamw(model)
+    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1) as recorder:
+        loss = model(torch.ones(2, 4))
+        loss.backward()
+        optimizer.step()
+        recorder.step(loss)
+    assert ng.read_run(tmp_path / "a").fingerprints[1]["tensors"]["output:"][2] == 1

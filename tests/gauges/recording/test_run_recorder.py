@@ -139,7 +139,7 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
         train(model, optimizer, recorder, 3)
     found = ng.read_run(tmp_path / "run")
     assert found.summary is not None and 16 <= found.summary["bytes_per_param"] < 17
-    assert "skipped" not in found.steps[0] and found.steps[0]["lr"] == 1e-2
+    assert found.steps[0]["skipped"] is False and found.steps[0]["lr"] == 1e-2
     assert found.run["optimizer"]["class"] == "AdamW"
     # It is finished; what it lacks is an evaluation.
     compared = ng.compare_runs([found])
@@ -178,3 +178,45 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
     kinds = {event["kind"]: event for event in found.events}
     assert "no weight changed" in kinds["skip"]["message"] and kinds["skip"]["step"] == 6
     assert found.summary is not None and found.summary["num_skipped"] == 2
+
+
+def test_rows_of_gauges_have_the_steps_of_the_record(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, gauges_every=4) as recorder:
+        train(model, optimizer, recorder, 1)
+        recorder.step(1.0)  # the loop left the optimizer's step out
+        train(model, optimizer, recorder, 6)
+        with pytest.raises(ng.errors.NarrowgaugeError, match="'step'"):
+            recorder.step(1.0, step=9)
+    found = ng.read_run(tmp_path / "run")
+    assert [row["step"] for row in found.gauges] == [4, 8] and [row["step"] for row in found.steps][-1] == 8
+    assert [row["skipped"] for row in found.steps] == [False, True] + [False] * 6
+
+
+def test_a_rate_or_a_model_of_another_type_ends_no_run(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    settings = {"model": {"n_layer": 12}}
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, settings=settings) as recorder:
+        optimizer.param_groups[0]["lr"] = None  # as in transformers' Adafactor
+        recorder.step(1.0)
+    found = ng.read_run(tmp_path / "run")
+    assert found.summary is not None and found.config["model"] == settings["model"] and "lr" not in found.steps[0]
+
+
+def test_a_resumed_run_does_not_say_how_far_its_weights_moved_and_a_rolled_back_one_does(tmp_path: Path) -> None:
+    model, optimizer = small()
+    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+        train(model, optimizer, recorder, 4)
+        recorder.go_back(2)
+    summary = ng.read_run(tmp_path / "run").summary
+    assert summary is not None and all(share > 0 for share, *_ in summary["moved"].values())
+    (tmp_path / "run" / "summary.json").write_text("{")
+    with pytest.raises(ng.errors.RecordError, match="summary.json is damaged"):
+        ng.RunRecorder(tmp_path / "run", model, optimizer, resume=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, resume=True) as recorder:  # no lock was left
+        recorder.go_back(2)
+    summary = ng.read_run(tmp_path / "run").summary
+    assert summary is not None and not summary["moved"]

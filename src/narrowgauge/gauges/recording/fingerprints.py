@@ -133,7 +133,8 @@ class Fingerprints:
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])
-        place = first_sequence * (x.numel() // max(1, x.shape[0]))
+        num_rows = x.shape[0] if x.ndim else 1
+        place = first_sequence * (x.numel() // max(1, num_rows))
         entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
@@ -325,6 +326,11 @@ class LoopFingerprints(Fingerprints):
         """Remove every hook."""
         for stack in (self._pass, self._backward, self._hooks):
             stack.close()
+
+    def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
+        add = super()._add
+        if self.is_on:
+            self._guarded(lambda: add(key, x, first_sequence))
 
     def _begin_once(self) -> None:
         if not self._has_begun:

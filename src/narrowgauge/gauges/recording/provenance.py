@@ -49,7 +49,7 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
             "capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),
             **({"ranks": num_ranks} if num_ranks > 1 else {}),
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         },
         arithmetic.TABLE: measure_arithmetic(device),
     }

@@ -148,7 +148,10 @@ class Record(AbstractContextManager["Record"]):
             columns: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, … They replace those read here.
         """
         reader, scaler = self.reader, None if self.reader.ours is None else self.reader.ours.loss_scaler
-        row = reader.row(self.num_steps + 1, numbers(columns, "step"), tokens_before=self.tokens)
+        given = numbers(columns, "step")
+        if "step" in given:
+            raise NarrowgaugeError("step was given a column 'step', which the record counts itself.", "Leave it out.")
+        row = reader.row(self.num_steps + 1, given, tokens_before=self.tokens)
         self.num_steps, self.tokens = int(row["step"]), row.get("tokens") or self.tokens
         self.seconds += row["seconds"] or 0.0
         self._append("steps", row)
@@ -168,6 +171,8 @@ class Record(AbstractContextManager["Record"]):
         if self._num_failed == FAILURES:
             message = f"the last {FAILURES} steps failed: {symptom(row)}"
             self.event(Event("divergence", self.num_steps, message, advice=GO_BACK), shown=True)
+        if self.gauges is not None and self.gauges.step != self.num_steps:  # the loop did not call the optimizer
+            self.gauges.step = self.num_steps
         reader.begin()
         return row
 

@@ -136,11 +136,11 @@ class RunRecorder:
             lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content), policy, warn, on_row
         )
         self.folder = self._record.folder
-        earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
         with ExitStack() as undo:
-            if earlier is None and here.is_first:
+            if not goes_on and here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(self._record.close)
+            earlier = here.of_first(lambda: read_run(folder)) if goes_on else None
             passes = model if called is None else called
             self._prints = LoopFingerprints(
                 model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
@@ -254,7 +254,9 @@ class RunRecorder:
         # The first row may be of a later step, if the loop continued another run's checkpoint.
         rows = self._record.here.of_first(lambda: read_run(self.folder)).steps
         self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
-        self._samples = {name: spread(p) for name, p in self._trained().items()}
+        if not began:  # a rollback keeps the samples of the start, which a new process does not know
+            is_start = not rows or rows[0]["step"] > step
+            self._samples = {name: spread(p) for name, p in self._trained().items()} if is_start else {}
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
@@ -338,7 +340,7 @@ class RunRecorder:
         config = self._record.here.of_first(lambda: read_run(self.folder)).config
         return self._record.summary(
             recipe=config.get("recipe"),
-            model=config["model"],
+            model=str(config.get("model", self._run["model"]["class"])),
             peak_memory_bytes=peak_memory_bytes(),
             weights_fingerprint=fingerprint_whole(stored),
             moved=self._moved(),

@@ -100,10 +100,10 @@ class StepReader:
         if self.optimizer is None:
             return {}
         group = self.optimizer.param_groups[0]
-        row: Row = {"lr": float(group["lr"])}
+        row: Row = {} if group["lr"] is None else {"lr": float(group["lr"])}  # Adafactor may have none
         if self.ours is None:
             self.was_skipped = self._before == self._num_changes()
-            return row | ({"skipped": True} if self.was_skipped else {})
+            return row | {"skipped": self.was_skipped}
         self.ours.settle()
         self.was_skipped = self.ours.num_skipped > self._num_skipped
         row["skipped"] = self.was_skipped or self.ours.num_calls == self._num_calls
