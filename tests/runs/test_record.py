@@ -11,7 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import narrowgauge.runs.atomic_io
 import narrowgauge.runs.writer as writer_module
@@ -157,10 +159,37 @@ def test_a_missing_damaged_or_newer_run_is_refused(folder: Path, tmp_path: Path)
 
 def test_a_second_writer_is_refused_while_the_first_lives(folder: Path) -> None:
     with RunWriter.open(folder):
-        with pytest.raises(RecordError, match="another process is writing it"):
+        with pytest.raises(RecordError, match="another process, or a recorder of this one"):
             RunWriter.open(folder)
         assert len(read_run(folder).steps) == 4
     RunWriter.open(folder).close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forked process")
+def test_a_forked_process_does_not_keep_the_lock(folder: Path) -> None:
+    ours, theirs = os.pipe()
+    writer = RunWriter.open(folder)
+    if not (child := os.fork()):
+        os.close(theirs)
+        os.read(ours, 1)  # until the test ends
+        os._exit(0)
+    os.close(ours)
+    writer.close()
+    try:
+        RunWriter.open(folder).close()
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+
+
+def test_settings_of_any_type_are_written_and_a_wrong_number_of_steps_is_refused_at_once(tmp_path: Path) -> None:
+    settings = {"dtype": torch.bfloat16, "size": np.int64(3), "rates": np.array([0.5, 1.0]), "kinds": {int}}
+    RunWriter.create(tmp_path / "run", {"config": settings}).close()
+    wanted = {"dtype": "torch.bfloat16", "size": 3, "rates": [0.5, 1.0], "kinds": "{<class 'int'>}"}
+    assert read_run(tmp_path / "run").config == wanted
+    with pytest.raises(RecordError, match="steps = '400' is not a whole number"):
+        RunWriter.create(tmp_path / "other", {"config": {"steps": "400"}})
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +330,7 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(writer_module, "write_whole", write)
     with RunWriter.create(tmp_path / "run", {"config": {"seed": 1}}), pytest.raises(RecordError, match="there already"):
         RunWriter.create(tmp_path / "run", {"config": {"seed": 2}})
-    assert refusals == [f"Cannot write the run {tmp_path / 'run'}: another process is writing it."]
+    assert len(refusals) == 1 and refusals[0].startswith(f"Cannot write the run {tmp_path / 'run'}: another process")
     assert read_run(tmp_path / "run").config == {"seed": 1}
 
 

@@ -175,8 +175,8 @@ def test_a_second_resume_is_refused_before_it_reads_what_the_first_writes(
     monkeypatch.setattr(loop, "data_of_run", opened)
     loop.resume(stopped, stop_after=5)
     assert told == [
-        f"RecordError: Cannot write the run {stopped}: another process is writing it. Wait until it ends, or stop it, then "
-        "narrowgauge resume.\n"
+        f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one that was not closed, is "
+        "writing it. Close it, or wait until the process ends.\n"
     ]
 
 

@@ -175,6 +175,14 @@ def hash_of(path: Path, length: int) -> hashlib.blake2b:
     return state
 
 
+def close_unlocked(descriptor: int) -> None:
+    """Close a file and end its lock, which a forked process that has it open would keep."""
+    with contextlib.suppress(OSError):
+        if sys.platform != "win32":
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
 def lock(descriptor: int, *, wait: bool) -> bool:
     """Lock an open file for this process and return whether it is locked. The lock ends with the process.
 

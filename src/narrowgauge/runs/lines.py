@@ -8,6 +8,7 @@ Any other line that does not parse is damaged and refused. JSON lacks NaN and in
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ def restored(value: Any, key: str = "") -> Any:
 
 
 def toml_value(value: Any) -> Any:
-    """Return a value that TOML has: without ``None``, paths as text."""
+    """Return a value that TOML has: without ``None``, numbers of NumPy and PyTorch as Python's, all else as text."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return {str(key): toml_value(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
         return [toml_value(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+    return value if isinstance(value, (bool, int, float, str, date, time)) else str(value)

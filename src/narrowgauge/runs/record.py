@@ -136,19 +136,24 @@ def read_settings(path: Path) -> Row:
         raise RecordError(f"No run in {path}: {reason}.", advice)
     try:
         run: Row = load_toml(data.decode())
-        config = run["config"] if isinstance(run.get("config"), dict) else {}
-        numbers = {
-            "schema_version": run["schema_version"],
-            "seed": config.get("seed", 0),
-            "steps": config.get("steps", 0),
-        }
-        for key, value in numbers.items():
-            if not is_whole(value):
-                raise ValueError(f"its {key} = {short(value)} is not a whole number")
+        require_whole(run)
         _require_known(run["schema_version"], path)
     except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
     return run
+
+
+def require_whole(run: Row) -> None:
+    """Raise ``ValueError`` if a number in ``run.toml`` that readers count with is not whole."""
+    config = run["config"] if isinstance(run.get("config"), dict) else {}
+    numbers = {
+        "schema_version": run["schema_version"],
+        "seed": config.get("seed", 0),
+        "steps": config.get("steps", 0),
+    }
+    for key, value in numbers.items():
+        if not is_whole(value):
+            raise ValueError(f"its {key} = {short(value)} is not a whole number")
 
 
 def latest_runs(path: Path, most: int = 3) -> str:

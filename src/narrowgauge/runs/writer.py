@@ -18,10 +18,20 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, hash_of, lock, sync, write_whole
+from narrowgauge.runs.atomic_io import (
+    AGAIN,
+    TEMPORARY,
+    append_whole,
+    close_unlocked,
+    disk_errors,
+    hash_of,
+    lock,
+    sync,
+    write_whole,
+)
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
-from narrowgauge.runs.record import read_settings
+from narrowgauge.runs.record import read_settings, require_whole
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 from narrowgauge.spec.tables import json_value
 
@@ -139,6 +149,10 @@ class RunWriter:
     def amend(self, run: Row) -> None:
         """Replace ``run.toml``, for a resume that changes its settings. ``run`` is as for :meth:`create`."""
         content = {**toml_value(run), "schema_version": VERSION}
+        try:
+            require_whole(content)
+        except ValueError as error:
+            raise RecordError(f"Cannot write the run {self.path}: {error}.", "Give a whole number.") from error
         write_whole(self.path / "run.toml", tomli_w.dumps(content).encode(), AGAIN)
 
     def append(self, kind: str, row: Row) -> None:
@@ -168,7 +182,7 @@ class RunWriter:
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
         while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+            close_unlocked(self._descriptors.popitem()[1])
 
     def __enter__(self) -> RunWriter:
         return self
@@ -187,8 +201,9 @@ class RunWriter:
         if not lock(self._descriptors["steps"], wait=False):
             self.close()
             raise RecordError(
-                f"Cannot write the run {self.path}: another process is writing it.",
-                "Wait until it ends, or stop it, then narrowgauge resume.",
+                f"Cannot write the run {self.path}: another process, or a recorder of this one that was not closed, is "
+                "writing it.",
+                "Close it, or wait until the process ends.",
             )
 
     def _cut(self, name: str, step: int | None) -> None:
