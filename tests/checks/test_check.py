@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.kinds import KINDS, kind_rows
 from narrowgauge.spec.significance import MIN_EDQ
 
@@ -108,7 +109,9 @@ PROVOKED: dict[str, tuple[Loop, set[str]]] = {
 
 def test_every_kind_of_the_check_is_provoked_and_the_table_has_a_source_for_each() -> None:
     assert set(PROVOKED) == {kind.name for kind in KINDS.values() if kind.by == "ng.check(model, optimizer)"}
-    assert len(kind_rows()) <= 60 and all(row["source"] and row["value"] for row in kind_rows())
+    assert len(KINDS) + len(DETECTORS) == len(kind_rows()) <= 60 and all(
+        row["source"] and row["value"] for row in kind_rows()
+    )
 
 
 @pytest.mark.parametrize("name", PROVOKED)

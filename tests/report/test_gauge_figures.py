@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from narrowgauge.report.figures.histograms import MOST_STEPS, histogram
 from narrowgauge.report.recipe_groups import details_of
-from narrowgauge.runs.record import Run
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.writer import RunWriter
 from report.made_pages import page_of
 
 MakeRun = Callable[..., Run]
@@ -31,6 +33,12 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None
     details = details_of(make_run(gauges=[row]), 0)
     assert details.lowest_edq == 0.25 and list(details.heat_maps) == ["edq"]
     assert "Every tensor over time" in page_of([make_run(gauges=[row])])
+
+
+def test_damaged_gauges_of_one_run_are_left_out(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word"}}).close()
+    (tmp_path / "run" / "gauges.jsonl").write_text("{]\n")
+    assert not details_of(read_run(tmp_path / "run"), 0).has_gauges
 
 
 def test_histograms_are_thinned() -> None:

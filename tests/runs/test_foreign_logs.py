@@ -71,6 +71,11 @@ def test_a_table_of_lightning_counts_steps_from_one(tmp_path: Path) -> None:
     assert ng.compare_runs([run]).rows[0]["bytes_per_param"] is None
 
 
+def test_a_row_of_a_table_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,train_loss\n0,2.5\n1")
+    assert ng.read_run(tmp_path).steps == [{"step": 1, "loss": 2.5}]
+
+
 def state(**changes: Any) -> str:
     whole = {"global_step": 1, "max_steps": 2, "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}], **changes}
     return json.dumps(whole)

@@ -66,10 +66,9 @@ def kind_rows() -> list[Row]:
     ]
     calls = {"updates": "ng.audit", "moments": "gauges_every", "steps": "recorder.step"}
     for d in DETECTORS.values():
-        if d.name not in KINDS:
-            value = d.metric + (" over its lowest" if d.lowest else " over its median" if d.relative else "")
-            row = {"name": d.name, "by": calls.get(d.table, "gauges_every"), "value": value, "bound": d.threshold}
-            rows.append(row | {"source": d.source})
+        value = d.metric + (" over its lowest" if d.lowest else " over its median" if d.relative else "")
+        row = {"name": d.name, "by": calls.get(d.table, "gauges_every"), "value": value, "bound": d.threshold}
+        rows.append(row | {"source": d.source})
     return rows
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs import arithmetic
-from narrowgauge.runs.record import Run
+from narrowgauge.runs.record import Run, config_of
 from narrowgauge.runs.schema import Row, short
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -46,13 +46,14 @@ class SettingDifference:
 def recipe_of(run: Run) -> Recipe | None:
     """Return the recipe in a run's record, or ``None``."""
     try:
-        return parse(run.run["config"]["recipe"])
+        return parse(run.config["recipe"])
     except (NarrowgaugeError, KeyError, TypeError):
         return None
 
 
 def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
     """Yield the differences of two ``run.toml``, including the arithmetic. Skip entries that only one has."""
+    first_run, second_run = ({**run, "config": config_of(run)} for run in (first_run, second_run))
     same = {
         name
         for table, names in _PLACES.items()
@@ -107,7 +108,16 @@ ACTS: list[Row] = load_data("acts", "analysis")["acts"]
 
 
 def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:
-    """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``."""
+    """Return the differences that can act at a stage. Include rounding-only differences if ``is_rounding``.
+
+    A setting that :data:`ACTS` does not name, such as one of a user's loop, can act at any stage.
+    """
     rows = [row for row in ACTS if stage in row["stages"] and (is_rounding or not row.get("only_rounds"))]
     settings = {setting for row in rows for setting in row["settings"]}
-    return tuple(d for d in differences if settings & {f"{d.table}.{d.name}", f"{d.table}.*", d.table})
+    known = {setting for row in ACTS for setting in row["settings"]}
+    return tuple(
+        d
+        for d in differences
+        if settings & {f"{d.table}.{d.name}", f"{d.table}.*", d.table}
+        or (d.table == "config" and f"config.{d.name}" not in known)
+    )

@@ -66,7 +66,7 @@ class TwoRuns:
         if at is None:
             if self.is_complete:
                 return "The same run, bit for bit to the last weight."
-            if not self.parting.num_common and not self.parting.is_hashed:
+            if not self.parting.num_common:
                 return "Cannot compare the records because they have no step in common."
             return f"The same in all that both recorded ({common})."
         size = " by rounding" if self.is_rounding else " beyond rounding" if at is not self.parting.first else ""

@@ -104,9 +104,13 @@ class MomentShadow:
             self._weight = torch.tensor(factors, dtype=torch.float32, device=self.exact.device)
 
     def _squares_gradients(self, group: Mapping[str, Any]) -> bool:
-        """Return whether the second moments of a group are of the gradients alone. Adam adds its decay to them."""
-        is_decoupled = type(self.optimizer).__name__ != "Adam" or group.get("decoupled_weight_decay")
-        return "betas" in group and bool(is_decoupled or not group.get("weight_decay"))
+        """Return whether the second moments of a group are of the gradients alone. Adam adds its decay to them.
+
+        Other rules may square something else. Adam is known by the start of its name: ``AdamW8bit`` counts, ``NAdam`` not.
+        """
+        name = type(self.optimizer).__name__
+        is_decoupled = name.startswith("AdamW") or group.get("decoupled_weight_decay")
+        return name.startswith("Adam") and "betas" in group and bool(is_decoupled or not group.get("weight_decay"))
 
     def stored(self) -> Tensor | None:
         """Return the stored second moments; ``None`` without a shadow."""

@@ -16,7 +16,7 @@ from functools import cached_property
 from narrowgauge.analysis.columns import Series, column
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.run_stats import RunStats
-from narrowgauge.analysis.diagnose import Diagnosis, diagnose
+from narrowgauge.analysis.diagnose import Diagnosis, diagnose, rows_of
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.figures.heat_maps import heat_maps, lists
 from narrowgauge.report.figures.histograms import histogram
@@ -95,7 +95,7 @@ def details_of(run: Run, index: int) -> RunDetails:
     """
     was_held = "gauges" in vars(run)
     try:
-        diagnosis, rows = diagnosed(run), run.gauges
+        diagnosis, rows = diagnosed(run), rows_of(run, "gauges")
         return RunDetails(diagnosis, bool(rows), heat_maps(rows), histogram(rows, index), _lowest_edq(rows))
     finally:
         if not was_held:

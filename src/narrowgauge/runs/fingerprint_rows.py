@@ -39,7 +39,7 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     """
     factors = (row.get("ranks") or {}).get("clip") or []
     if len(set(map(repr, factors))) > 1:
-        texts = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
+        texts = ", ".join(f"{factor:.9g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
         message = f"the factor that clips the gradients differs in step {row['step']}: {texts}"
         return "clip:factor", odd_ranks(factors), message
     held_counts = (row.get("ranks") or {}).get("held") or []

@@ -10,6 +10,7 @@ usual names of each of our columns, the best first. Nothing is guessed from valu
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -71,16 +72,18 @@ def _read_state(file: Path) -> Series:
 
 
 def _read_csv(file: Path) -> Series:
-    """Read a table. Lightning's CSVLogger counts steps from 0: its step 9 is our step 10."""
-    with file.open(encoding="utf-8-sig", errors="replace", newline="") as text:
-        table = csv.DictReader(text, strict=True)
-        try:
-            names = table.fieldnames or []
-            if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-                raise RecordError(f"{file} has no commas between its columns.", "Write the table with commas.")
-            rows = list(table)
-        except csv.Error as error:
-            raise ValueError(f"line {table.line_num}: {error}") from error
+    """Read a table. Lightning's CSVLogger counts steps from 0: its step 9 is our step 10. Skip a last row being written."""
+    text = file.read_text(encoding="utf-8-sig", errors="replace")
+    table = csv.DictReader(io.StringIO(text), strict=True)
+    try:
+        names = table.fieldnames or []
+        if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
+            raise RecordError(f"{file} has no commas between its columns.", "Write the table with commas.")
+        rows = list(table)
+    except csv.Error as error:
+        raise ValueError(f"line {table.line_num}: {error}") from error
+    if rows and None in rows[-1].values() and not text.endswith("\n"):
+        rows.pop()
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
@@ -64,10 +65,8 @@ class Run:
 
     @property
     def config(self) -> Row:
-        """Return the settings: the ``[config]`` table, or the entries outside of tables if there is none."""
-        config = self.run.get(
-            "config", {name: value for name, value in self.run.items() if not isinstance(value, dict)}
-        )
+        """Return the settings, as :func:`config_of`."""
+        config = config_of(self.run)
         if not isinstance(config, dict):
             raise self._damaged("'config' is not a table")
         return config
@@ -83,6 +82,11 @@ class Run:
 
     def _damaged(self, reason: str) -> RecordError:
         return RecordError(f"{self.path / 'run.toml'} is damaged: {reason}.", "Restore the file from a copy.")
+
+
+def config_of(run: Row) -> Any:
+    """Return the settings in a ``run.toml``: the ``[config]`` table, or the entries outside of tables if there is none."""
+    return run.get("config", {name: value for name, value in run.items() if not isinstance(value, dict)})
 
 
 def is_run(path: Path) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.analysis.two_runs import TwoRuns, compare_two
 from narrowgauge.runs.record import Run
 
@@ -122,6 +123,18 @@ def test_another_schedule_asks_for_no_fingerprints() -> None:
     other.steps[2]["lr"] = 9e-4
     found = compare_two(one, other)
     assert (found.readings[0].step, found.readings[0].what) == (3, "lr") and not found.notes
+
+
+def test_a_setting_of_the_users_can_act_anywhere_and_may_stand_outside_of_tables() -> None:
+    runs = [
+        made(name, changed, config={"dropout": rate})
+        for name, changed, rate in (("a", None, 0.0), ("b", {(2, "grad:layers.0"): 1.01}, 0.1))
+    ]
+    assert "can act there: dropout 0.0 and 0.1." in str(compare_two(*runs))
+    for run in runs:
+        run.run.update(run.run.pop("config"))
+        assert recipe_of(run) is not None
+    assert "can act there: dropout 0.0 and 0.1." in str(compare_two(*runs))
 
 
 def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:

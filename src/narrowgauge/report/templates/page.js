@@ -271,12 +271,12 @@
         const descending = head.getAttribute("aria-sort") === "ascending";
         for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", descending ? "descending" : "ascending");
-        // Numbers by their value, with what follows them left out; what has none comes last.
+        const sign = descending ? -1 : 1;
+        // Numbers by their value, with what follows them left out; what has none comes last, in both directions.
         const number = (row) => parseFloat(row.cells[place].textContent.replaceAll(",", "").replace("−", "-"));
-        const order = head.className === "number" ? (a, b) => (Number.isNaN(a) ? 1 : Number.isNaN(b) ? -1 : a - b) : (a, b) => a.localeCompare(b);
+        const order = head.className === "number" ? (a, b) => Number.isNaN(a) - Number.isNaN(b) || sign * (a - b) : (a, b) => sign * a.localeCompare(b);
         const key = (row) => (head.className === "number" ? number(row) : row.cells[place].textContent);
-        const rows = [...table.tBodies[0].rows].sort((a, b) => order(key(a), key(b)));
-        table.tBodies[0].append(...(descending ? rows.reverse() : rows));
+        table.tBodies[0].append(...[...table.tBodies[0].rows].sort((a, b) => order(key(a), key(b))));
       });
     });
   }
