@@ -115,9 +115,5 @@ def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding:
     rows = [row for row in ACTS if stage in row["stages"] and (is_rounding or not row.get("only_rounds"))]
     settings = {setting for row in rows for setting in row["settings"]}
     known = {setting for row in ACTS for setting in row["settings"]}
-    return tuple(
-        d
-        for d in differences
-        if settings & {f"{d.table}.{d.name}", f"{d.table}.*", d.table}
-        or (d.table == "config" and f"config.{d.name}" not in known)
-    )
+    named = [(d, {f"{d.table}.{d.name}", f"{d.table}.*"}) for d in differences]
+    return tuple(d for d, names in named if names & settings or not names & known)

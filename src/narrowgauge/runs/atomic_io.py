@@ -175,23 +175,16 @@ def hash_of(path: Path, length: int) -> hashlib.blake2b:
     return state
 
 
-def close_unlocked(descriptor: int) -> None:
-    """Close a file and end its lock, which a forked process that has it open would keep."""
-    with contextlib.suppress(OSError):
-        if sys.platform != "win32":
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-def lock(descriptor: int, *, wait: bool) -> bool:
+def lock(descriptor: int, *, is_end: bool = False) -> bool:
     """Lock an open file for this process and return whether it is locked. The lock ends with the process.
 
+    With ``is_end`` end the lock. Closing the file is not enough if a forked process has it open.
     Return ``True`` on a file system without locks. ``filelock`` would need a separate file, which a killed process leaves.
     """
     if sys.platform == "win32":
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_UN if is_end else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

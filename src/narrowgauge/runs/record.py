@@ -150,11 +150,7 @@ def read_settings(path: Path) -> Row:
 def require_whole(run: Row) -> None:
     """Raise ``ValueError`` if a number in ``run.toml`` that readers count with is not whole."""
     config = run["config"] if isinstance(run.get("config"), dict) else {}
-    numbers = {
-        "schema_version": run["schema_version"],
-        "seed": config.get("seed", 0),
-        "steps": config.get("steps", 0),
-    }
+    numbers = {"schema_version": run["schema_version"], "seed": config.get("seed", 0), "steps": config.get("steps", 0)}
     for key, value in numbers.items():
         if not is_whole(value):
             raise ValueError(f"its {key} = {short(value)} is not a whole number")

@@ -18,17 +18,7 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import (
-    AGAIN,
-    TEMPORARY,
-    append_whole,
-    close_unlocked,
-    disk_errors,
-    hash_of,
-    lock,
-    sync,
-    write_whole,
-)
+from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, hash_of, lock, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, require_whole
@@ -182,7 +172,9 @@ class RunWriter:
     def close(self) -> None:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
         while self._descriptors:
-            close_unlocked(self._descriptors.popitem()[1])
+            descriptor = self._descriptors.popitem()[1]
+            lock(descriptor, is_end=True)
+            os.close(descriptor)
 
     def __enter__(self) -> RunWriter:
         return self
@@ -198,7 +190,7 @@ class RunWriter:
         for name in ROW_FILES:
             with disk_errors(self._file(name)):
                 self._descriptors[name] = os.open(self._file(name), flags, 0o644)
-        if not lock(self._descriptors["steps"], wait=False):
+        if not lock(self._descriptors["steps"]):
             self.close()
             raise RecordError(
                 f"Cannot write the run {self.path}: another process, or a recorder of this one that was not closed, is "

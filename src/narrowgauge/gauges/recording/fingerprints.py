@@ -133,8 +133,8 @@ class Fingerprints:
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])
-        num_rows = x.shape[0] if x.ndim else 1
-        place = first_sequence * (x.numel() // max(1, num_rows))
+        num_rows = max(1, x.shape[0] if x.ndim else 1)
+        place = first_sequence * (x.numel() // num_rows)
         entry[0] = combine([int(entry[0]), fingerprint(x, offset=place)])
         entry[1] += _sum_of_squares(x)
         entry[2] += x.numel()
