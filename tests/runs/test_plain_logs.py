@@ -56,4 +56,4 @@ def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
     assert (one.path.name, other.path.name) == ("one.csv", "other.csv") and one.gauges == one.fingerprints == []
     found = ng.diagnose(one, other)
     assert found.names == ("one.csv", "other.csv") and found.readings[0].stage == "loss"
-    assert "--" not in str(found) and "neither settings nor versions are recorded of both" in str(found)
+    assert "--" not in str(found) and "neither settings nor versions in its record" in str(found)

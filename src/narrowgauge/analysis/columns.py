@@ -15,7 +15,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Store the points of one line, with ``x`` ascending. NaN in ``y`` marks a non-finite value."""
+    """Store the points of one line, in the order of the record. NaN in ``y`` marks a non-finite value."""
 
     x: Array
     y: Array

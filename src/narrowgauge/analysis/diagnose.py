@@ -40,12 +40,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from narrowgauge.analysis.two_runs import TwoRuns
 
-ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
+NOT_ALARMS = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
 """Kinds of events that are not alarms. Skipped steps are counted from their rows."""
 CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
 _CONSECUTIVE = 3
 """Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
+_SKIPPED_AT_FIRST, _SKIPPED_LATER = 3, 0.05
+"""Skipped steps without a reading: so many at first where no loss is scaled, and this share of the later steps."""
 FEWEST_STEPS = 50
 """Minimum number of applied steps before an unmoved weight is a reading."""
 STAGE_OF_KIND: dict[str, str] = {
@@ -247,7 +249,7 @@ def _first(readings: list[Reading]) -> Reading:
 
 def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
     """Return the recorded alarms of a run. If no detector ran, compute the alarms from the rows."""
-    recorded = [e for e in run.events if e.get("detector") in CHANGES or e.get("kind") not in (*ROUTINE, None)]
+    recorded = [e for e in run.events if e.get("detector") in CHANGES or e.get("kind") not in (*NOT_ALARMS, None)]
     config = run.run.get("config")
     had_detectors = "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None)
     if had_detectors and run.events:
@@ -305,7 +307,8 @@ def skipped_steps(run: Run) -> list[int]:
 def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
     if skipped:
         kind, settled = KINDS["skipped-steps"], max(0, len(run.steps) - SETTLING_STEPS)
-        allowed = int(kind.bound if len(column(run, "steps", "loss_scale")) else 3) + int(0.05 * settled)
+        at_first = int(kind.bound) if len(column(run, "steps", "loss_scale")) else _SKIPPED_AT_FIRST
+        allowed = at_first + int(_SKIPPED_LATER * settled)
         bound = 0 if len(skipped) == len(run.steps) else allowed
         if len(skipped) > bound:
             bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
@@ -373,7 +376,7 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
 
 def _moments(run: Run) -> Iterator[Reading]:
     """Yield second moments whose sum differs from an exact float32 copy."""
-    lengths: dict[str | None, int] = {}
+    lengths: dict[str, int] = {}
     for row in rows_of(run, "gauges"):
         for table, name, metrics in gauge_metrics(row):
             if table != "moments" or (bias := metrics.get("bias")) is None:
@@ -381,7 +384,7 @@ def _moments(run: Run) -> Iterator[Reading]:
             lengths[name] = lengths.get(name, 0) + 1 if is_off(bias) else 0
             if lengths[name] == _CONSECUTIVE:
                 bound = MAX_BIAS - 1 if bias > 1 else 1 - 1 / MAX_BIAS
-                yield KINDS["second-moments"].reading(name or "", bias, 1.0, bound, step_of(row))
+                yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))
 
 
 def _moved(run: Run) -> list[tuple[str, float, int, bool]]:

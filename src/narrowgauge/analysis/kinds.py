@@ -15,9 +15,6 @@ from narrowgauge.analysis.reading import Reading
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 from narrowgauge.spec.toml import load_data
 
-STEP = "audit_every"
-"""Kinds that the check of the optimizer's step reads."""
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:

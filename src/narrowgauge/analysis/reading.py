@@ -103,7 +103,7 @@ def of_all(names: Iterable[str]) -> str:
     return told(names, 1)
 
 
-def reading_table(readings: Sequence[Reading], title: str = "") -> Table:
+def reading_table(readings: Sequence[Reading]) -> Table:
     """Return readings as a table, without their advice.
 
     Example:
@@ -117,7 +117,7 @@ def reading_table(readings: Sequence[Reading], title: str = "") -> Table:
         *name_columns(tensor="tensor", what="what"),
         *number_columns(value="value", expected="expected", bound="bound"),
     )
-    return Table(columns, [reading.to_dict() for reading in readings], title)
+    return Table(columns, [reading.to_dict() for reading in readings])
 
 
 MAX_ROWS, MAX_ADVICE = 10, 6

@@ -143,7 +143,7 @@ def _notes(runs: Sequence[Run], parting: Parting) -> Iterator[str]:
     if parting.num_common and lengths[0] != lengths[1]:
         yield f"they recorded {lengths[0]} and {lengths[1]} steps, of which {parting.num_common} are common"
     if not all(run.run.get("config") or run.run.get("versions") for run in runs):
-        yield "neither settings nor versions are recorded of both"
+        yield "one of them has neither settings nor versions in its record"
     at = parting.beyond or parting.first
     if at is not None and at.what in ("loss", "grad_norm") and not parting.is_hashed:
         flag = "ng.RunRecorder(…, fingerprints_every=1)"

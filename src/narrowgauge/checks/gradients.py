@@ -46,7 +46,7 @@ from narrowgauge.torch_names import graph_dtypes, unwrapped_model
 MARGIN = 4.0
 """Bounds over the largest of some random roundings."""
 FEW_ROUNDINGS, MANY_ROUNDINGS = 2, 20
-"""Two are too few where a ReLU may flip."""
+"""Random roundings at first, and for a tensor near its bound: two are too few where a ReLU may flip."""
 _NEAR_MISS = 4.0
 """Excess over a bound up to which more roundings are measured."""
 LEAST = 2.0**-20

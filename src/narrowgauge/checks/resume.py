@@ -56,7 +56,7 @@ def check_resume(
         load: rebuilds everything from the checkpoint, and returns the fresh objects by the same names, and their ``step``.
         record: the file that carries the saved state to another job.
     Returns:
-        A reading for each name that is not restored. Its lines say of each kind: same bits, same value, or not restored.
+        A reading for each kind of state that is not restored. Its lines say of each kind: same bits, same value, or not restored.
     Raises:
         RecipeError: two jobs without a record.
 

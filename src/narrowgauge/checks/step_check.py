@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.analysis.kinds import KINDS, STEP
+from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
 from narrowgauge.checks.step_rules import Values, decay_of, decouples, inputs_of, state_factors, sum_of, terms_of
 from narrowgauge.checks.step_samples import Sample, SampledStep, complete, sampled_step
@@ -34,7 +34,7 @@ _OPERATIONS = 16
 """Approximate number of roundings in a step of Adam: the arithmetic's largest error of a change, in its own units."""
 _FORMATS = (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 Report = Callable[[int, list[Reading], Row], object]
-NAMES = tuple(kind.name for kind in KINDS.values() if kind.by == STEP)
+NAMES = tuple(kind.name for kind in KINDS.values() if kind.by == "audit_every")
 
 
 class StepCheck:

@@ -168,9 +168,8 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, names: Mapping[i
         settings = {key: value for key, value in group.items() if key != "params"}
         for place, p in enumerate(group["params"]):
             name, gradient = names.get(id(p), f"group {index}, parameter {place}"), p.grad
-            if (
-                gradient is not None and gradient.layout is torch.strided
-            ):  # the places of a sparse one change in each step
+            # The places of a sparse gradient change in each step.
+            if gradient is not None and gradient.layout is torch.strided:
                 gradient = _times(optimizer, spread(gradient), 1 / loss_scale)
             else:
                 gradient = None

@@ -21,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge import torch_names
-from narrowgauge.gauges.hooks import ATTENTION, entry_of
+from narrowgauge.gauges.hooks import ATTENTION, Undo, entry_of
 from narrowgauge.gauges.sampling import SAMPLING, is_sampled, recorder_of
 from narrowgauge.transforms.scaled_tensor import Scaled
 
-Undo = Callable[[], object]
 KERNEL = "scaled_dot_product_attention"
 
 

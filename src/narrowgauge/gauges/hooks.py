@@ -27,7 +27,7 @@ Undo = Callable[[], object]
 
 
 def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Return the forward hook of every watched linear layer."""
+    """Record the input and the gradient of the output of a watched linear layer, as its forward hook."""
     if not is_sampled(module):
         return None
     entry = entry_of(module, INPUT)

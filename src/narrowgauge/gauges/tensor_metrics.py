@@ -162,7 +162,7 @@ def cast_of(watched: WatchedTensor, layers: Mapping[str, nn.Module]) -> Cast | N
 
 
 def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
-    """``[samples, 6]``, as :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
+    """Return ``[samples, 6]``, as :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None:
         scales = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)

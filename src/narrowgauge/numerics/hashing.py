@@ -18,7 +18,8 @@ from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
+"""Odd, so that its multiples are far from each other."""
 # The finalizer's factors, as signed numbers.
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - _MODULUS, 0x94D049BB133111EB - _MODULUS
 
@@ -43,7 +44,7 @@ def step_seed(seed: int, step: int) -> int:
         >>> step_seed(0, 1), step_seed(0, 2)
         (2065550767, -1581685260)
     """
-    word: int = splitmix64((seed * 0xD1342543DE82EF95 + step * _GOLDEN) % _MODULUS) & 0xFFFFFFFF
+    word: int = splitmix64((seed * 0xD1342543DE82EF95 + step * GOLDEN) % _MODULUS) & 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 
 
@@ -53,13 +54,13 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
     if size not in _INTEGER_OF_SIZE:
         raise FormatError(f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8.")
     x = x.detach().resolve_conj().resolve_neg()
-    places = torch.arange(min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device) * _signed(_GOLDEN)
+    places = torch.arange(min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device) * _signed(GOLDEN)
     total, place = torch.zeros((), dtype=torch.int64, device=x.device), offset
     for (chunk,) in flat_chunks(x):
         bits = chunk.view(_INTEGER_OF_SIZE[size]).to(torch.int64)
         if size in (2, 4):
             bits = bits & ((1 << (8 * size)) - 1)
-        total += splitmix64(bits + places[: chunk.numel()] + _signed((place + 1) * _GOLDEN)).sum()
+        total += splitmix64(bits + places[: chunk.numel()] + _signed((place + 1) * GOLDEN)).sum()
         place += chunk.numel()
     return total
 

@@ -38,6 +38,7 @@ def profile(
         recipes: one that is named twice counts once.
         numerics: also train a few steps on text and report what each cast loses.
         batch_size: sequences per step.
+        sequence_length: tokens per sequence.
         say: called with a line of progress before each long operation.
     Raises:
         NarrowgaugeError: an unknown model or recipe, or a model that does not fit.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from narrowgauge.analysis.diagnose import NOT_ALARMS
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table, text_columns
 
-ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note"})
+ROUTINE = NOT_ALARMS - {"skip"}
 """Kinds of events of every healthy run. All others need attention, unknown kinds too."""
 _COLUMNS = text_columns(step="step", run="run", kind="kind", what_happened="message", what_to_do="advice")
 

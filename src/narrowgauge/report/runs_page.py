@@ -17,7 +17,6 @@ from typing import Any
 from markupsafe import Markup
 
 from narrowgauge.analysis.comparison.comparison import Comparison
-from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.reading import Reading, reading_table
 from narrowgauge.report.event_table import ROUTINE, event_table
 from narrowgauge.report.figures.curves import comparison_figures
@@ -29,7 +28,7 @@ from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, template
 from narrowgauge.report.recipe_groups import Group, groups_of
 from narrowgauge.report.run_settings import setting_tables
-from narrowgauge.runs.finding import counted, told
+from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table, name_columns, text_columns

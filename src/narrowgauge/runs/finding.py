@@ -50,3 +50,14 @@ def told(names: Iterable[str], most: int = 3) -> str:
     distinct = list(dict.fromkeys(names))
     rest = len(distinct) - most
     return ", ".join(distinct[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Join names for a sentence.
+
+    Example:
+        >>> listed(["a", "b", "c"])
+        'a, b and c'
+    """
+    *most, last = parts
+    return f"{', '.join(most)} and {last}" if most else last

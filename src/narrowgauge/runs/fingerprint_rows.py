@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from narrowgauge.runs.finding import listed
 from narrowgauge.runs.schema import Row
 
 
@@ -66,5 +67,4 @@ def in_words(ranks: Sequence[int]) -> str:
         >>> in_words((1,)), in_words((1, 2))
         ('rank 1', 'ranks 1 and 2')
     """
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks))}"

@@ -2,7 +2,7 @@
 
 ::
 
-    run.toml            all settings, with versions; written once
+    run.toml            all settings, with versions; a resume or the first forward pass may replace it
     steps.jsonl         a row per optimizer step
     evals.jsonl         a row per evaluation
     events.jsonl        a row per event
@@ -156,8 +156,8 @@ def require_whole(run: Row) -> None:
             raise ValueError(f"its {key} = {short(value)} is not a whole number")
 
 
-def latest_runs(path: Path, most: int = 3) -> str:
-    """Return a sentence with the newest runs in or beside a folder, or else in ``runs/`` here. Without runs return ``""``.
+def latest_runs(path: Path) -> str:
+    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/`` here. Without runs return ``""``.
 
     Example of the sentence: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
     """
@@ -167,7 +167,7 @@ def latest_runs(path: Path, most: int = 3) -> str:
         except OSError:
             continue
         if files:
-            return f" The latest runs there: {', '.join(str(file.parent) for file in files[:most])}."
+            return f" The latest runs there: {', '.join(str(file.parent) for file in files[:3])}."
     return ""
 
 

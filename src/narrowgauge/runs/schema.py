@@ -5,6 +5,7 @@ documentation prints them. Rows may hold further columns, which are not checked.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``. It lists the metrics in the order of :data:`METRICS`.
 A thousand tensors times a thousand samples would otherwise be mostly keys::
+
     {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
 
 A metric that does not apply is null. An empty table is left out. Histograms count binary exponents, pooled over all tensors
@@ -209,7 +210,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def gauge_metrics(row: Row) -> Iterator[tuple[str, str | None, dict[str, float | None]]]:
+def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]]:
     """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name.
 
     Example:

@@ -7,7 +7,7 @@ setting differs, the folder does. A label is for people: no code parses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
@@ -93,14 +93,3 @@ def _by_folder(runs: Sequence[Run]) -> list[str]:
     folders = [run.path.parent.name for run in runs]
     is_distinct = len({(folder, seed_of(run)) for folder, run in zip(folders, runs, strict=True)}) == len(runs)
     return [f" ({folder if is_distinct else run.path})" for folder, run in zip(folders, runs, strict=True)]
-
-
-def listed(parts: Iterable[str]) -> str:
-    """Join names for a sentence.
-
-    Example:
-        >>> listed(["a", "b", "c"])
-        'a, b and c'
-    """
-    *most, last = parts
-    return f"{', '.join(most)} and {last}" if most else last

@@ -11,9 +11,9 @@ from itertools import combinations
 
 from narrowgauge.analysis.comparison.classification import Rank
 from narrowgauge.analysis.comparison.intervals import MOST_SEEDS, seeds_needed, shown_loss
-from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.settings import settings_diff
+from narrowgauge.runs.finding import listed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

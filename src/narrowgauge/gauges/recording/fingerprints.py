@@ -34,7 +34,7 @@ from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.gauges import hooks
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
+from narrowgauge.numerics.hashing import GOLDEN, combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.schema import Row
@@ -72,7 +72,7 @@ class Fingerprints:
     last: Row | None = None
     _entries: dict[str, list[float]] = field(default_factory=dict)
     _changed: dict[str, list[float]] = field(default_factory=dict)
-    _last: Row = field(default_factory=dict)
+    _recorded: Row = field(default_factory=dict)
     # Of this rank alone: a hash of its part of each kind, and hashes of tensors that other ranks hold alike.
     _own: dict[str, int] = field(default_factory=dict)
     _alike: dict[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
@@ -87,11 +87,11 @@ class Fingerprints:
         self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
         self._entries, self._changed = {}, {}
         self._own, self._alike, self._num_sent, self._clip = {}, {}, 0, None
-        if not self.is_on or self._last.get("step") != step - 1:
+        if not self.is_on or self._recorded.get("step") != step - 1:
             return
         stored = self._stored(is_stepped=step > 1)
         numbers, local = fingerprints_whole_and_own(stored)
-        before, local_before = self._last["whole"], self._last["own"]
+        before, local_before = self._recorded["whole"], self._recorded["own"]
         for key in dict.fromkeys([*numbers, *before]):
             if key not in numbers:  # a state that was lost
                 self._changed[_held_key(key)] = [0, 0.0, 0]
@@ -107,7 +107,7 @@ class Fingerprints:
     def sent(self, gradient: Tensor) -> None:
         """Record a gradient that this rank adds to the sum. Equal runs have them in the same order."""
         self._num_sent += 1
-        number = fingerprint(gradient, offset=self._num_sent * _LEAF % (1 << 62))
+        number = fingerprint(gradient, offset=self._num_sent * GOLDEN % (1 << 62))
         self._own["sent"] = combine([self._own.get("sent", 0), number])
 
     @contextmanager
@@ -162,7 +162,7 @@ class Fingerprints:
             self._clip = float(control[0])
             self._entries["clip:factor"] = [fingerprint(control[:1]), self._clip, numel]
         numbers, local = self._record(self._stored(is_stepped=step > 0))
-        self._last = {"step": step, "whole": numbers, "own": local}
+        self._recorded = {"step": step, "whole": numbers, "own": local}
         changed = {key: entry for entries in self.here.gather(self._changed) for key, entry in entries.items()}
         self.last = {"step": step, "tensors": {**changed, **self._entries}, **self._of_ranks()}
         self._entries, self.is_on = {}, False
@@ -257,8 +257,6 @@ def _sum_of_squares(x: Tensor) -> float:
 
 _SHOWN = 8
 """Tensors that are named where ranks differ; in the next step all do."""
-_LEAF = 0x9E37_79B9_7F4A_7C15
-"""Odd, so that the offsets of successive gradients are far from each other."""
 
 
 def _parted(of_all: Sequence[Mapping[tuple[str, tuple[int, ...]], int]]) -> Row:

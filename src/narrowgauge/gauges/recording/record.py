@@ -159,15 +159,15 @@ class Record(AbstractContextManager["Record"]):
             self.event(event, shown=True)
         spike, is_skipped = row.get("spike"), bool(row.get("skipped"))
         # The scale of the step; the scaler may have lowered it since.
-        is_overflow = scaler is not None and math.isfinite(row.get("loss") or 0.0) and reader.scale > FLOOR
-        self.is_bad = is_skipped and (spike is not None or not is_overflow)
+        can_lower_scale = scaler is not None and math.isfinite(row.get("loss") or 0.0) and reader.scale > FLOOR
+        self.is_bad = is_skipped and (spike is not None or not can_lower_scale)
         if is_skipped and spike is not None:
             message = f"{symptom(row)}; the batch was skipped and no weight changed"
             values = {"value": spike["value"], "threshold": spike["threshold"]}
             self.event(Event("skip", self.num_steps, message, **values), shown=True)
         elif reader.ours is not None and reader.was_skipped:
             self.event(Event("skip", self.num_steps, why_skipped(reader.ours, self.here)))
-        self._num_failed = 0 if is_finite(row) or is_overflow else self._num_failed + 1
+        self._num_failed = 0 if is_finite(row) or can_lower_scale else self._num_failed + 1
         if self._num_failed == FAILURES:
             message = f"the last {FAILURES} steps failed: {symptom(row)}"
             self.event(Event("divergence", self.num_steps, message, advice=GO_BACK), shown=True)

@@ -70,10 +70,10 @@ class RunRecorder:
             the first different tensor. The start and the first step have fingerprints too. 0 for none.
         called: the part of the model whose forward pass the loop calls, if not the model itself; for fingerprints.
         on_row: called as ``on_row(kind, row)`` after each row is written, on rank 0; ``kind`` is ``"steps"``,
-            ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. For Weights & Biases:
-            ``lambda kind, row: wandb.log(row)``. For TensorBoard, which draws only numbers:
-            ``lambda kind, row: [writer.add_scalar(f"{kind}/{name}", value, row["step"]) for name, value in row.items()
-            if isinstance(value, float)]``. Its exceptions end the loop.
+            ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. With :func:`narrowgauge.runs.schema.numbers_of`, for
+            Weights & Biases: ``lambda kind, row: wandb.log(numbers_of(kind, row), step=row["step"])``. For TensorBoard:
+            ``lambda kind, row: [board.add_scalar(tag, x, row["step"]) for tag, x in numbers_of(kind, row).items()]``.
+            Its exceptions end the loop.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
 
     Attributes:
@@ -298,9 +298,8 @@ class RunRecorder:
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
         """Report a compared step, and save the compared names for its row."""
         self._recomputed = row or self._recomputed
-        self._report(
-            readings, self.num_steps + 1 if row else self.num_steps
-        )  # writes between belong to the step before
+        # Writes between two steps belong to the step before.
+        self._report(readings, self.num_steps + 1 if row else self.num_steps)
 
     def _report(self, readings: list[Reading], step: int, *, static: bool = False) -> None:
         """Write an event for each new reading."""
