@@ -369,7 +369,7 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
             reading = replace(_of_event(event.row()), tensor="")
             if reading.what == "lost-updates":
                 error = student_t(len(edqs) - 1) * stdev(edqs) / math.sqrt(len(edqs))
-                words = f" You trained at about {fmean(edqs):.2g} × lr (± {error:.2g})."
+                words = f" Over the run {fmean(edqs):.2g} of the update was stored (± {error:.2g})."
                 reading = replace(reading, advice=reading.advice + words)
             yield reading
 

@@ -175,18 +175,25 @@ def hash_of(path: Path, length: int) -> hashlib.blake2b:
     return state
 
 
-def lock(descriptor: int, *, is_end: bool = False) -> bool:
-    """Lock an open file for this process and return whether it is locked. The lock ends with the process.
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Lock an open file for this process and return whether it is locked.
 
-    With ``is_end`` end the lock. Closing the file is not enough if a forked process has it open.
+    The lock ends with :func:`unlock`, or with the process and those that it has forked.
     Return ``True`` on a file system without locks. ``filelock`` would need a separate file, which a killed process leaves.
     """
     if sys.platform == "win32":
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_UN if is_end else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:
         return True
     return True
+
+
+def unlock(descriptor: int) -> None:
+    """End the lock of an open file. Closing the file is not enough while a forked process has it open."""
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)

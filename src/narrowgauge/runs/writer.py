@@ -18,7 +18,17 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, append_whole, disk_errors, hash_of, lock, sync, write_whole
+from narrowgauge.runs.atomic_io import (
+    AGAIN,
+    TEMPORARY,
+    append_whole,
+    disk_errors,
+    hash_of,
+    lock,
+    sync,
+    unlock,
+    write_whole,
+)
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, require_whole
@@ -173,7 +183,7 @@ class RunWriter:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
         while self._descriptors:
             descriptor = self._descriptors.popitem()[1]
-            lock(descriptor, is_end=True)
+            unlock(descriptor)
             os.close(descriptor)
 
     def __enter__(self) -> RunWriter:
