@@ -216,7 +216,7 @@ def test_each_rate_has_its_own_reading_of_the_tensors_that_it_names() -> None:
     check = ng.check(nn.ParameterList([small, *large]), torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     lost = {r.tensor: r for r in check if r.what == "lost-updates"}
     assert lost.keys() == {"0", "2"} and all(r.excess > 1 for r in lost.values())
-    assert "at lr 0.0005," in lost["0"].advice and "at lr 0.001," in lost["2"].advice
+    assert "at lr 0.0005;" in lost["0"].advice and "at lr 0.001;" in lost["2"].advice
 
 
 @pytest.mark.parametrize(("number", "words"), [(1, "1 norm weight stays "), (2, "2 norm weights stay ")])
