@@ -169,7 +169,8 @@ def test_a_forked_process_does_not_keep_the_lock(folder: Path) -> None:
     writer = RunWriter.open(folder)
     copy = os.dup(writer._descriptors["steps"])  # as a forked process has it
     writer.close()
-    RunWriter.open(folder).close()
+    with RunWriter.open(folder) as again:
+        assert again.path == folder
     os.close(copy)
 
 
@@ -321,7 +322,8 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(writer_module, "write_whole", write)
     with RunWriter.create(tmp_path / "run", {"config": {"seed": 1}}), pytest.raises(RecordError, match="there already"):
         RunWriter.create(tmp_path / "run", {"config": {"seed": 2}})
-    assert len(refusals) == 1 and refusals[0].startswith(f"Cannot write the run {tmp_path / 'run'}: another process")
+    whose = "another process, or a recorder of this one that was not closed,"
+    assert refusals == [f"Cannot write the run {tmp_path / 'run'}: {whose} is writing it."]
     assert read_run(tmp_path / "run").config == {"seed": 1}
 
 

@@ -47,10 +47,10 @@ def export(folder: Path, out: Path) -> Path:
     with whole_folder(out) as temporary, without_progress_bars():
         for table in tables:
             table.use_cache = True
-            if tokenizer.is_file():
-                table.bos_token_id = table.eos_token_id = end
         if tokenizer.is_file():
             _write_tokenizer(tokenizer, end, temporary, model.config)
+            for table in tables:
+                table.bos_token_id = table.eos_token_id = end
         model.save_pretrained(temporary, state_dict=weights)
         # Loading casts all weights to the declared dtype: one that changes no value.
         model.config.dtype = (
