@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from narrowgauge.analysis.diagnose import Diagnosis
 from narrowgauge.report.figures.histograms import MOST_STEPS, histogram
 from narrowgauge.report.recipe_groups import details_of
 from narrowgauge.runs.record import Run, read_run
@@ -18,15 +19,15 @@ from report.made_pages import page_of
 MakeRun = Callable[..., Run]
 
 
-@pytest.mark.parametrize("damaged", [None, "low", {}, ["low"], [math.nan] * 9])
-def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None:
+@pytest.mark.parametrize("values", [None, [], [None], [math.nan] * 9])
+def test_a_list_without_a_finite_number_adds_nothing(make_run: MakeRun, values: Any) -> None:
     row = {
         "step": 1,
-        **{table: {"a": damaged} for table in ("tensors", "updates", "moments", "attention")},
-        "histograms": {"weight": damaged},
-        "logits": {"max": damaged},
+        **{table: {"a": values} for table in ("tensors", "updates", "moments", "attention", "logits")},
+        "histograms": {"weight": values},
     }
     details = details_of(make_run(gauges=[row]), 0)
+    assert isinstance(details.diagnosis, Diagnosis)
     assert not details.heat_maps and details.histogram is None and details.lowest_edq == 1.0
     # A valid tensor in the same row is read.
     row["updates"]["b"] = [0.25]

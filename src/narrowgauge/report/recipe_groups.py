@@ -9,6 +9,7 @@ release the rows before the next file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,10 @@ from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.diagnose import Diagnosis, diagnose, rows_of
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.report.figures.heat_maps import heat_maps, lists
+from narrowgauge.report.figures.heat_maps import heat_maps
 from narrowgauge.report.figures.histograms import histogram
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import METRICS, Row, finite_number
+from narrowgauge.runs.schema import Row, gauge_metrics
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,5 @@ def diagnosed(run: Run) -> Diagnosis | str:
 
 
 def _lowest_edq(rows: Sequence[Row]) -> float:
-    place = list(METRICS["updates"]).index("edq")
-    last = [values[place] for _, _, values in lists(rows[-1:], "updates") if place < len(values)]
-    return min((value for edq in last if (value := finite_number(edq)) is not None), default=1.0)
+    edqs = [metrics.get("edq") for row in rows[-1:] for table, _, metrics in gauge_metrics(row) if table == "updates"]
+    return min((edq for edq in edqs if edq is not None and math.isfinite(edq)), default=1.0)

@@ -219,7 +219,7 @@ def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]
     """
     for table, names in METRICS.items():
         for name, values in (row.get(table) or {}).items():
-            yield table, name, dict(zip(names, map(number, values), strict=False))
+            yield table, name, dict(zip(names, map(number, values or ()), strict=False))
 
 
 def numbers_of(kind: str, row: Row) -> dict[str, float]:

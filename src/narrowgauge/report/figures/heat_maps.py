@@ -1,23 +1,23 @@
 """Heat maps of gauge metrics: a row per tensor, a column per sampled step, for one run.
 
 A page cannot hold every cell of a large model's long run. So a cell joins steps and keeps their *worst* value. If there are too
-many tensors, we show the tensors that ever were farthest from health, in the model's order. A missing or damaged list adds
-nothing.
+many tensors, we show the tensors that ever were farthest from health, in the model's order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from narrowgauge.analysis.columns import Array
 from narrowgauge.report.figures.palette import SEQUENTIAL, plain
 from narrowgauge.report.figures.series import json_list
-from narrowgauge.runs.schema import METRICS, Row, finite_number
+from narrowgauge.runs.schema import Row, gauge_metrics, step_of
 
 MOST_TENSORS = 64
 """Maximum number of rows in a heat map."""
@@ -112,41 +112,22 @@ def heat_maps(rows: Sequence[Row]) -> dict[str, Row]:
 
     Cost: about 1 s per thousand samples of 400 tensors.
     """
-    maps = {name: figure for table in METRICS for name, figure in _maps_of(rows, table)}
-    return {name: maps[name] for name in HEAT_MAPS if name in maps}
+    names = {(metric.table, metric.field): name for name, metric in HEAT_MAPS.items()}
+    steps = np.array([step_of(row) for row in rows])
+    cells = {name: defaultdict[str, Array](lambda: np.full(len(rows), np.nan)) for name in HEAT_MAPS}
+    for column, row in enumerate(rows):
+        for table, tensor, metrics in gauge_metrics(row):
+            for field, value in metrics.items():
+                if value is not None and math.isfinite(value) and (table, field) in names:
+                    cells[names[table, field]][tensor][column] = value
+    return {name: _heat_map(HEAT_MAPS[name], tensors, steps) for name, tensors in cells.items() if tensors}
 
 
-def _maps_of(rows: Sequence[Row], table: str) -> Iterator[tuple[str, Row]]:
-    """Yield the heat maps of one table. Skip tensors without any finite value of a metric."""
-    chosen = {name: metric for name, metric in HEAT_MAPS.items() if metric.table == table}
-    places = [list(METRICS[table]).index(metric.field) for metric in chosen.values()]
-    entries = list(lists(rows, table))
-    steps = sorted({step for step, _, _ in entries})
-    columns = {step: column for column, step in enumerate(steps)}
-    tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in entries))}
-    cells = np.full((len(chosen), len(tensors), len(steps)), np.nan)
-    for step, tensor, values in entries:
-        for number, place in enumerate(places):
-            if place < len(values) and (value := finite_number(values[place])) is not None:
-                cells[number, tensors[tensor], columns[step]] = value
-    for (name, metric), grid in zip(chosen.items(), cells, strict=True):
-        lines, taken = np.flatnonzero(~np.isnan(grid).all(axis=1)), np.flatnonzero(~np.isnan(grid).all(axis=0))
-        if lines.size:
-            names = [list(tensors)[line] for line in lines]
-            yield name, _heat_map(metric, names, np.array(steps)[taken], grid[np.ix_(lines, taken)])
-
-
-def lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[Any]]]:
-    """Yield step, tensor and values of a table's rows, if the values are a list."""
-    for row in rows:
-        step, entries = finite_number(row.get("step")), row.get(table)
-        if step is not None and isinstance(entries, dict):
-            for name, values in entries.items():
-                if isinstance(values, list):
-                    yield step, name, values
-
-
-def _heat_map(metric: Metric, names: Sequence[str], steps: Array, values: Array) -> Row:
+def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[np.int64]) -> Row:
+    """Return the figure of one metric, from the values of each tensor at all steps."""
+    names, values = list(tensors), np.array(list(tensors.values()))
+    is_sampled = ~np.isnan(values).all(axis=0)
+    steps, values = steps[is_sampled], values[:, is_sampled]
     reach = np.fmax.reduce(np.abs(values - metric.good), axis=1)
     lines = np.sort(np.argsort(-reach, kind="stable")[:MOST_TENSORS])
     shown, num_columns = [names[line] for line in lines], min(len(steps), MOST_COLUMNS)

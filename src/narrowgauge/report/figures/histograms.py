@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from narrowgauge.report.figures.palette import colour
 from narrowgauge.report.figures.series import json_list, rounded
-from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number
+from narrowgauge.runs.schema import FIRST_EXPONENT, Row, finite_number, step_of
 from narrowgauge.spec.formats import FORMATS
 
 SHOWN_FORMATS = (
@@ -37,14 +37,13 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
     """Return the exponent histograms of a run, or ``None`` without any.
 
     Args:
-        rows: of ``gauges.jsonl``. A damaged histogram adds nothing, a damaged bin is empty.
+        rows: of ``gauges.jsonl``.
         index: palette index of the run.
     Returns:
         A Plotly figure with a slider over at most :data:`MOST_STEPS` steps, including the first and the last. Its ``frames``
         hold the heights of the bars, per step and panel.
     """
-    sampled = [(finite_number(row.get("step")), _counts(row)) for row in rows]
-    counted = [(int(step), counts) for step, counts in sampled if step is not None and counts]
+    counted = [(step_of(row), counts) for row in rows if (counts := _counts(row))]
     if not counted:
         return None
     num_steps = min(len(counted), MOST_STEPS)
@@ -83,13 +82,9 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
 
 def _counts(row: Row) -> dict[str, list[float]]:
     """Return the histograms of a row that count anything. A bin without a valid count is empty."""
-    histograms = row.get("histograms")
-    if not isinstance(histograms, dict):
-        return {}
+    histograms = row.get("histograms", {})
     counts = {
-        kind: [max(0.0, finite_number(count) or 0.0) for count in bins]
-        for kind, bins in histograms.items()
-        if kind in KIND_TITLES and isinstance(bins, list)
+        kind: [max(0.0, finite_number(count) or 0.0) for count in histograms.get(kind) or ()] for kind in KIND_TITLES
     }
     return {kind: bins for kind, bins in counts.items() if any(bins)}
 
