@@ -1,4 +1,4 @@
-"""Columns of a run's record as arrays: read once, then shared by the diagnosis, the comparison and the page."""
+"""Columns of a run's record as arrays, for the diagnosis, the comparison and the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, finite_number
+from narrowgauge.runs.schema import finite_number
 
 Array = npt.NDArray[np.float64]
 
@@ -43,20 +43,7 @@ def column(run: Run, table: str, name: str) -> Series:
         >>> column(Run(Path("a"), {}, rows), "steps", "loss")
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
-    steps, _ = _read(run, table, "step")
-    numbers, is_known = _read(run, table, name)
-    is_known = is_known & ~np.isnan(steps)
-    return Series(steps, numbers) if is_known.all() else Series(steps[is_known], numbers[is_known])
-
-
-def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Return a column, and a mask of the rows with an entry. Cache both on the run: many readers use them."""
-    cache = vars(run).setdefault("columns", {})
-    if (table, name) not in cache:
-        rows: list[Row] = getattr(run, table)
-        places = [place for place, row in enumerate(rows) if row.get(name) is not None]
-        numbers, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
-        is_known[places] = True
-        numbers[places] = np.array([finite_number(rows[place][name]) for place in places], float)
-        cache[table, name] = numbers, is_known
-    return cache[table, name]  # type: ignore[no-any-return]
+    rows = [row for row in getattr(run, table) if row.get(name) is not None]
+    points = [(step, finite_number(row[name])) for row in rows if (step := finite_number(row.get("step"))) is not None]
+    x, y = np.array(points, float).reshape(-1, 2).T
+    return Series(x, y)
