@@ -54,12 +54,7 @@ def recipe_of(run: Run) -> Recipe | None:
 def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference]:
     """Yield the differences of two ``run.toml``, including the arithmetic. Skip entries that only one has."""
     first_run, second_run = ({**run, "config": config_of(run)} for run in (first_run, second_run))
-    same = {
-        name
-        for table, names in _PLACES.items()
-        if first_run.get(table) and first_run[table] == second_run.get(table)
-        for name in names
-    }
+    same = {table for table in _PLACES if first_run.get(table) and first_run[table] == second_run.get(table)}
     named = {name for run in (first_run, second_run) for name in (run.get("config") or {})}
     for table in TABLES:
         first, second = (run.get(table) for run in (first_run, second_run))
@@ -76,8 +71,8 @@ def settings_diff(first_run: Row, second_run: Row) -> Iterator[SettingDifference
         yield SettingDifference(name, texts, "arithmetic")
 
 
-_PLACES = {"data": ("data",), "model": ("model",)}
-"""Settings that may be folders, by table of ``run.toml``. The table describes their content."""
+_PLACES = ("data", "model")
+"""Settings that may be folders. The table of that name in ``run.toml`` describes their content."""
 
 
 def _of_table(
