@@ -74,28 +74,26 @@ def document(data: Row, live: bool = False, **words: Any) -> str:
     plotly, digest = plotly_script()
     digests = [digest_of(script), *([digest_of(live_script)] if live else []), digest]
     policy = "script-src " + " ".join(f"'{digest}'" for digest in digests) + ("; connect-src 'self'" if live else "")
-    page = template("page.html.j2").render(
-        **words,
-        live=live,
-        live_script=markupsafe.Markup(live_script),
-        policy=markupsafe.Markup(policy),
-        style=markupsafe.Markup(asset("page.css")),
-        script=markupsafe.Markup(script),
-        data=packed(data),
-        plotly=plotly,
+    page = (
+        environment()
+        .get_template("page.html.j2")
+        .render(
+            **words,
+            live=live,
+            live_script=markupsafe.Markup(live_script),
+            policy=markupsafe.Markup(policy),
+            style=markupsafe.Markup(asset("page.css")),
+            script=markupsafe.Markup(script),
+            data=packed(data),
+            plotly=plotly,
+        )
     )
     return page.lstrip()
 
 
 @functools.cache
-def template(name: str) -> jinja2.Template:
-    """Return a template of this package. It escapes everything."""
-    return _environment().get_template(name)
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """Return one environment for all templates, so that shared imports compile once."""
+def environment() -> jinja2.Environment:
+    """Return the environment of this package's templates. It escapes everything, and compiles each template once."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(asset),
         autoescape=True,

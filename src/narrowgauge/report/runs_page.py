@@ -25,7 +25,7 @@ from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
-from narrowgauge.report.page import document, template
+from narrowgauge.report.page import document, environment
 from narrowgauge.report.recipe_groups import Group, groups_of
 from narrowgauge.report.run_settings import setting_tables
 from narrowgauge.runs.finding import counted, listed, told
@@ -81,7 +81,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
         "settings": shared,
         "formats": SHOWN_FORMATS,
     }
-    macros: Any = template("sections.html.j2").make_module({**words, "headings": SECTIONS})
+    macros: Any = environment().get_template("sections.html.j2").make_module({**words, "headings": SECTIONS})
     rendered = {name: Markup(getattr(macros, f"{name}_section")().strip()) for name in SECTIONS}
     sections = {name: html for name, html in rendered.items() if html}
     data = {
