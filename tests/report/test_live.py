@@ -37,12 +37,15 @@ def write_run(folder: Path, losses: list[float]) -> None:
             writer.append("steps", {"step": step, "loss": loss})
 
 
-def test_the_page_is_rendered_again_when_its_runs_have_grown(tmp_path: Path, clock: Clock) -> None:
+def test_the_page_is_rendered_again_when_its_runs_have_grown(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def render(paths: object) -> bytes:
         clock.now += 3.0  # as long as it takes
         return (tmp_path / "run" / "steps.jsonl").read_bytes()
 
-    page = LivePage([tmp_path], render)
+    monkeypatch.setattr(live, "rendered", render)
+    page = LivePage([tmp_path])
     assert not page.poll() and page.current[0] == 0
     write_run(tmp_path / "run", [5.0])
     assert page.poll() and page.current == (1, (tmp_path / "run" / "steps.jsonl").read_bytes())
@@ -71,5 +74,5 @@ def test_a_log_of_another_framework_is_watched_and_reported_beside_it(tmp_path: 
     log = tmp_path / "logs" / "trainer_state.json"
     log.parent.mkdir()
     log.write_text(json.dumps({"log_history": [{"step": step, "loss": 3.0 - step} for step in (1, 2)]}))
-    assert LivePage([log.parent], lambda paths: b"page").poll()
+    assert LivePage([log.parent]).poll()
     assert report([log]) == log.parent / "report.html"

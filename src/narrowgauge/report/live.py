@@ -14,7 +14,7 @@ import contextlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -66,13 +66,12 @@ class LivePage:
 
     Args:
         paths: run folders, or folders of runs. They may hold no run yet.
-        render: returns the page of these paths.
     Attributes:
         current: the number of the rendering, and its page; 0 before the first run.
     """
 
-    def __init__(self, paths: Sequence[Path], render: Callable[[Sequence[Path]], bytes] = rendered) -> None:
-        self.paths, self._render = list(paths), render
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
         self.current: tuple[int, bytes] = (0, b"")
         self._stamp: tuple[tuple[str, int, int], ...] = ()
         self._next = 0.0
@@ -88,7 +87,7 @@ class LivePage:
             return False
         self._stamp, number = stamp, self.current[0]
         try:
-            self.current = (number + 1, self._render(self.paths))
+            self.current = (number + 1, rendered(self.paths))
         except NarrowgaugeError:
             if not number:
                 raise

@@ -37,19 +37,19 @@ def _curves(groups: Sequence[Group], table: str, name: str) -> list[Curve]:
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
     """Draw the loss of the training batches over steps."""
-    curves, layout = _curves(groups, "steps", "loss"), layout_of("step", _LOSS, can_log_x=True)
-    how = f"Lower is better.{_BAND}{fit_axis(curves, layout)}"
-    data = traces_of(curves, "training loss")
-    return Figure("training-loss", "Training loss", how, data, layout) if data else None
+    return _losses("Training loss", _curves(groups, "steps", "loss"), "Lower is better.")
 
 
 def validation_loss(groups: Sequence[Group]) -> Figure | None:
     """Draw the loss of held-out text over steps."""
-    curves, layout = _curves(groups, "evals", "val_loss"), layout_of("step", _LOSS, can_log_x=True)
     how = "Lower is better. This is the loss on held-out text, by which recipes are compared."
+    return _losses("Validation loss", _curves(groups, "evals", "val_loss"), how)
+
+
+def _losses(title: str, curves: Sequence[Curve], how: str) -> Figure | None:
+    layout, data = layout_of("step", _LOSS, can_log_x=True), traces_of(curves, title.lower())
     how += f"{_BAND}{fit_axis(curves, layout)}"
-    data = traces_of(curves, "validation loss")
-    return Figure("validation-loss", "Validation loss", how, data, layout) if data else None
+    return Figure(title.lower().replace(" ", "-"), title, how, data, layout) if data else None
 
 
 def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure | None:
