@@ -22,7 +22,6 @@ from narrowgauge.analysis.detectors import DETECTORS, Detector, Facts, Metrics
 from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number
-from narrowgauge.spec.computes import fallback_of
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
@@ -109,12 +108,8 @@ class Alarms:
 
     def __init__(self, recipe: str | Path | Recipe | None = None, *, is_audited: bool = False) -> None:
         parsed = None if recipe is None else parse(recipe)
-        self.facts = Facts(
-            parsed.compute.name if parsed else "",
-            parsed.storage if parsed else None,
-            any(compute.scales_loss for compute in parsed.computes) if parsed else False,
-            is_audited,
-        )
+        scales_loss = parsed is not None and any(compute.scales_loss for compute in parsed.computes)
+        self.facts = Facts(parsed, scales_loss, is_audited)
         self.judge = SpikeJudge()
         """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
         self._loss_scales: deque[float] = deque(maxlen=DETECTORS["scale-halvings"].window + 1)
@@ -208,12 +203,13 @@ class Alarms:
         detector, name = worst.detector, worst.tensor
         num_others = len({trip.tensor for trip in group}) - 1
         more = f"; the same holds for {num_others} more tensor{'s' if num_others > 1 else ''}" if num_others else ""
-        storage, parameter = self.facts.storage, (name or "").rpartition(":")[2]
+        recipe, parameter = self.facts.recipe, (name or "").rpartition(":")[2]
         values: dict[str, object] = {
             "value": worst.value, "limit": worst.limit, "spike": worst.spike, "tensor": name or "the tensor",
             # as a recipe's pattern names it
             "module": parameter.removesuffix(".weight").removesuffix(".bias") or "the layer",
-            "storage": storage.fallback if storage is not None else "word", "compute": fallback_of(self.facts.compute),
+            "storage": recipe.storage.fallback if recipe else "word",
+            "compute": recipe.compute.fallback if recipe else "bfloat16",
         }  # fmt: skip
         message = f"{name or ''} {detector.message}{more}".strip().format(**values)
         return Event(

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ
-from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.toml import load_data
 
 Metrics = Mapping[str, float | None]
@@ -30,19 +30,18 @@ class Facts:
     """Hold the facts about a run that detectors need before it begins.
 
     Args:
-        compute, storage: of the recipe; empty and ``None`` if the recipe is unknown.
+        recipe: of the run; ``None`` if unknown.
         scales_loss: the loss scale is dynamic. Then gradients overflow now and then.
         is_audited: the optimizer's audit raises ``lost_updates``, with a confidence bound.
     """
 
-    compute: str = ""
-    storage: Storage | None = None
-    scales_loss: bool = False
-    is_audited: bool = False
+    recipe: Recipe | None
+    scales_loss: bool
+    is_audited: bool
 
     def rounding(self, part: str) -> str:
         """Return how the storage rounds ``weight`` or ``exp_avg_sq``; empty if unknown."""
-        return "" if self.storage is None else getattr(self.storage, part).rounding
+        return "" if self.recipe is None else getattr(self.recipe.storage, part).rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ CONDITIONS: dict[str, Callable[[Metrics, Facts], bool]] = {
     # No residual, master copy or stochastic rounding keeps the rounding error of a weight. Most intended changes are lost, and
     # the EDQ is still good: below MIN_EDQ, the event is lost_updates.
     "bare": lambda metrics, facts: (
-        not (facts.storage is not None and (facts.storage.beside or facts.rounding("weight") == "stochastic"))
+        not (facts.recipe is not None and (facts.recipe.storage.beside or facts.rounding("weight") == "stochastic"))
         and (metrics.get("lost_fraction") or 0.0) >= MAX_UNCHANGED
         and (metrics.get("edq") or 0.0) >= MIN_EDQ
     ),

@@ -494,13 +494,3 @@ def keeps_outlier_weights(compute: Compute) -> bool:
         [False, True, False]
     """
     return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"
-
-
-def fallback_of(name: str) -> str:
-    """Return the compute that an alarm recommends instead of another one: ``bfloat16`` for an unknown name.
-
-    Example:
-        >>> fallback_of("float8-row"), fallback_of("a future compute")
-        ('float8-block', 'bfloat16')
-    """
-    return COMPUTES[name].fallback if name in COMPUTES else "bfloat16"
