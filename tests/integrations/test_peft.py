@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from integrations.bfloat16_loop import llama, sequences
 from integrations.bfloat16_loop import trained as train
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.integrations.peft import FrozenLinear, dequantize_base, quantize_base
 
 pytestmark = pytest.mark.frameworks
@@ -123,3 +123,12 @@ def test_merging_needs_weights_and_gets_them_back() -> None:
     plain: Any = model.merge_and_unload()
     assert not weights_of(plain)
     assert abs(loss_of(plain) - apart) < 0.02
+
+
+def test_codes_of_another_format_are_not_loaded_as_numbers() -> None:
+    def made(compute: str) -> nn.Module:
+        return quantize_base(nn.Sequential(nn.Linear(64, 16)).requires_grad_(False), compute)
+
+    made("nvfp4").load_state_dict(made("nvfp4").state_dict())
+    with pytest.raises(FormatError, match=r"'0\.weight_scales' was saved in torch\.float8_e8m0fnu"):
+        made("nvfp4").load_state_dict(made("mxfp4").state_dict())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import inference, layer_matmuls
+from narrowgauge.matmul import inference
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.quantization import (
@@ -101,8 +101,18 @@ class PackedLinear(FrozenLinear):
         tensor_scale: float32 ``[1, 1]``, multiplies all values. It is 1 if the format has no tensor scale.
     """
 
-    exact = (*inference.EXACT, "tensor_scale")
+    exact = (*FrozenLinear.exact, "tensor_scale")
     tensor_scale: Tensor
+
+    @classmethod
+    def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
+        """Return packed codes, the scales of blocks, and the tensor's scale of a weight ``[out, in]``."""
+        cast_weight = quantize(padded(weight, right, 1), right)
+        if cast_weight.inner is None:
+            raise FormatError(f"{right} has no scales of blocks.")
+        scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: computed in that format
+        outer = cast_weight.codes.new_ones(1, 1) if cast_weight.outer is None else cast_weight.outer
+        return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Multiply with the widened weight."""
@@ -147,15 +157,11 @@ def quantize_base(
             f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
             "Give the model that get_peft_model returns, or freeze its base with requires_grad_(False).",
         )
-    shared: dict[Tensor, Any] = {}
+    shared: dict[Tensor, tuple[Tensor, ...]] = {}
     for layer in layers.values():
         # PEFT adds a transposed update to a Conv1D, even after its weight has come back.
         layer.plain_class = type(layer) if type(layer).__name__ == "Conv1D" else nn.Linear
-        if is_packed:
-            _pack(layer, chosen, shared)
-        else:
-            inference.quantize_layer(layer, chosen, shared)
-            layer.__class__ = FrozenLinear
+        inference.quantize_layer(layer, chosen, shared, PackedLinear if is_packed else FrozenLinear)
     if not is_packed:
         warn_if_emulated(chosen, next(iter(layers.values())).weight_codes.device)
     return model
@@ -189,30 +195,3 @@ def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
         for name, module in model.named_modules()
         if is_linear(module) and module not in adapters and not cast(Tensor, module.weight).requires_grad
     ]
-
-
-def _pack(module: Any, compute: Compute, shared: dict[Tensor, Any]) -> None:
-    """Make the module a :class:`PackedLinear`. It stays the same object, so hooks and references stay valid."""
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
-    matrix = weight.detach().t() if is_transposed(module) else weight.detach()
-    if weight not in shared:
-        shared[weight] = _packed(matrix, compute.output.right)
-    for tensors in (module._parameters, module._buffers, module._non_persistent_buffers_set):
-        tensors.clear()
-    module.__class__ = PackedLinear
-    module.compute = compute
-    module.registered_name = layer_matmuls.register(compute)
-    module.out_features, module.in_features = matrix.shape
-    for name, tensor in zip(PackedLinear.exact, shared[weight], strict=True):
-        module.register_buffer(name, tensor)
-    module.register_parameter("bias", bias)
-
-
-def _packed(matrix: Tensor, right: Cast) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed codes, the scales of blocks, and the tensor's scale of a weight ``[out, in]``."""
-    cast_weight = quantize(padded(matrix, right, 1), right)
-    if cast_weight.inner is None:
-        raise FormatError(f"{right} has no scales of blocks.")
-    scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: computed in that format
-    outer = cast_weight.codes.new_ones(1, 1) if cast_weight.outer is None else cast_weight.outer
-    return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer

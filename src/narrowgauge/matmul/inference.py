@@ -28,9 +28,6 @@ from narrowgauge.numerics.widening import bias_gradient, matmul
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
 from narrowgauge.spec.notation import get_compute
 
-EXACT: tuple[str, ...] = ("weight_codes", "weight_scales")
-
-
 # ── the product ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -76,7 +73,7 @@ class QuantizedLinear(ExactBuffers):
         weight_scales: float32 ``[out, 1]`` or ``[1, 1]``.
     """
 
-    exact = EXACT
+    exact: tuple[str, ...] = ("weight_codes", "weight_scales")
     compute: Compute
     registered_name: str  # the compute's name in graphs
     weight_codes: Tensor
@@ -95,6 +92,13 @@ class QuantizedLinear(ExactBuffers):
         y: Tensor = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
         return y.view(*x.shape[:-1], self.out_features)
 
+    @classmethod
+    def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
+        """Return the buffers that store a weight ``[out, in]`` in a cast, in the order of ``exact``."""
+        quantized = quantize(weight, right)
+        assert quantized.outer is not None
+        return quantized.codes.to(getattr(torch, right.format)).contiguous(), quantized.outer
+
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
         return self.weight_codes.float() * self.weight_scales
@@ -110,7 +114,7 @@ class QuantizedLinear(ExactBuffers):
 
 def _check_formats(module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Refuse codes of another format: PyTorch would load them as numbers and round them to the layer's format."""
-    for name in EXACT:
+    for name in module.exact:
         saved, buffer = state_dict.get(prefix + name), cast(Tensor, module._buffers[name])
         if saved is not None and saved.dtype != buffer.dtype:
             raise FormatError(
@@ -170,7 +174,7 @@ def quantize_for_inference(
             "Remove its weight norm or parametrization first.",
         )
     keep_from_fused_kernels(model)
-    shared: dict[Tensor, tuple[Tensor, Tensor]] = {}
+    shared: dict[Tensor, tuple[Tensor, ...]] = {}
     for layer in layers:
         quantize_layer(layer, compute, shared)
     warn_if_emulated(compute, cast(QuantizedLinear, layers[0]).weight_codes.device)
@@ -194,29 +198,29 @@ def with_codes(compute: str | Compute) -> Compute:
     return compute
 
 
-def quantize_layer(module: Any, compute: Compute, shared: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
+def quantize_layer(
+    module: Any,
+    compute: Compute,
+    shared: dict[Tensor, tuple[Tensor, ...]],
+    kind: type[QuantizedLinear] = QuantizedLinear,
+) -> None:
     """Make a linear layer a :class:`QuantizedLinear`. It stays the same object, so hooks and references stay valid.
 
     Args:
         module: ``nn.Linear`` or transformers' ``Conv1D``; changed in place.
-        compute: from :func:`with_codes`.
+        compute: from :func:`with_codes`, or any whose weights ``kind`` stores.
         shared: codes and scales by weight. Tied layers share one entry.
+        kind: the layer's new class.
     """
     weight, bias, matrix = module._parameters["weight"], module._parameters["bias"], matrix_of(module)
     if weight not in shared:
-        shared[weight] = _codes_of(matrix.detach(), compute.output.right)
+        shared[weight] = kind.codes_of(matrix.detach(), compute.output.right)
     for entries in (module._parameters, module._buffers, module._non_persistent_buffers_set):
         entries.clear()
-    module.__class__ = QuantizedLinear
+    module.__class__ = kind
     module.out_features, module.in_features = matrix.shape
     module.compute, module.registered_name = compute, register(compute)
-    for name, tensor in zip(EXACT, shared[weight], strict=True):
+    for name, tensor in zip(kind.exact, shared[weight], strict=True):
         module.register_buffer(name, tensor)
     module.register_load_state_dict_pre_hook(_check_formats)
     module.register_parameter("bias", bias)
-
-
-def _codes_of(weight: Tensor, right: Cast) -> tuple[Tensor, Tensor]:
-    quantized = quantize(weight, right)
-    assert quantized.outer is not None
-    return quantized.codes.to(getattr(torch, right.format)).contiguous(), quantized.outer
