@@ -22,7 +22,7 @@ from narrowgauge.machine import installed_version
 from narrowgauge.runs import arithmetic
 from narrowgauge.runs.finding import told
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.formats import FORMATS, dtype_name
 from narrowgauge.torch_names import graph_dtypes
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")
@@ -65,7 +65,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "num_parameters": sum(p.numel() for p in model.parameters()),
-        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        "dtypes": ", ".join(sorted({dtype_name(p.dtype) for p in model.parameters()})),
     }
 
 
@@ -85,8 +85,8 @@ def formats_of(output: Any) -> Row:
         {'formats': 'float32'}
     """
     outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
-    names = {str(dtype).removeprefix("torch.") for dtype in graph_dtypes(outputs)}
-    return {"formats": ", ".join(sorted(name for name in names if name in FORMATS))} if names else {}
+    names = sorted(map(dtype_name, graph_dtypes(outputs)))
+    return {"formats": ", ".join(name for name in names if name in FORMATS)} if names else {}
 
 
 _BITS_DEPEND_ON = ("narrowgauge", "torch", "transformers", "device", "capability", "num_threads")

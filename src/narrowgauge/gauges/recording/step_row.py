@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -140,24 +140,21 @@ class FirstNonfinite:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._in_a_row, self._name, self._is_told = model, 0, "", False
-        self._undo: Callable[[], object] | None = None
+        self._hooks = ExitStack()
 
     def take(self, failed: bool) -> str:
         """Count a step. Return the name of the parameter once it is found."""
         self.remove()
         self._in_a_row = self._in_a_row + 1 if failed else 0
-        if self._is_told or not (self._name or self._in_a_row >= _IN_A_ROW):
+        if self._is_told:
             return ""
-        if self._name:
-            self._is_told = True
-        else:
-            self._undo = follow_gradients(self.model, self._see)
+        if not self._name and self._in_a_row >= _IN_A_ROW:
+            self._hooks.callback(follow_gradients(self.model, self._see))
+        self._is_told = bool(self._name)
         return self._name
 
     def remove(self) -> None:
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._hooks.close()
 
     def _see(self, name: str, gradient: Tensor) -> None:
         if not self._name and not bool(gradient.isfinite().all()):
