@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from narrowgauge.assembly.amax_sync import sync_amax_before_steps
 from narrowgauge.assembly.parameter_rounding import round_parameters
 from narrowgauge.assembly.resumption import carry_state
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul.fsdp_gather import gather_codes
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import NarrowLayers, linear_names, swap_linears
-from narrowgauge.numerics.dtensor import own_part
+from narrowgauge.matmul.swapping import NarrowLayers, linear_names, linears_of, swap_linears
+from narrowgauge.numerics.dtensor import add_up, own_part
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
@@ -121,17 +122,10 @@ def prepare(
 
     def built(is_trial: bool = False) -> OptimizerT:
         groups = _groups(model, policy, decays, extra_options, is_trial)
-        stepper = optimizer(
-            [{"params": group["params"], "storage": group["storage"], **group["extra"]} for group in groups],
-            storage=policy.storage.name,
-            seed=seed,
-            loss_scaler=loss_scaler,
-            **options,
-        )
-        _set_decay(stepper, groups)
-        return stepper
+        return optimizer(groups, storage=policy.storage.name, seed=seed, loss_scaler=loss_scaler, **options)
 
-    built(is_trial=True)  # what it refuses is refused before the model is rounded
+    # What the optimizer refuses is refused before the model is rounded.
+    _check_extra_options(built(is_trial=True), extra_options)
     if mesh is not None:
         sharding.make_equal(model, mesh)
     values = round_parameters(model, policy)
@@ -150,7 +144,7 @@ def prepare(
         gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
         stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
-    sync_amax_before_steps(model, stepper)
+    stepper.register_step_pre_hook(partial(_join_amax, model))
     carry_state(stepper, model)
     return model, stepper
 
@@ -184,6 +178,16 @@ def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
     is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
     return recipe.dtype if is_plain else ""
+
+
+def _join_amax(model: nn.Module, optimizer: Optimizer, *_: Any) -> None:
+    """Max-reduce the amax histories over the ranks that train together, so that their delayed scales are equal.
+
+    It runs before each step of the optimizer, when the backward passes of the step are over.
+    """
+    linears, ranks = linears_of(model), optimizer.reduction or all_ranks()
+    if linears is not None and ranks.size > 1:
+        linears.join_histories(partial(add_up, groups=[ranks.group], how="max"))
 
 
 def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: bool) -> dict[Tensor, Tensor]:
@@ -236,18 +240,17 @@ def _groups(
     extra_options: Mapping[str, dict[str, Any]],
     is_trial: bool,
 ) -> list[dict[str, Any]]:
-    """Return parameters grouped by decay and their own options. For a trial, return tensors of their shapes instead."""
+    """Return param groups by decay and options of their own. For a trial, use tensors of the parameters' shapes instead."""
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for full_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         name = plain_name(full_name)
-        is_decayed, extra = bool(decays(name, parameter)), extra_options[name]
+        options = extra_options[name] if decays(name, parameter) else extra_options[name] | {"weight_decay": 0.0}
         # A tensor option may change, so it equals only itself.
-        values = [(option, id(x) if isinstance(x, Tensor) else repr(x)) for option, x in sorted(extra.items())]
+        key = tuple((option, id(x) if isinstance(x, Tensor) else repr(x)) for option, x in sorted(options.items()))
         # The optimizer derives the storage of vectors from the storage of their group.
-        described = {"storage": recipe.storage.name, "decays": is_decayed, "extra": extra, "params": []}
-        group = groups.setdefault((is_decayed, *values), described)
+        group = groups.setdefault(key, {"params": [], "storage": recipe.storage.name, **options})
         if is_trial:
             dtype = getattr(torch, recipe.storage.visible)
             parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape))
@@ -255,15 +258,12 @@ def _groups(
     return list(groups.values())
 
 
-def _set_decay(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Set the decay of each group. Refuse options that the optimizer would never read."""
+def _check_extra_options(optimizer: Optimizer, extra_options: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse options of parameters that the optimizer would never read."""
     allowed = {*optimizer.defaults, "rule"}
-    for group, described in zip(optimizer.param_groups, groups, strict=True):
-        if strange := sorted(map(str, described["extra"].keys() - allowed)):
+    for name, extra in extra_options.items():
+        if strange := sorted(map(str, extra.keys() - allowed)):
             raise RecipeError(
-                f"options_of gave '{strange[0]}' for '{described['params'][0][0]}', which {type(optimizer).__name__} does not "
-                "have.",
+                f"options_of gave '{strange[0]}' for '{name}', which {type(optimizer).__name__} does not have.",
                 suggestion(strange[0], allowed),
             )
-        if not described["decays"]:
-            group["weight_decay"] = 0.0

@@ -206,12 +206,13 @@ class ExactExchange(Exchange):
         if is_last and not self._has_begun:
             sum_rows(rows, part, divisor)
         else:
-            sums = self._sums_of(rows)
-            sums.add_(rows)
+            if self._sums is None or self._sums.numel != rows.shape[1]:
+                self._sums = ExactSums(rows.shape[1], rows.device)
+            self._sums.add_(rows)
             self._has_begun = not is_last
             if is_last:
-                sums.total(part, divisor)
-                sums.clear_()
+                self._sums.total(part, divisor)
+                self._sums.clear_()
             else:
                 output.zero_()  # FSDP2 shows it as a gradient
         if is_last and self.grid.replicas > 1:
@@ -235,12 +236,6 @@ class ExactExchange(Exchange):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=grid.group)
         return received
-
-    def _sums_of(self, rows: Tensor) -> ExactSums:
-        if self._sums is not None and self._sums.numel == rows.shape[1]:
-            return self._sums
-        self._sums = ExactSums(rows.shape[1], rows.device)
-        return self._sums
 
 
 # ── sums of compressed gradients ───────────────────────────────────────────────────────────────────────────────────────

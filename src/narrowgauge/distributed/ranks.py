@@ -70,39 +70,28 @@ class Ranks:
         """Call a function on rank 0 only, and return its result on every rank. The result is pickled.
 
         Raises:
-            NarrowgaugeError, OSError: from the function, on every rank.
-            ReportedError: on the other ranks, for any other error. Rank 0 has the traceback.
+            BaseException: as :meth:`together` does.
         """
-        if self.size == 1:
-            return function()
-        sent: list[Any] = [None, None]
-        try:
-            if self.is_first:
-                sent[0] = function()
-        except BaseException as error:
-            sent[1] = _shared_error(error)
-            raise
-        finally:
-            dist.broadcast_object_list(sent, group=self.group, group_src=0)
-        result, failure = sent
-        if failure is not None:
-            raise failure
-        value: T = result
-        return value
+        results: list[Any] = [self.together(lambda: function() if self.is_first else None)]
+        if self.size > 1:
+            dist.broadcast_object_list(results, group=self.group, group_src=0)
+        result: T = results[0]
+        return result
 
     def together(self, function: Callable[[], T]) -> T:
         """Call a function on every rank, and return its result if no rank fails.
 
         Raises:
-            Exception: the error of the first failed rank, on every rank; passed on as in :meth:`of_first`.
+            NarrowgaugeError, OSError: of the first failed rank, on every rank.
+            ReportedError: on the other ranks, for any other error, an interrupt too. The failed rank has the traceback.
         """
         if self.size == 1:
             return function()
         results: list[T] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             results.append(function())
-        except Exception as error:
+        except BaseException as error:
             failure = error
         failures = self.gather(None if failure is None else _shared_error(failure))
         first = next((rank for rank, error in enumerate(failures) if error is not None), None)

@@ -108,12 +108,6 @@ def _widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype is torch.float16 else x
 
 
-def _through(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient for the plain function's backward, and the token's."""
-    g = gradient if isinstance(gradient, Scaled) else rescaled(gradient)
-    return g._data, g._scale * scale
-
-
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
@@ -123,7 +117,9 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *_through(gradient, *ctx.saved_tensors), None, None
+        (scale,) = ctx.saved_tensors
+        g = gradient if isinstance(gradient, Scaled) else rescaled(gradient)
+        return g._data, g._scale * scale, None, None
 
 
 class _Value(torch.autograd.Function):
@@ -211,33 +207,6 @@ def linear(
         token, data, unit_weight, unit_bias = enter((OWN, weight_unit, scale), sizes, x, weight, bias)
         raw = multiply(data, unit_weight, unit_bias, *also)
     return leave(raw, token, scale, root_below(inputs))
-
-
-def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
-    """Apply a norm to the real value. The result has scale 1, since its size is one. Its gradient is measured.
-
-    ``function`` gets the real value and the plain vectors (gain, bias). It computes float16 in float32, since the gradient of a
-    small input is large.
-    """
-    units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
-    token, real, *vectors_in = enter(units, (None,) * len(units), x, *vectors)
-    vectors_in = [v.to(real.dtype) if v.dtype.itemsize <= real.dtype.itemsize else v for v in vectors_in]
-    raw = function(real, *vectors_in)
-    return leave(raw.half() if x.dtype is torch.float16 else raw, token, torch.ones_like(token), 1.0)
-
-
-def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply an activation to the real value. Its output is measured. Its gradient has about the output gradient's size."""
-    token, real = enter((REAL,), (1.0,), x)
-    return leave(function(real), token, torch.ones_like(token), None)
-
-
-def embedding(tokens: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Look up rows of a weight at its measured scale, in its dtype or in ``dtype``. Its gradient is a plain value."""
-    size = power_of_rms(weight)
-    token, table = enter((REAL,), (None,), weight)
-    rows = F.embedding(tokens, table, padding) / size
-    return leave(rows if dtype is None else rows.to(dtype), token, size, 1.0)
 
 
 def attention(
@@ -345,36 +314,51 @@ class _Conv1D(_Ruled):
 
 
 class _Embedding(_Ruled):
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return embedding(x, self.weight, self.padding_idx, self.computes_in)
+    """Look up rows of the weight at its measured scale. Its gradient is a plain value."""
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        size = power_of_rms(self.weight)
+        token, table = enter((REAL,), (None,), self.weight)
+        rows = F.embedding(tokens, table, self.padding_idx) / size
+        return leave(rows.to(self.computes_in or rows.dtype), token, size, 1.0)
 
 
 class _Activation(_Ruled):
+    """Apply it to the real value. Its output is measured. Its gradient has about the output gradient's size."""
+
     def forward(self: Any, x: Tensor) -> Tensor:
-        return activation(x, super().forward)  # type: ignore[misc]
+        token, real = enter((REAL,), (1.0,), x)
+        return leave(super().forward(real), token, torch.ones_like(token), None)  # type: ignore[misc]
 
 
-class _LayerNorm(_Ruled):
+class _Norm(_Ruled):
+    """Apply a norm to the real value. The result has scale 1, since its size is one. Its gradient is measured.
+
+    ``_normalized`` gets the real value, and the gain and bias that the module has. It computes float16 in float32, since the
+    gradient of a small input is large.
+    """
+
     def forward(self: Any, x: Tensor) -> Tensor:
-        return norm(x, self._normalized, *(v for v in (self.weight, self.bias) if v is not None))
+        vectors = [v for v in (self.weight, getattr(self, "bias", None)) if v is not None]
+        units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
+        token, real, *vectors_in = enter(units, (None,) * len(units), x, *vectors)
+        vectors_in = [v.to(real.dtype) if v.dtype.itemsize <= real.dtype.itemsize else v for v in vectors_in]
+        raw = self._normalized(real, *vectors_in)
+        return leave(raw.half() if x.dtype is torch.float16 else raw, token, torch.ones_like(token), 1.0)
 
+
+class _LayerNorm(_Norm):
     def _normalized(self: Any, real: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return F.layer_norm(real, self.normalized_shape, weight, bias, self.eps)
 
 
-class _RMSNorm(_Ruled):
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return norm(x, self._normalized, *([] if self.weight is None else [self.weight]))
-
+class _RMSNorm(_Norm):
     def _normalized(self: Any, real: Tensor, weight: Tensor | None = None) -> Tensor:
         return F.rms_norm(real, self.normalized_shape, weight, self.eps)
 
 
-class _LlamaRMSNorm(_Ruled):
+class _LlamaRMSNorm(_Norm):
     """As in transformers: computed in float32."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return norm(x, self._normalized, self.weight)
 
     def _normalized(self: Any, real: Tensor, weight: Tensor) -> Tensor:
         wide = real.float()
