@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,11 +96,11 @@ def gradient_readings(
 
     def compare() -> tuple[list[Reading], list[str], str]:
         try:
-            return *_compared(reference, gradients, all_parts, loss, unit, ranks, differing), ""
+            return *_compared(_Reference(reference, all_parts, loss, unit), gradients, ranks, differing), ""
         except RuntimeError as error:  # a kernel that takes 16 bits alone
             return [], [], f"the float32 copy cannot compute: {type(error).__name__}: {error}"[:200]
 
-    readings, lines, why_not = ranks.of_first(compare) if ranks.size > 1 else compare()
+    readings, lines, why_not = ranks.of_first(compare)
     if why_not:
         unseen["the gradient"] = why_not
     return readings, lines
@@ -325,36 +326,66 @@ def _items(value: Any) -> dict[str, Any]:
 # ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class _Reference:
+    """The exact gradients of a step by tensor, and how far random roundings of every result move them.
+
+    Args:
+        parts: the micro-batches of all ranks. Their gradients are those of the mean over all of them.
+        unit: the largest relative rounding of a result.
+    """
+
+    def __init__(self, model: nn.Module, parts: Sequence[Any], loss: Loss, unit: float) -> None:
+        self.model, self.loss, self.unit = model, loss, unit
+        self.parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
+        self.batch = concatenated(self.parts)
+        self.exact = gradients_of(model, self.batch, loss)
+        self.lengths = {name: float(r.norm()) for name, r in self.exact.items()}
+        self.distances = dict.fromkeys(self.exact, 0.0)
+        self.factor_errors = dict.fromkeys(self.exact, 0.0)
+        self.num_roundings = 0
+        self.round_until(FEW_ROUNDINGS)
+
+    def round_until(self, number: int) -> None:
+        """Measure by this number of roundings in all. Keep the largest distances, and not the gradients."""
+        for seed in range(self.num_roundings, number):
+            for name, g in gradients_of(self.model, self.batch, self.loss, self.unit, seed).items():
+                distance = float((g - self.exact[name]).norm())
+                self.distances[name] = max(self.distances[name], distance)
+                self.factor_errors[name] = max(self.factor_errors[name], abs(self.factor(name, g) - 1))
+        self.num_roundings = number
+
+    def bound(self, name: str) -> float:
+        """Return the largest relative distance that is rounding."""
+        length = self.lengths[name]
+        return max(LEAST, MARGIN * self.distances[name] / length) if length else LEAST
+
+    def factor(self, name: str, gradient: Tensor) -> float:
+        """Return the component of a gradient along the exact one, over the exact one."""
+        length = self.lengths[name]
+        return float((gradient * self.exact[name]).sum()) / length**2 if length else 1.0
+
+    @cached_property
+    def terms(self) -> list[Gradients]:
+        """Return the gradients of each micro-batch, if there are several, but not too many."""
+        is_worth = 1 < len(self.parts) <= MOST_TERMS
+        return [gradients_of(self.model, part, self.loss) for part in self.parts] if is_worth else []
+
+
 def _compared(
-    reference: nn.Module,
-    gradients: Gradients,
-    parts: Sequence[Any],
-    loss: Loss,
-    unit: float,
-    ranks: Ranks,
-    differing: Mapping[str, int],
-    num_roundings: int = FEW_ROUNDINGS,
+    reference: _Reference, gradients: Gradients, ranks: Ranks, differing: Mapping[str, int]
 ) -> tuple[list[Reading], list[str]]:
     """Return the readings and a line. Before a tensor near its bound is accused, measure by more random roundings."""
-    parts = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype in NARROW else x, list(parts))
-    joined_batch = concatenated(parts)
-    exact = gradients_of(reference, joined_batch, loss)
-    moved = [gradients_of(reference, joined_batch, loss, unit, seed) for seed in range(num_roundings)]
-    terms: list[Gradients] = []
     readings, distances = list[Reading](), list[float]()
-    for name in reversed(exact):  # in the order of backward
-        r = exact[name]
-        length = float(r.norm())
-        largest = max(float((gradient[name] - r).norm()) for gradient in moved)
-        bound = max(LEAST, MARGIN * largest / length) if length else LEAST
+    for name in reversed(reference.exact):  # in the order of backward
         if name in differing:
             readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
             continue
+        r, length, bound = reference.exact[name], reference.lengths[name], reference.bound(name)
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
         distance = float((g - r).norm()) / (length or 1e-300)
-        factor, *rounded = (float((x * r).sum()) / length**2 if length else 1.0 for x in (g, *(m[name] for m in moved)))
+        factor = reference.factor(name, g)
         # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
-        is_along = abs(factor - 1) <= max(_LEAST_FACTOR, MARGIN * max(abs(x - 1) for x in rounded))
+        is_along = abs(factor - 1) <= max(_LEAST_FACTOR, MARGIN * reference.factor_errors[name])
         if bad := int((~g.isfinite()).sum()):
             if all(reading.what != "nonfinite-gradient" for reading in readings):  # the first in backward
                 wide = (
@@ -364,23 +395,23 @@ def _compared(
                 )
                 readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
         elif not bool(g.any()) and (length or name not in gradients):
-            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
+            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(reference.exact)))
         elif distance <= bound and is_along:
             distances.append(distance)
-        elif bound < distance <= _NEAR_MISS * bound and num_roundings == FEW_ROUNDINGS:
-            return _compared(reference, gradients, parts, loss, unit, ranks, differing, MANY_ROUNDINGS)
+        elif bound < distance <= _NEAR_MISS * bound and reference.num_roundings == FEW_ROUNDINGS:
+            reference.round_until(MANY_ROUNDINGS)
+            return _compared(reference, gradients, ranks, differing)
         elif factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
-            equals = equal_to(factor, len(parts) // ranks.size, ranks.size)
+            equals = equal_to(factor, len(reference.parts) // ranks.size, ranks.size)
             readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, bound, equals=equals))
         else:
-            if not terms and 1 < len(parts) <= MOST_TERMS:
-                terms = [gradients_of(reference, part, loss) for part in parts]
-            words = _counts_of(g, r, [term[name] for term in terms], bound) if terms else ""
+            terms = [term[name] for term in reference.terms]
+            words = _counts_of(g, r, terms, bound) if terms else ""
             readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
-    line = f"gradients: {len(distances)} of {counted(len(exact), 'tensor')} equal to float32's in one process"
+    line = f"gradients: {len(distances)} of {counted(len(reference.exact), 'tensor')} equal to float32's in one process"
     if distances:
-        line += f", within rounding (largest difference {max(distances):.1e}, unit roundoff {unit:.1e})"
-    return joined(readings, len(exact)), [line]
+        line += f", within rounding (largest difference {max(distances):.1e}, unit roundoff {reference.unit:.1e})"
+    return joined(readings, len(reference.exact)), [line]
 
 
 def _counts_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float) -> str:
