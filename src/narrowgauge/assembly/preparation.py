@@ -144,7 +144,8 @@ def prepare(
         gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
         stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
-    stepper.register_step_pre_hook(partial(_join_amax, model))
+    if linears_of(model) is not None:
+        stepper.register_step_pre_hook(partial(_join_amax, model))
     carry_state(stepper, model)
     return model, stepper
 
