@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.planner.activations import bytes_per_token, cast_weight_bytes, layer_tensors
+from narrowgauge.planner.activations import layer_bytes
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.spec.notation import parse
@@ -44,10 +44,8 @@ _RECIPES = (
 
 
 def _planned(architecture: Architecture, name: str) -> float:
-    recipe = parse(name)
-    tensors = layer_tensors(architecture, recipe, is_mixture=architecture.mixture is not None)
-    weights = sum(m.count * m.in_features * m.out_features for m in architecture.matmuls if m.part != "head")
-    return bytes_per_token(tensors) + cast_weight_bytes(recipe) * weights / architecture.num_layers / _TOKENS
+    layer = layer_bytes(architecture, parse(name))
+    return layer.per_token + layer.casts / _TOKENS
 
 
 def _counted(config: dict[str, Any], name: str) -> float:
@@ -73,14 +71,13 @@ def test_a_layer_keeps_what_autograd_saves(family: str, recipe: str) -> None:
 def test_fused_gpt_layers_keep_what_was_published() -> None:
     """34 bytes per token and feature, of which two are dropout masks: Korthikanti et al., arXiv 2205.05198, equation 1."""
     gpt = read_model("gpt3-175b")
-    recipe = parse("bfloat16/master")
-    flash = layer_tensors(gpt, recipe, kernels="fused")
-    assert bytes_per_token(flash) / gpt.hidden_size == pytest.approx(34 - 2, rel=0.01)
+    flash = layer_bytes(gpt, parse("bfloat16/master"), "fused").per_token
+    assert flash / gpt.hidden_size == pytest.approx(34 - 2, rel=0.01)
 
 
 def test_codes_count_one_byte() -> None:
     llama = read_model("llama-8b")
-    wide, narrow = (bytes_per_token(layer_tensors(llama, parse(f"{c}/word"))) for c in ("bfloat16", "float8-tensor"))
+    wide, narrow = (layer_bytes(llama, parse(f"{c}/word")).per_token for c in ("bfloat16", "float8-tensor"))
     # Inputs of the projections and of the MLP halve, the product's too; the attention's result is kept twice.
     saved = 2 * llama.hidden_size + llama.intermediate_size - llama.num_heads * llama.value_dim
     assert wide - narrow == pytest.approx(saved, rel=1e-3)

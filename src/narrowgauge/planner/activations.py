@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from narrowgauge.planner.model import Architecture
+from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.spec.computes import BLOCKS, Compute
-from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import VISIBLE
 
 Kernels = Literal["eager", "fused"]
 EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
@@ -29,8 +28,7 @@ EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
 _STATISTIC = 4  # bytes of a float32 per token: the scale of a norm or a row
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """Describe tensors of one kind that a layer saves for backward.
 
     Args:
@@ -43,52 +41,65 @@ class SavedTensor:
     is_stream: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Widths:
+class Widths(NamedTuple):
     """Hold the bytes per element of a model's tensors under a recipe.
 
     Args:
         stream: of the residual stream and norms; float32 under autocast.
         matmul: of inputs and outputs of attention and MLP.
-        is_cast: matmuls cast a stream of another dtype (autocast). Each matmul saves its own cast of input and weight.
     """
 
     stream: float
     matmul: float
-    is_cast: bool
+
+    @property
+    def is_cast(self) -> bool:
+        """Tell whether matmuls cast the stream (autocast). Each matmul saves its own cast of input and weight."""
+        return self.stream != self.matmul
+
+
+def widths_of(recipe: Recipe) -> Widths:
+    """Return the widths of a recipe.
+
+    Example:
+        >>> from narrowgauge.spec.notation import parse
+        >>> widths_of(parse("bfloat16/float32"))
+        Widths(stream=4.0, matmul=2.0)
+    """
+    stream = bytes_per_number(recipe.storage.visible)
+    return Widths(stream, bytes_per_number(recipe.compute.dtype) if recipe.storage.visible == "float32" else stream)
+
+
+class LayerBytes(NamedTuple):
+    """Hold what a mean layer saves for backward.
+
+    Args:
+        per_token: bytes of all saved tensors per token.
+        stream: the part of them in the residual stream.
+        casts: bytes of autocast's weight casts. A low-precision compute saves none beyond its matmul.
+    """
+
+    per_token: float
+    stream: float
+    casts: float
 
 
 @lru_cache(maxsize=256)
-def widths_of(compute: Compute, visible: str) -> Widths:
-    """Return the widths for a compute and the format of weights that the model sees.
-
-    Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> widths_of(COMPUTES["bfloat16"], "float32")
-        Widths(stream=4.0, matmul=2.0, is_cast=True)
-    """
-    stream = VISIBLE[visible][0] / 8
-    if visible != "float32":
-        return Widths(stream, stream, False)
-    matmul = get_format(compute.dtype).storage_bits / 8
-    return Widths(stream, matmul, matmul != stream)
-
-
-def layer_tensors(
-    architecture: Architecture,
-    recipe: Recipe,
-    *,
-    is_mixture: bool = False,
-    kernels: Kernels = "eager",
-) -> tuple[SavedTensor, ...]:
-    """List the tensors that one layer saves, in the order of the forward pass. ``is_mixture`` adds experts.
+def layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels = "eager") -> LayerBytes:
+    """Return the bytes that a mean layer saves.
 
     The recipe's main compute and storage set the width of each tensor. Overrides by layer do not count. Attention is a flash
     kernel, which saves no scores.
     """
-    layer = _Layer(architecture, recipe.compute, widths_of(recipe.compute, recipe.storage.visible), kernels)
-    mlp = layer.mixture() if is_mixture else layer.mlp()
-    return (*layer.norms(), *layer.attention(), *mlp)
+    widths = widths_of(recipe)
+    layer = _Layer(a, recipe.compute, widths, kernels)
+    per_token = stream = 0.0
+    for mlp, count in ((layer.mlp, a.num_dense_layers), (layer.mixture, a.num_layers - a.num_dense_layers)):
+        tensors = [*layer.norms(), *layer.attention(), *mlp()] if count else []
+        per_token += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors)
+        stream += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
+    width = widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0
+    return LayerBytes(per_token, stream, width * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +200,3 @@ class _Layer:
         yield SavedTensor("results of the experts", chosen * e * a.hidden_size, is_stream=True)
         if mixture.shared_size:
             yield SavedTensor("shared experts", self.mlp_bytes(mixture.shared_size))
-
-
-def bytes_per_token(tensors: tuple[SavedTensor, ...]) -> float:
-    return sum(tensor.bytes_per_token for tensor in tensors)
-
-
-def cast_weight_bytes(recipe: Recipe) -> float:
-    """Return the bytes per multiplied parameter of autocast's weight casts until backward; 0 without autocast.
-
-    A low-precision compute saves no weight cast beyond its matmul.
-    """
-    widths = widths_of(recipe.compute, recipe.storage.visible)
-    return widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0

@@ -8,28 +8,13 @@ of terms. We return the terms of the largest moment, so their sum is a peak, not
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from narrowgauge.planner.activations import (
-    Kernels,
-    bytes_per_token,
-    cast_weight_bytes,
-    layer_tensors,
-    widths_of,
-)
+from narrowgauge.planner.activations import Kernels, layer_bytes, widths_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.model_state import (
-    OPTIMIZER_STATES,
-    Bytes,
-    bytes_per_parameter,
-    on_stage,
-    shared,
-    state_of,
-)
+from narrowgauge.planner.model_state import OPTIMIZER_STATES, bytes_per_parameter, on_stage, shared, state_of
 from narrowgauge.planner.terms import Term, Terms
-from narrowgauge.spec.recipes import Recipe
 
 if TYPE_CHECKING:
     from narrowgauge.planner.jobs import Job
@@ -62,20 +47,6 @@ _SUM_BYTES = 4  # of a float32 that sums the gradients of micro-batches
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
-
-
-@lru_cache(maxsize=256)
-def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> tuple[float, float, float]:
-    """Return the saved bytes per token of a mean layer, the residual stream's part of them, and the bytes of weight casts."""
-    mixtures = a.mixture.num_layers if a.mixture else 0
-    total = stream = 0.0
-    for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
-        if count:
-            tensors = layer_tensors(a, recipe, is_mixture=is_mixture, kernels=kernels)
-            total += count / a.num_layers * bytes_per_token(tensors)
-            stream += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
-    casts = cast_weight_bytes(recipe) * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers
-    return total, stream, casts
 
 
 def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[float, float]]:
@@ -115,7 +86,7 @@ class _Rank:
 
     def __init__(self, job: Job, stage: int, layers: float, layers_in_flight: float) -> None:
         self.job, self.a, self.layout, self.tokens = job, job.architecture, job.layout, job.tokens
-        self.stage, self.layers, self.layers_in_flight = stage, layers, layers_in_flight
+        self.layers, self.layers_in_flight = layers, layers_in_flight
         self.kernels: Kernels = "eager" if self.layout.is_whole else "fused"
         self.is_last = stage == self.layout.pipeline - 1
         storage = job.recipe.storage
@@ -123,7 +94,8 @@ class _Rank:
         is_wide = is_exact or (self.layout.accumulation_dtype == "float32" and storage.visible != "float32")
         has_sums = self.layout.micro_batches > 1 and is_wide
         self.sum_bytes = (_EXACT_SUM_BYTES if is_exact else _SUM_BYTES) if has_sums else 0.0
-        self.widths = widths_of(job.recipe.compute, storage.visible)
+        self.widths = widths_of(job.recipe)
+        self.experts, self.rest = on_stage(job, layers, stage)  # state of the stage before ZeRO
         self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
         # Parameters of the largest layer on one of the ranks that shard it.
         a, layout = self.a, self.layout
@@ -169,14 +141,10 @@ class _Rank:
         ]
         return Terms(max(moments, key=lambda terms: sum(term.value for term in terms)))
 
-    def whole_state(self) -> tuple[Bytes, Bytes]:
-        """Return the stage's state before ZeRO: experts, and the rest."""
-        return on_stage(self.job, self.layers, self.stage)
-
     def state_terms(self) -> tuple[Term, Term, Term]:
-        layout, per, (experts, rest) = self.layout, self.per, self.whole_state()
-        state = shared(experts, layout, layout.sharing_experts(layout.num_sharing))
-        state += shared(rest, layout, layout.num_sharing)
+        layout, per = self.layout, self.per
+        state = shared(self.experts, layout, layout.sharing_experts(layout.num_sharing))
+        state += shared(self.rest, layout, layout.num_sharing)
         source = _ZERO if layout.zero and layout.num_sharing > 1 else "definition"
 
         def term(group: str, name: str, level: int) -> Term:
@@ -207,7 +175,7 @@ class _Rank:
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
         a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
-        saved, stream, casts = _layer_bytes(a, self.job.recipe, self.kernels)
+        saved, stream, casts = layer_bytes(a, self.job.recipe, self.kernels)
         per_layer = stream / layout.stream_ranks + (saved - stream) / layout.tensor
         casts = casts / layout.tensor
         formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
@@ -237,8 +205,7 @@ class _Rank:
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
             # Gathering weights for every micro-batch would cost more than the bubble saves.
-            experts, rest = self.whole_state()
-            count = (experts + rest).weights / per.weights
+            count = (self.experts + self.rest).weights / per.weights
             width = max(per.gradients, self.sum_bytes)
             add("weights of the stage, gathered", count, per.weights, _STAGES)
             add("gradients of the stage, before they are shared", count, width, _STAGES)
@@ -246,10 +213,9 @@ class _Rank:
             add("two layers, gathered", 2 * largest, per.weights, _FSDP)
             add(_IN_TRANSIT, 2 * largest, per.gradients, _FSDP)
             state = state_of(self.a, self.job.recipe.storage, self.job.optimizer, layout.tensor)
-            ends = [state.embedding] * (self.stage == 0) + [state.head] * self.is_last
-            if outer := sum(part.weights for part in ends):
-                formula = "embedding, head and last norm stay gathered from forward to backward"
-                terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
+            outer = state.embedding.weights + state.head.weights
+            formula = "embedding, head and last norm stay gathered from forward to backward"
+            terms.append(Term("buffers", "outer weights, gathered", outer, formula, _FSDP))
         if layout.stream_ranks > 1:  # else every rank holds it whole, and it is counted there
             tokens, row = 2 * self.tokens, self.a.hidden_size * self.widths.matmul
             name, formula = "a layer's input and its gradient, gathered", f"{tokens:g} tokens × {row:,.0f} B"
