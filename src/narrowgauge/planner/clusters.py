@@ -116,15 +116,23 @@ CLUSTER_KEYS: dict[str, str | float] = {
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file with the arguments of :func:`cluster_of`. Its stem is the name."""
     path = Path(path).expanduser()
-    table = read_table(path, "cluster", 'It is a TOML file with chip = "H100-SXM" and chips = 8.')
-    check_keys(path, table, CLUSTER_KEYS, required=("chip", "chips"))
-    return cluster_of(**table, name=path.stem)
+    return cluster_of(**read_table(path, "cluster", CLUSTER_KEYS, ("chip", "chips")), name=path.stem)
 
 
-def check_keys(
-    path: Path, table: Mapping[str, Any], examples: Mapping[str, str | float], required: Sequence[str]
-) -> None:
-    """Raise a :class:`DataError` if a table has other keys than the examples, values of other types, or too few keys."""
+def read_table(
+    path: Path, content: str, examples: Mapping[str, str | float], required: Sequence[str]
+) -> dict[str, Any]:
+    """Read a TOML file with keys and types of ``examples``. ``content`` names what it holds.
+
+    Raises:
+        DataError: the file is unreadable, a key or type is unknown, or a required key is missing.
+    """
+    try:
+        table = load_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        advice = f"It is a TOML file with {' and '.join(f'{name} = {examples[name]!r}' for name in required)}."
+        raise DataError(f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice) from None
     for name, value in table.items():
         if name not in examples:
             advice = suggestion(name, examples) or f"Known: {', '.join(examples)}."
@@ -137,12 +145,4 @@ def check_keys(
     for name in required:
         if name not in table:
             raise DataError(f"{path} does not say its {name}.", f"Write {name} = {examples[name]!r}.")
-
-
-def read_table(path: Path, content: str, advice: str) -> dict[str, Any]:
-    """Read a TOML file. ``content`` names what it holds, in the message of a :class:`DataError`."""
-    try:
-        return load_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise DataError(f"cannot read the {content} {path}: {reason.rstrip('.')}.", advice) from None
+    return table

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.clusters import CLUSTER_KEYS, check_keys, read_table
+from narrowgauge.planner.clusters import CLUSTER_KEYS, read_table
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.step_time import UNSTEADY_GROUP
@@ -35,8 +35,7 @@ _LEAST_SHARE = 0.002  # of a step: smaller changes of a term are not shown
 def read_launch(path: str | Path) -> dict[str, Any]:
     """Read the settings of a launch from a TOML file."""
     path = Path(path).expanduser()
-    settings = read_table(path, "launch", 'It is a TOML file with model = "llama-8b" and chip = "H100-SXM".')
-    check_keys(path, settings, _KEYS, required=("model", "recipes", "chip", "chips"))
+    settings = read_table(path, "launch", _KEYS, ("model", "recipes", "chip", "chips"))
     if not 0 < settings.get("step_seconds", 1) < math.inf:
         raise DataError(f"{path}: step_seconds = {settings['step_seconds']} is no time.", "Write seconds above zero.")
     return settings

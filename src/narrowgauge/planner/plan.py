@@ -32,9 +32,10 @@ USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat1
 # Equal in one configuration for several clusters. Replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "accumulation_dtype")
 _TUNING = ("int8-outlier", "int8-outlier-codes")
-_STORAGE_RECIPES = [
+STORAGE_RECIPES = [
     f"bfloat16/{row.name}" for row in sorted(STORAGES.values(), key=lambda row: -row.bytes_per_param) if not row.owner
 ]
+"""A recipe for each storage of bfloat16 weights."""
 _SEQUENCE_LENGTH = 4096
 
 
@@ -105,7 +106,7 @@ def plan(
 
     jobs = []
     for where in machines:
-        usual = [] if recipes == "all" else _suited(USUAL_RECIPES, where.chip, optimizer)
+        usual = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
         jobs += [searched(where, recipe) for recipe in asked or usual or _native_recipes(where.chip, optimizer)]
     jobs.sort(key=_rank)
     # The first configuration that fits on every cluster: same recipe, model sharding and micro-batch.
@@ -174,26 +175,21 @@ def _refuse_storage(storage: Storage, optimizer: str) -> None:
     refuse_pair(optimizer, storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
 
 
-def recipes_of_storages(optimizer: str) -> list[Recipe]:
-    """Return a recipe for each storage of bfloat16 weights."""
-    return _suited(_STORAGE_RECIPES, None, optimizer)
-
-
 def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:
     """Return every storage of 16-bit weights, and every other compute with its storage, that a chip multiplies natively."""
     is_wide = "bfloat16" in chip.peak_tflops
-    names = _STORAGE_RECIPES if is_wide else [name for name in STORAGES if name.startswith("float16/")]
+    names = STORAGE_RECIPES if is_wide else [name for name in STORAGES if name.startswith("float16/")]
     # Users must request computes that change the whole model or are for fine-tuning.
     computes = [
         f"{compute.name}/{compute.default_storage}"
         for compute in COMPUTES.values()
         if not compute.transform and compute.name not in _TUNING
     ]
-    return _suited(dict.fromkeys([*names, *computes]), chip, optimizer)
+    return suited_recipes(dict.fromkeys([*names, *computes]), chip, optimizer)
 
 
-def _suited(names: Iterable[str], chip: Chip | None, optimizer: str) -> list[Recipe]:
-    """Return the recipes that a chip multiplies natively and that an optimizer steps."""
+def suited_recipes(names: Iterable[str], chip: Chip | None, optimizer: str) -> list[Recipe]:
+    """Return the recipes that a chip (None for any) multiplies natively and that an optimizer steps."""
     suited = []
     for recipe in map(parse, names):
         if chip is None or multiplies(recipe.compute, chip):

@@ -153,17 +153,16 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
         experts = _values(fixed, "expert", (1, math.gcd(most, node), most))
         depths = _values(fixed, "interleave", (1, math.gcd(model.num_layers // pipeline, 4)) if pipeline > 1 else (1,))
         # Shard the state over all data ranks, those of a node, or none.
-        in_node = max(1, node // (tensor * context))
-        shards = {ranks, in_node if ranks % in_node == 0 else ranks, 1}
-        if pipeline > 1:
-            # Stages hold a part of the model. Sharding their optimizer states costs no more than summing gradients.
-            shards = {ranks}
-        if fixed.get("zero") == 0:
-            shards = {1}
+        shards: tuple[int, ...] = (ranks, max(1, node // (tensor * context)), 1)
         if "data" in fixed:
-            shards = {ranks // fixed["data"]}
-        for shard in _values(fixed, "shard", sorted(shards, reverse=True)):
-            if shard < 1 or ranks % shard or ranks // shard != fixed.get("data", ranks // shard):
+            shards = (max(1, ranks // fixed["data"]),)
+        elif fixed.get("zero") == 0:
+            shards = (1,)
+        elif pipeline > 1:
+            # Stages hold a part of the model. Sharding their optimizer states costs no more than summing gradients.
+            shards = (ranks,)
+        for shard in _values(fixed, "shard", shards):
+            if ranks % shard or ranks // shard != fixed.get("data", ranks // shard):
                 continue
             # A stage has several micro-batches in flight. With ZeRO-3 it would gather its weights for each.
             zeros = (0,) if shard == 1 else (1,) if pipeline > 1 else (3, 2, 1)

@@ -10,7 +10,7 @@ from typing import Any
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.model_state import OPTIMIZER_STATES, RANKS, bytes_per_parameter, shared
-from narrowgauge.planner.plan import read_recipes, recipes_of_storages
+from narrowgauge.planner.plan import STORAGE_RECIPES, read_recipes, suited_recipes
 from narrowgauge.planner.units import axes_text, bytes_text, count_text
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.chips import Chip, get_chip
@@ -54,7 +54,7 @@ def plan_state(
     fixed = read_layout(layout)
     base = Layout(**fixed)
     places: list[Chip | None] = [*map(get_chip, chip)] or [None]
-    compared = read_recipes(recipes, optimizer) or recipes_of_storages(optimizer)
+    compared = read_recipes(recipes, optimizer) or suited_recipes(STORAGE_RECIPES, None, optimizer)
     open_axes = [axis for axis in ("shard", "data") if axis not in fixed]
     rows: list[Row] = []
     for number, place, recipe in product(chips or [base.num_ranks], places, compared):
