@@ -1,7 +1,7 @@
 """States of other libraries: the values that they themselves read in them.
 
 ``golden/foreign`` holds files that torchao wrote, with fingerprints of the values that it reads back (``make.py`` there).
-nanotron and TransformerEngine need a GPU: their states are laid out here after their sources.
+TransformerEngine needs a GPU: its states are laid out here after its sources.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from narrowgauge.checkpoints.nanotron import read_nanotron
 from narrowgauge.errors import DataError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -111,31 +109,6 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     ):
         with pytest.raises(DataError, match=says):
             ng.load_states(optimizer, checkpoint)
-
-
-def test_weights_of_nanotron_are_joined_over_ranks(tmp_path: Path) -> None:
-    num_ranks = 2
-    torch.manual_seed(0)
-    weights = {"up.weight": torch.randn(10, 6), "down.weight": torch.randn(6, 10), "norm.weight": torch.randn(6)}
-    for name, value in weights.items():
-        module, last = name.split(".")
-        (tmp_path / "model" / module).mkdir(parents=True)
-        if module == "norm":
-            save_file({"data": value}, tmp_path / "model" / module / f"model_{last}.safetensors")
-            continue
-        dim = 0 if module == "up" else 1
-        for rank, part in enumerate(value.chunk(num_ranks, dim)):
-            start = rank * part.shape[dim]
-            whole = [(start, start + part.shape[d]) if d == dim else (0, part.shape[d]) for d in (0, 1)]
-            sides = ("|".join(f"0,{n},None" for n in part.shape), "|".join(f"{a},{b},None" for a, b in whole))
-            metadata = {"local_global_slices_pairs": "#".join(sides), "unsharded_shape": str(tuple(value.shape))}
-            file = f"model_{last}_pp-rank-0-of-1_tp-rank-{rank}-of-{num_ranks}.safetensors"
-            save_file({"data": part.contiguous()}, tmp_path / "model" / module / file, metadata)
-    read = read_nanotron(tmp_path)
-    assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in weights)
-    next((tmp_path / "model").rglob("*tp-rank-1*")).unlink()
-    with pytest.raises(DataError, match="lacks 30 values of"):
-        read_nanotron(tmp_path)
 
 
 @pytest.mark.parametrize("storage", ["exact", "master"])
