@@ -9,10 +9,13 @@ is written. So the last checkpoint is always from before the damage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext
+import hashlib
+import random
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +24,9 @@ from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
+from narrowgauge.put_back import generators_put_back
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.micro_batches import micro_batches_of_rank, sum_in_order
-from narrowgauge.trainer.random_numbers import random_numbers
 from narrowgauge.trainer.session import Session
 
 
@@ -108,11 +111,26 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
             linears.set_first_sequence(first)
         with nullcontext() if reduction is None else reduction.micro_batch(part.is_last, part.is_absent):
             with (
-                random_numbers(config.seed, session.step, part.number, session.device),
+                random_numbers(config.seed, session.step, part.number),
                 session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
             ):
                 total = (loss or session.loss)(tokens)
             yield total / config.tokens_per_step
+
+
+@contextmanager
+def random_numbers(seed: int, step: int, micro_batch: int) -> Iterator[None]:
+    """Make the random numbers of a forward pass, such as dropout and router jitter, a function of these three.
+
+    No generator state is saved. A resumed, repeated or replayed step draws the same numbers again, on any number of ranks.
+    A backward pass draws nothing: masks are saved, and activation checkpointing saves the forward pass's state.
+    """
+    key = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=8).digest()
+    with generators_put_back():
+        torch.manual_seed(int.from_bytes(key, "little"))
+        random.seed(key)
+        np.random.seed(int.from_bytes(key[:4], "little"))
+        yield
 
 
 @torch.no_grad()
@@ -127,7 +145,7 @@ def evaluate(session: Session) -> float:
         for part in micro_batches_of_rank(len(batches), here.rank % len(batches), here.size):
             tokens = torch.from_numpy(batches[part.number]).to(session.device)
             # Without float32_attention(): the kernel's forward in bfloat16 is fast, only its backward is slow.
-            with random_numbers(config.seed, session.step, part.number, session.device):  # some models draw here too
+            with random_numbers(config.seed, session.step, part.number):  # some models draw here too
                 sums.append(session.loss(tokens).double())
     finally:
         session.model.train()
