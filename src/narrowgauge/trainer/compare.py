@@ -10,7 +10,6 @@ checkpoint. Recipes and seeds may be added.
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import tempfile
 import time
@@ -226,36 +225,31 @@ def run_comparison(
     model = Path(configs[0].model).name
     folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
-    existing = [(read_run(str(config.out)), config) for config in configs if is_run(Path(str(config.out)))]
+    existing = {config.out: read_run(str(config.out)) for config in configs if is_run(Path(str(config.out)))}
     if existing and configs[0].filled().lr is None:  # continued without naming a rate
-        rate = existing[0][0].config.get("lr")
+        rate = next(iter(existing.values())).config.get("lr")
         configs = [replace(config, lr=rate) for config in configs]
-        existing = [(run, replace(config, lr=rate)) for run, config in existing]
-    for run, config in existing:
-        _require_same(run, config)
+    for config in configs:
+        if config.out in existing:
+            _require_same(existing[config.out], config)
 
     def say(line: str) -> None:
         print(line, file=stream, flush=True)
 
     say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
-    trained: set[str] = set()
     try:
         for number, config in enumerate(configs, 1):
-            place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
-            began, is_new = time.monotonic(), not _has_ended(place)
-            if is_new:
+            name = f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
+            run, took = existing.get(config.out), "earlier"
+            if run is None or not _is_over(run):
+                began = time.monotonic()
                 _train(config, Console(config.steps, 0, name, stream))
-            spent, took = time.monotonic() - began, "earlier"
-            runs.append(read_run(place))
-            if is_new:
-                # A recipe's first run compiles; of the others only the steps take long.
-                steps = config.steps * statistics.median([row.get("seconds") or 0.0 for row in runs[-1].steps] or [0.0])
-                trained.add(config.recipe.title)
-                num_first = len({later.recipe.title for later in configs[number:]} - trained)
-                remaining = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
-                took = duration(spent) + (f", about {duration(remaining)} left" if number < len(configs) else "")
-            say(f"{name}  {_result(runs[-1])}  {took}")
+                run, spent = read_run(str(config.out)), time.monotonic() - began
+                left = f", about {duration(spent * (len(configs) - number))} left" if number < len(configs) else ""
+                took = duration(spent) + left
+            runs.append(run)
+            say(f"{name}  {_result(run)}  {took}")
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
@@ -266,12 +260,8 @@ def run_comparison(
     return comparison, publish(comparison, folder)
 
 
-def _has_ended(folder: Path) -> bool:
-    """Return whether a folder holds a finished run, or a run that diverged and stopped."""
-    return is_run(folder) and _is_over(read_run(folder))
-
-
 def _is_over(run: Run) -> bool:
+    """Return whether a run is finished, or diverged and stopped."""
     return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
 
 
