@@ -45,6 +45,7 @@ from peers import bytes_held, peer_version
 from timing import exit_by
 
 from narrowgauge.analysis.comparison.intervals import MINUS, interval
+from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
@@ -247,7 +248,8 @@ def trained(job: Job, out: Path) -> Record:
         weights = fingerprint_whole({name: weight.detach() for name, weight in session.model.named_parameters()})
         size = bytes_held(optimizer)
     else:
-        session.restore(lambda *_: None)
+        if (checkpoint := latest_checkpoint(folder, lambda *_: None)) is not None:
+            session.load(checkpoint)
         audits = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)  # since the last checkpoint that was loaded
         while session.step < config.steps:
             train_step(session)

@@ -81,15 +81,6 @@ def latest_checkpoint(
     return None
 
 
-def newest_state(folder: Path) -> dict[str, Any]:
-    """Return the newest ``state.json`` that matches its manifest, without a check of tensors; empty if there is none."""
-    for checkpoint in _listed(Path(folder) / _FOLDER):
-        reason, files = _read_manifest(checkpoint.path)
-        if not reason and not _file_damage(checkpoint.path / _STATE, *files[_STATE]):
-            return checkpoint.state()
-    return {}
-
-
 def damage(path: Path, ranks: Ranks = ALONE) -> str:
     """Return why a checkpoint is damaged, or an empty string. The ``ranks`` divide the reading."""
     reason, files = ranks.of_first(lambda: _read_manifest(path))

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
@@ -104,16 +105,17 @@ def resume(folder: str | Path, stop_after: int | None = None, console: Console |
     config.require_agreement()
     shown = console or _console(config)
     with _record(config, shown, lambda: RunWriter.open(folder)) as record, shown:
-        data = _opened_by_all(lambda: data_of_run(run, config), config)
-        shown.stage("building the model")
-        session = build(config, folder, data)
         events: list[Event] = []
 
         def report_damage(path: Path, reason: str) -> None:
             events.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
 
+        checkpoint = latest_checkpoint(folder, report_damage, ranks)
+        data = _opened_by_all(lambda: data_of_run(run, config, checkpoint), config)
+        shown.stage("building the model")
+        session = build(config, folder, data)
         present = describe(session)
-        state = session.restore(report_damage)
+        state = {} if checkpoint is None else session.load(checkpoint)
         step = session.step
         if stop_after is not None and stop_after <= step:
             raise RecordError(

@@ -38,11 +38,11 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [(name, text(first, name), text(second, name)) for name in names]
 
 
-def require_same_run(run: Run, config: TrainConfig) -> None:
-    """Refuse edited settings that a started run cannot change: its model, storage and split of the data."""
-    from narrowgauge.checkpoints.saving import newest_state  # needs PyTorch, which takes seconds
+def require_same_run(run: Run, saved: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse edited settings that a started run cannot change: its model, storage and split of the data.
 
-    saved = newest_state(run.path).get("settings", {})
+    ``saved`` are the settings in the run's checkpoint; empty without one.
+    """
     for name, old, new in changed_settings(saved, config.to_dict()) if saved else ():
         is_fixed = name in ("seed", "held_out") or (name == "model" and {old, new} & MODELS.keys())
         if is_fixed or (name == "recipe" and parse(saved["recipe"]).storage != config.recipe.storage):

@@ -136,12 +136,13 @@ def rounding_places(
     run = _run_with_step(Path(folder), step)
     config = replace(TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS)
     _require_casts(config.recipe)
-    data, recorded = data_of_run(run, config), {row["step"]: row for row in run.steps}
+    checkpoint = latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)
+    data, recorded = data_of_run(run, config, checkpoint), {row["step"]: row for row in run.steps}
     # Sums inside a matmul depend on the number of threads.
     threads = threads_of(run.run.get("machine", {}).get("num_threads"), False)
     with threads, tempfile.TemporaryDirectory() as temporary:
         session = build(config, Path(temporary), data)
-        if (checkpoint := latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)) is not None:
+        if checkpoint is not None:
             session.load(checkpoint)
         started, mismatch, reader = session.step, "", StepReader(session.model, session.optimizer)
         say(f"Repeating the run up to step {step}.")

@@ -148,11 +148,6 @@ class Session:
         }
         self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
-    def restore(self, on_damaged: Callable[[Path, str], None]) -> dict[str, Any]:
-        """Load the latest good checkpoint and return its state. Without one, stay at step 0 and return none."""
-        checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
-        return {} if checkpoint is None else self.load(checkpoint)
-
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Load a good checkpoint, and return the state in it.
 
@@ -275,20 +270,26 @@ def load(folder: str | Path) -> Session:
     folder = Path(folder)
     run = run_of_trainer(folder)
     config = dataclasses.replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False)
-    session = build(config, folder, data_of_run(run, config))
     damaged: list[str] = []
-    session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
-    if session.step == 0:
+    checkpoint = latest_checkpoint(folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
+    if checkpoint is None:
         raise RecordError(
             f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
             f"narrowgauge resume {folder} restarts it from step 0.",
         )
+    session = build(config, folder, data_of_run(run, config, checkpoint))
+    session.load(checkpoint)
     return session
 
 
-def data_of_run(run: Run, config: TrainConfig) -> Dataset:
-    """Open the tokens of a run's start. If the cache has lost them, make them again from the text."""
-    require_same_run(run, config)
+def data_of_run(run: Run, config: TrainConfig, checkpoint: Checkpoint | None) -> Dataset:
+    """Open the tokens of a run's start. If the cache has lost them, make them again from the text.
+
+    Raises:
+        RecordError: they are other tokens, or the settings are of another run than the checkpoint's.
+    """
+    if checkpoint is not None:
+        require_same_run(run, checkpoint.state().get("settings", {}), config)
     fingerprint, recorded = run.data_fingerprint, run.run["data"]
     try:
         data = open_data(str(recorded.get("folder")), config.held_out, config.seed)
