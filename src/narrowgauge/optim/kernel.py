@@ -9,7 +9,7 @@ writes its result. Eager, this code is the reference. Compiled, it is one fused 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import Lane, Written
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
-from narrowgauge.optim.rules.matrix import NEGATIVE_DECAY, MatrixRule
+from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.storages import Storage
 
 Step = Callable[..., Tensor]
@@ -34,10 +34,6 @@ CONTROL = ("gradient_scale", "skip")
 
 
 # ── the step of one lane ────────────────────────────────────────────────────────────────────────────────────────────
-
-Advance = Callable[[Lane, Sequence[Tensor], Scalars, Tensor], Written]
-"""A step of one lane: ``(lane, decided, scalars, seed) -> written``. ``decided`` are float32 tensors computed before the
-kernel. An elementwise rule has none. A matrix rule has the change and the new states."""
 
 
 def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
@@ -66,20 +62,15 @@ ARITHMETICS: dict[str, Callable[..., Written]] = {
 }
 
 
-def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
-    """Return the step of a rule that has already run. It writes the rule's change and new ``states``."""
-
-    def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
-        change, *new = decided
-        old = codes.read(storage, lane, ())
-        return codes.write(storage, lane, old, change, dict(zip(states, new, strict=True)), seed)
-
-    return advance
-
-
-Decay = Callable[[Lane, Sequence[Tensor], Scalars, Tensor, Written], tuple[Tensor, Tensor]]
-"""The weight decay in one lane's step: ``(lane, decided, scalars, seed, written) -> (intended, stored)``. See
-:func:`narrowgauge.numerics.metrics.decay_terms`."""
+def advance(
+    rule: Rule | MatrixRule, storage: Storage, lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor
+) -> Written:
+    """Step one lane: run an elementwise rule, or write what a matrix rule has ``decided``, its change and new states."""
+    if isinstance(rule, Rule):
+        return ARITHMETICS[storage.arithmetic](rule, storage, lane, scalars, seed)
+    change, *new = decided
+    states = {name: value for (name, _), value in zip(storage.states, new, strict=True)}
+    return codes.write(storage, lane, codes.read(storage, lane, ()), change, states, seed)
 
 
 def least_decay(storage: Storage) -> float:
@@ -90,40 +81,29 @@ def least_decay(storage: Storage) -> float:
     return 1 / (32 * storage.weight.spacings)
 
 
-def _audited_decay(factor: Tensor, storage: Storage) -> Tensor:
-    """Return the audited factor, -lr · weight_decay. It is 0 without decay."""
-    return torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
+def weight_decay(
+    rule: Rule | MatrixRule,
+    storage: Storage,
+    lane: Lane,
+    decided: Sequence[Tensor],
+    scalars: Scalars,
+    seed: Tensor,
+    written: Written,
+) -> tuple[Tensor, Tensor]:
+    """Return the intended and the stored decay of a lane's step (:func:`narrowgauge.numerics.metrics.decay_terms`).
 
-
-def decay_by(rule: Rule, storage: Storage) -> Decay | None:
-    """Return the decay of an elementwise rule: repeat the step without it. A compiler computes only the difference."""
-    if not rule.decay:
-        return None
-    step = ARITHMETICS[storage.arithmetic]
-
-    def decay(
-        lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor, written: Written
-    ) -> tuple[Tensor, Tensor]:
-        factor = scalars[rule.decay]
-        audited = _audited_decay(factor, storage)
-        without = step(rule, storage, lane, {**scalars, rule.decay: factor - audited}, seed)
-        return codes.read(storage, lane, ()).weight * audited, written.changes[1] - without.changes[1]
-
-    return decay
-
-
-def decay_decided(storage: Storage) -> Decay:
-    """Return the decay of a rule that has already run: write the change again without decay."""
-
-    def decay(
-        lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor, written: Written
-    ) -> tuple[Tensor, Tensor]:
-        old = codes.read(storage, lane, ())
-        intended = codes.read_weight(storage, lane) * _audited_decay(scalars[NEGATIVE_DECAY], storage)
-        without = codes.write(storage, lane, old, decided[0] - intended, {}, seed)
-        return intended, written.changes[1] - without.changes[1]
-
-    return decay
+    Repeat the step without decay. A compiler computes only the difference.
+    """
+    factor = scalars[rule.decay]
+    audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
+    if isinstance(rule, Rule):
+        intended = codes.read(storage, lane, ()).weight * audited
+        scalars = {**scalars, rule.decay: factor - audited}
+    else:
+        intended = codes.read_weight(storage, lane) * audited
+        decided = [decided[0] - intended, *decided[1:]]
+    without = advance(rule, storage, lane, decided, scalars, seed)
+    return intended, written.changes[1] - without.changes[1]
 
 
 # ── the step of a whole tensor ──────────────────────────────────────────────────────────────────────────────────────
@@ -157,31 +137,22 @@ def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Te
     return lanes
 
 
-def make_step(
-    storage: Storage,
-    advance: Advance,
-    scalars: Sequence[str] = (),
-    *,
-    num_decided: int = 0,
-    summarize: Summarize | None = None,
-    decay: Decay | None = None,
-) -> Step:
+def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | None = None) -> Step:
     """Return the step of a whole tensor in words. It writes them in place.
 
     Args:
-        num_decided: number of float32 tensors that ``advance`` takes per lane.
         summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words. ``None`` makes a
-            step without an audit.
-        decay: the weight decay for the audit; ``None`` leaves those terms out.
+            step without an audit. Terms of the decay are left out if the rule has none.
     Returns:
         ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32, all of one shape
         (:func:`narrowgauge.optim.layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
         plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
-        the code's window and back. ``decided`` holds the float32 tensors of the first lane, then of the next. On a CPU the step
-        does not skip: the caller does. The result is the audit, empty without one.
+        the code's window and back. ``decided`` holds a matrix rule's float32 tensors of the first lane, then of the next. On a
+        CPU the step does not skip: the caller does. The result is the audit, empty without one.
     """
     parts, visible = layout.num_parts(storage), storage.visible
-    names, num_lanes = (*CONTROL, *scalars), layout.num_lanes(storage)
+    names, num_lanes = (*CONTROL, *rule.scalars), layout.num_lanes(storage)
+    num_decided = 1 + len(storage.states) if isinstance(rule, MatrixRule) else 0
     num_words = 2 * parts + sum(layout.num_tensors(storage, plane.bits) for plane in layout.planes(storage))
     num_scales = 2 * len(storage.scaled) * parts
     ends = num_words + num_scales, num_words + num_scales + num_decided * num_lanes
@@ -193,9 +164,10 @@ def make_step(
         done, decayed = [], []
         for k, lane in enumerate(lanes_of(storage, words, arguments[num_words : ends[0]])):
             values_decided = decided[k * num_decided : (k + 1) * num_decided]
-            done.append(advance(lane, values_decided, numbers, seed))
-            if summarize is not None and decay is not None:
-                decayed.append(decay_terms(*decay(lane, values_decided, numbers, seed, done[k])))
+            done.append(advance(rule, storage, lane, values_decided, numbers, seed))
+            if summarize is not None and rule.decay:
+                decay = weight_decay(rule, storage, lane, values_decided, numbers, seed, done[k])
+                decayed.append(decay_terms(*decay))
         new = layout.words_of_weight(visible, [d.visible for d in done])
         new += layout.join_lanes(storage, [d.fields for d in done])
         skip = numbers["skip"] != 0
@@ -204,38 +176,20 @@ def make_step(
         if summarize is None:
             return values.new_zeros(0)
         terms: list[tuple[Tensor, ...]] = [update_terms(*d.changes) for d in done]
-        if decay is not None:
+        if rule.decay:
             terms = [(*change, *shrinking) for change, shrinking in zip(terms, decayed, strict=True)]
         return summarize([sum(term[1:], term[0]) for term in zip(*terms, strict=True)])
 
     return step
 
 
-Steps = tuple[Step, Step, Step]
-"""Three steps: plain, audited, and audited with a table over the words."""
-
-
-def _all_steps(definition: Callable[..., Step]) -> Steps:
-    return definition(), definition(summarize=total_sums), definition(summarize=term_table)
-
-
 @lru_cache(None)
-def elementwise_steps(rule: Rule, storage: Storage) -> Steps:
-    """Return the steps of a rule. Return the same function objects each time, so that they are compiled once."""
-    step, decay = ARITHMETICS[storage.arithmetic], decay_by(rule, storage)
+def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step, Step]:
+    """Return three steps: plain, audited, and audited with a table over the words.
 
-    def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
-        return step(rule, storage, lane, scalars, seed)
-
-    return _all_steps(partial(make_step, storage, advance, rule.scalars, decay=decay))
-
-
-@lru_cache(None)
-def decided_steps(rule: MatrixRule, storage: Storage) -> Steps:
-    """Return the steps that write a matrix rule's results: its change and the storage's states."""
-    names, decay = [name for name, _ in storage.states], decay_decided(storage) if rule.decay else None
-    advance = write_decided(storage, names)
-    return _all_steps(partial(make_step, storage, advance, rule.scalars, num_decided=1 + len(names), decay=decay))
+    Return the same function objects each time, so that they are compiled once.
+    """
+    return make_step(rule, storage), make_step(rule, storage, total_sums), make_step(rule, storage, term_table)
 
 
 class Kernel:
@@ -254,8 +208,7 @@ class Kernel:
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
         # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
-        steps = decided_steps(rule, storage) if isinstance(rule, MatrixRule) else elementwise_steps(rule, storage)
-        self._plain, self._audited, self._by_word = steps
+        self._plain, self._audited, self._by_word = steps_of(rule, storage)
         self._compiled: dict[tuple[torch.device, bool, int], Compiled | None] = {}
 
     def decay(self, options: Mapping[str, Any], step: int) -> float:
@@ -319,11 +272,8 @@ class Kernel:
         return self._compiled[key]
 
     def run_bucket(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
-        """Take an audited step of a bucket. Return the audits, float64 ``[segments, num_sums]``."""
-        if self.compile:
-            rows = [self.run([t[s] for t in tensors], values, seed, audited=True) for s in segments]
-            return torch.stack([row for row in rows if row is not None])
-        if values[CONTROL.index("skip")] and values.is_cpu:
+        """Take an audited step of a bucket, uncompiled. Return the audits, float64 ``[segments, num_sums]``."""
+        if values.is_cpu and values[CONTROL.index("skip")]:
             return values.new_zeros(len(segments), self.num_sums, dtype=torch.float64)
         table = self._by_word(*tensors, values, seed)
         return torch.stack([table[:, segment].sum(1) for segment in segments])

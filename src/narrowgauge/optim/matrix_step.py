@@ -224,7 +224,7 @@ class MatrixStep:
         for chunk in self._pieces():
             decided: list[Tensor] = []
             for change, lane in zip(chunk.pick(part), lanes_of(self.storage, chunk.tensors, ()), strict=True):
-                if self.rule.decays:
+                if self.rule.decay:
                     change = change - codes.read_weight(self.storage, lane) * decay
                 states = self._average(lane)[1] if self.rule.beside else {}
                 decided += [change, *(states[name] for name in self.rule.beside)]

@@ -58,7 +58,8 @@ class MatrixRule:
         states: ``(shape of the parameter, options) -> states by name``.
         direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new states)``; steps count from
             1. The gradient may be overwritten, states may not.
-        decays: whether ``lr · weight_decay · weight`` is subtracted from the step: decoupled weight decay.
+        decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`. With it, ``lr · weight_decay · weight`` is subtracted
+            from the step.
         beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
         average: ``(gradient, states, options) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
@@ -68,23 +69,18 @@ class MatrixRule:
     name: str
     states: Callable[[tuple[int, ...], Options], dict[str, MatrixState]]
     direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
-    decays: bool = False
+    decay: str = ""
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Options], Result] | None = None
     measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = lambda options: None
 
     @property
-    def decay(self) -> str:
-        """Return the name of the scalar −lr · weight_decay, which the audit of the write needs. Empty without one."""
-        return NEGATIVE_DECAY if self.decays else ""
-
-    @property
     def scalars(self) -> tuple[str, ...]:
         """Return the names of the scalars of the write. The rule reads its options itself."""
-        return (NEGATIVE_DECAY,) if self.decays else ()
+        return (self.decay,) if self.decay else ()
 
     def prepare(self, options: Options, step: int) -> tuple[float, ...]:
-        return (-decay_of(options),) if self.decays else ()
+        return (-decay_of(options),) if self.decay else ()
 
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
@@ -295,9 +291,11 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-MUON = MatrixRule("muon", lambda shape, options: {}, _muon, decays=True, beside=("momentum_buffer",), average=_momentum)
-ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, decays=True, measure=_least_rms)
-GALORE = MatrixRule("galore", _galore_states, _galore, decays=True)
+MUON = MatrixRule(
+    "muon", lambda shape, options: {}, _muon, decay=NEGATIVE_DECAY, beside=("momentum_buffer",), average=_momentum
+)
+ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, decay=NEGATIVE_DECAY, measure=_least_rms)
+GALORE = MatrixRule("galore", _galore_states, _galore, decay=NEGATIVE_DECAY)
 GRADNORM_LORP = MatrixRule(
     "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=lambda options: lambda weight: weight
 )
