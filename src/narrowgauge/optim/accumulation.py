@@ -41,7 +41,7 @@ class GradientAccumulator:
         parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped. Autograd itself
             sums gradients of float32 parameters.
 
-    Cost: 4 bytes per parameter from the first call on, and under 16 MiB more during a call.
+    Cost: 4 bytes per parameter from the first call until :meth:`finish`, and under 16 MiB more during a call.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -59,8 +59,7 @@ class GradientAccumulator:
         require_float64(self.parameters)
         # The parameters whose gradients are summed here, not by autograd.
         self._summed = [p for p in self.parameters if p.dtype in (torch.bfloat16, torch.float16)]
-        self._buffers: dict[Tensor, Tensor] = {}
-        self._filled: set[Tensor] = set()
+        self._buffers: dict[Tensor, Tensor] = {}  # between the first micro-batch of a step and finish
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -73,8 +72,11 @@ class GradientAccumulator:
             refuse_capture(device)
         pairs = [(p, local_of(gradient_of(p).detach())) for p in self._summed if p.grad is not None]
         for parameter, gradient in pairs:
-            for total, chunk in flat_chunks(self._buffer_of(parameter, gradient), gradient):
-                total += chunk
+            if parameter in self._buffers:
+                for total, chunk in flat_chunks(self._buffers[parameter], gradient):
+                    total += chunk
+            else:
+                self._buffers[parameter] = gradient.to(torch.float32, memory_format=torch.contiguous_format)
             parameter.grad = None
 
     @torch.no_grad()
@@ -85,33 +87,22 @@ class GradientAccumulator:
         """
         if any(p.grad is not None for p in self._summed):
             self.accumulate()
-        for parameter in self._summed:
-            if parameter in self._filled:
-                buffer = self._buffers[parameter]
-                gradient = torch.empty(buffer.shape, dtype=parameter.dtype, device=buffer.device)
-                # Ties go away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals are not rounded.
-                dropped = 13 if parameter.dtype is torch.float16 else 16
-                for chunk, total in flat_chunks(gradient, buffer):
-                    chunk.copy_(float_of(cut(total, dropped, half(dropped))))
-                parameter.grad = placed_like(parameter, gradient)
-        self._filled.clear()
+        while self._buffers:
+            parameter, buffer = self._buffers.popitem()
+            gradient = torch.empty(buffer.shape, dtype=parameter.dtype, device=buffer.device)
+            # Ties go away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals are not rounded.
+            dropped = 13 if parameter.dtype is torch.float16 else 16
+            for chunk, total in flat_chunks(gradient, buffer):
+                chunk.copy_(float_of(cut(total, dropped, half(dropped))))
+            parameter.grad = placed_like(parameter, gradient)
 
     def discard(self) -> None:
         """Discard the gradients since the last :meth:`finish`."""
         for parameter in self.parameters:
             parameter.grad = None
-        self._filled.clear()
+        self._buffers.clear()
 
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter of the buffers."""
         size = sum(4 * local_of(p).numel() for p in self._summed if p.requires_grad)
         return size / max(1, sum(local_of(p).numel() for p in self.parameters))
-
-    def _buffer_of(self, parameter: Tensor, like: Tensor) -> Tensor:
-        """Return the buffer of a parameter. A new one is filled with -0, which changes no addend."""
-        if parameter not in self._buffers:
-            self._buffers[parameter] = torch.empty(like.shape, dtype=torch.float32, device=like.device)
-        if parameter not in self._filled:
-            self._filled.add(parameter)
-            self._buffers[parameter].fill_(-0.0)
-        return self._buffers[parameter]
