@@ -222,6 +222,6 @@ def test_expansion_of_is_exact_where_it_can_be(length: int) -> None:
     assert oracle.separated(lists(parts), 8)
     short = rn(x)
     assert torch.equal(expansion_of(short, length, rn)[0], short)
-    number = expansion_of(0.999, length, rn)
+    number = expansion_of(torch.tensor(0.999, dtype=torch.float64), length, rn)
     assert abs(sum(Fraction(part.item()) for part in number) - Fraction(0.999)) <= Fraction(1, 2 ** (8 * length))
     assert [part.item() for part in number[:1]] == [1.0]

@@ -34,7 +34,7 @@ def leading_states(
     """Return at most ``NUM_VALUES`` float32 values of a state by parameter; ``None`` before the state exists."""
     parameters = list(parameters)
     if isinstance(optimizer, Optimizer):
-        values = optimizer.leading(parameters, NUM_VALUES, name)
+        values = [None if (s := optimizer.state_of(p)) is None else s.leading(NUM_VALUES, name) for p in parameters]
     else:
         states = [optimizer.state.get(p, {}).get(name) for p in parameters]
         values = [leading_of(x) if isinstance(x, Tensor) else None for x in states]

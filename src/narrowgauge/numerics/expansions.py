@@ -152,17 +152,14 @@ def mul(x: Parts, y: Parts, rn: NearestEven) -> Parts:
     return renormalise(_cascade(levels, rn), n, rn)
 
 
-def expansion_of(value: Tensor | float, length: int, rn: NearestEven) -> Parts:
+def expansion_of(value: Tensor, length: int, rn: NearestEven) -> Parts:
     """Split a float32 or float64 value into parts, each nearest to the remainder of the parts before. Error u^length.
 
-    The parts of a Python float are 0-d.
-
     Example:
-        >>> expansion_of(0.999, 2, NearestEven(16))
+        >>> expansion_of(torch.tensor(0.999), 2, NearestEven(16))
         (tensor(1.), tensor(-0.0010))
     """
-    remainder = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-    parts = []
+    parts, remainder = [], value
     for _ in range(length):
         parts.append(rn(remainder.float()))
         remainder = remainder - parts[-1]

@@ -349,15 +349,6 @@ class Optimizer(torch.optim.Optimizer):
             return torch.zeros(shapes[name], dtype=torch.float32, device=parameter.device)
         return torch.zeros_like(parameter, dtype=torch.float32)
 
-    def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
-        """Return the first ``count`` values of :meth:`stored` for some parameters, or for this rank's shards.
-
-        Returns:
-            One float32 ``[count]`` per parameter, shorter for small ones. ``None`` if nothing is stored under that name yet.
-        """
-        states = [self.state_of(parameter) for parameter in parameters]
-        return [None if state is None else state.leading(count, name) for state in states]
-
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
         self.settle()

@@ -273,24 +273,18 @@ class ParameterState:
 
         After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in place.
         """
-        tensors = self._in_place()
-        if tensors is not None and all(map(layout.is_aligned, tensors)):
-            return tensors, None
-        weight, words = layout.copied_words(self.storage, self.parameter.detach())
+        beside = [*self.plane_words, *self.scales]
+        weights, slopes = (layout.parts_of(self.storage, x) for x in (self.parameter.detach(), self.gradient))
+        if weights is not None and slopes is not None and all(map(layout.is_aligned, [*weights, *slopes, *beside])):
+            return [*weights, *slopes, *beside], None
+        weight, weights = layout.copied_words(self.storage, self.parameter.detach())
         _, slopes = layout.copied_words(self.storage, self.gradient)
-        return [*words, *slopes, *self.plane_words, *self.scales], weight
+        return [*weights, *slopes, *beside], weight
 
     def write_back(self, weight: Tensor | None) -> None:
         """Write the copy of the weight that a step has changed."""
         if weight is not None:
             self.parameter.detach().copy_(weight.reshape(self.parameter.shape))
-
-    def _in_place(self) -> list[Tensor] | None:
-        weight = layout.parts_of(self.storage, self.parameter.detach())
-        slopes = None if weight is None else layout.parts_of(self.storage, self.gradient)
-        if weight is None or slopes is None:
-            return None
-        return [*weight, *slopes, *self.plane_words, *self.scales]
 
 
 def extra_code(storage: Storage, role: str | None) -> Code:
