@@ -10,6 +10,7 @@ checkpoint. Recipes and seeds may be added.
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 import tempfile
 import time
@@ -238,6 +239,7 @@ def run_comparison(
 
     say(f"{counted(len(configs), 'run')} in {folder}")
     runs: list[Run] = []
+    trained: set[str] = set()
     try:
         for number, config in enumerate(configs, 1):
             name = f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
@@ -246,8 +248,12 @@ def run_comparison(
                 began = time.monotonic()
                 _train(config, Console(config.steps, 0, name, stream))
                 run, spent = read_run(str(config.out)), time.monotonic() - began
-                left = f", about {duration(spent * (len(configs) - number))} left" if number < len(configs) else ""
-                took = duration(spent) + left
+                # A recipe's first run compiles; of the others only the steps take long.
+                steps = config.steps * statistics.median([row.get("seconds") or 0.0 for row in run.steps] or [0.0])
+                trained.add(config.recipe.title)
+                num_first = len({later.recipe.title for later in configs[number:]} - trained)
+                remaining = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
+                took = duration(spent) + (f", about {duration(remaining)} left" if number < len(configs) else "")
             runs.append(run)
             say(f"{name}  {_result(run)}  {took}")
     except KeyboardInterrupt as interruption:
