@@ -474,9 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--model", choices=SETTINGS, default="llama-1m")
     flags.add_argument("--seeds", type=int, default=3, help="seeds per cell (default 3)")
     flags.add_argument("--data", default="stdlib", help="text or tokens (default: the standard library's source)")
-    flags.add_argument(
-        "--out", type=Path, default=Path("runs/board"), help="folder of checkpoints (default runs/board)"
-    )
+    flags.add_argument("--out", type=Path, default=Path("runs/board"), help="checkpoints (default runs/board)")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     setting = SETTINGS[options.model]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -126,3 +127,14 @@ def test_what_is_read_of_transformers_attention() -> None:
         patch.setattr(F, "scaled_dot_product_attention", kept)
         found = read(layer, x)
     assert found == {"layers.0": direct(*operands, (WIDTH / HEADS) ** -0.5)}
+
+
+def test_scalify_finds_the_kernel_that_gauges_wrap() -> None:
+    """Its rule is registered when it is first imported, maybe while gauges are attached."""
+    kernel, model = F.scaled_dot_product_attention, Model(OwnAttention())
+    gauges = attach_gauges(model, torch.optim.SGD(model.parameters()), every=1)
+    model(torch.randn(2, LENGTH, WIDTH))
+    assert F.scaled_dot_product_attention is not kernel
+    assert inspect.unwrap(F.scaled_dot_product_attention) is kernel
+    gauges.detach()
+    assert F.scaled_dot_product_attention is kernel

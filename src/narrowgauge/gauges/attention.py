@@ -75,6 +75,7 @@ def _restore(owner: Any) -> None:
 
 @functools.cache  # the same function each time, so that code compiled for earlier gauges is reused
 def _recording_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(kernel)
     def scaled_dot_product_attention(*args: Any, **options: Any) -> Tensor:
         mask = args[3] if len(args) > 3 else options.get("attn_mask")
         if type(mask).__name__ == "CausalBias":  # its module imports Dynamo, which takes seconds

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import unwrap
 from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -223,7 +224,7 @@ def attention(
     return leave(raw, token, scale_of(value), 1.0)
 
 
-FUNCTIONS[F.scaled_dot_product_attention] = attention
+FUNCTIONS[unwrap(F.scaled_dot_product_attention)] = attention  # attached gauges wrap it
 
 
 # ── modules that compute by a rule ─────────────────────────────────────────────────────────────────────────────────────
