@@ -397,7 +397,7 @@ def cell_name(cell: Cell) -> str:
 
 
 def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell], baseline: str) -> str:
-    """Return a line for each row that has a record: bytes, EDQ, the difference in each cell and over all of them."""
+    """Return a line for each row with a record: bytes, EDQ, the difference in each cell and over all; empty without one."""
     lines = []
     for row in rows:
         runs = [run for cell in cells for run, _ in paired(records, row, cell, baseline)]
@@ -410,7 +410,7 @@ def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[C
         figures = [shown([cell]) for cell in cost] + ([shown(cost)] if len(cells) > 1 else [])
         lines.append([name, f"{runs[-1].bytes_per_param:.2f}", edq, *figures])
     over_all = ["all cells"] if len(cells) > 1 else []
-    return table(["row", "B/param", "EDQ", *map(cell_name, cells), *over_all], lines) if lines else "No run yet."
+    return table(["row", "B/param", "EDQ", *map(cell_name, cells), *over_all], lines) if lines else ""
 
 
 def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
@@ -454,7 +454,8 @@ def section(records: Sequence[Record], setting: Setting) -> str:
         ("Sixteen bits", SIXTEEN_BITS, FULL),
         ("Others", OTHERS, MASTER),
     ):
-        parts += [f"### {title}, less `{baseline}`", cost_table(records, rows, cells, baseline)]
+        if costs := cost_table(records, rows, cells, baseline):
+            parts += [f"### {title}, less `{baseline}`", costs]
     return "\n\n".join(parts)
 
 
