@@ -83,7 +83,8 @@ class Ranks:
 
         Raises:
             NarrowgaugeError, OSError: of the first failed rank, on every rank.
-            ReportedError: on the other ranks, for any other error, an interrupt too. The failed rank has the traceback.
+            ReportedError: on the other ranks, for any other error. The failed rank has the traceback.
+            KeyboardInterrupt: on each rank that was interrupted; the others raise :class:`ReportedError`.
         """
         if self.size == 1:
             return function()
@@ -95,7 +96,7 @@ class Ranks:
             failure = error
         failures = self.gather(None if failure is None else _shared_error(failure))
         first = next((rank for rank, error in enumerate(failures) if error is not None), None)
-        if failure is not None and first == self.rank:
+        if failure is not None and (first == self.rank or not isinstance(failure, Exception)):
             raise failure
         if first is not None and (theirs := failures[first]) is not None:
             raise theirs

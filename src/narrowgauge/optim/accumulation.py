@@ -87,14 +87,15 @@ class GradientAccumulator:
         """
         if any(p.grad is not None for p in self._summed):
             self.accumulate()
-        while self._buffers:
-            parameter, buffer = self._buffers.popitem()
+        for parameter in list(self._buffers):
+            buffer = self._buffers[parameter]
             gradient = torch.empty(buffer.shape, dtype=parameter.dtype, device=buffer.device)
             # Ties go away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals are not rounded.
             dropped = 13 if parameter.dtype is torch.float16 else 16
             for chunk, total in flat_chunks(gradient, buffer):
                 chunk.copy_(float_of(cut(total, dropped, half(dropped))))
             parameter.grad = placed_like(parameter, gradient)
+            del self._buffers[parameter]  # once its gradient exists
 
     def discard(self) -> None:
         """Discard the gradients since the last :meth:`finish`."""

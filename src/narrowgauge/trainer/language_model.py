@@ -62,10 +62,12 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         1016960
     """
     name = known_model(model)
+    if name in MODELS:
+        return drawn(_preset_config(MODELS[name], vocab_size), seed)
     folder = Path(name)
-    weights = None if name in MODELS else weights_file(folder)
+    weights = weights_file(folder)
     with _unreadable_models_refused(folder):
-        config = _config_of(name)
+        config = _read_config(folder)
         if weights is not None:
             return _loaded(folder, weights, config, vocab_size)
         if vocab_size is not None:
@@ -76,17 +78,17 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 def vocabulary_size(model: str) -> int | None:
     """Return the vocabulary size for training the model's tokenizer; ``None`` without one."""
     name = known_model(model)
-    with _unreadable_models_refused(Path(name)):
-        return getattr(_config_of(name).get_text_config(), "vocab_size", None)
+    if name in MODELS:
+        return MODELS[name].vocab_size
+    folder = Path(name)
+    with _unreadable_models_refused(folder):
+        return getattr(_read_config(folder).get_text_config(), "vocab_size", None)
 
 
-def _config_of(name: str) -> PretrainedConfig:
-    """Return the configuration of a preset or of a folder, by its full name."""
+def _read_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    if name in MODELS:
-        return _preset_config(MODELS[name])
-    return cast("PretrainedConfig", AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False))
+    return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
 
 
 @contextlib.contextmanager
@@ -232,13 +234,12 @@ _LLAMA = {
 """Fields of the two Hugging Face configurations, each with the column of a preset."""
 
 
-def _preset_config(row: Model) -> PretrainedConfig:
+def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig
 
     # The defaults of the classes belong to other tokenizers; export writes the correct ones.
-    options: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {
-        "vocab_size": row.vocab_size
-    }
+    options: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    options["vocab_size"] = row.vocab_size if vocab_size is None else vocab_size
     if row.family == "gpt2":
         return GPT2Config(**{name: getattr(row, column) for name, column in _GPT2.items()}, **options)
     options |= {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": row.rope_theta}}

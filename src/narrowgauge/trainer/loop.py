@@ -90,7 +90,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
 def resume(folder: str | Path, stop_after: int | None = None, console: Console | None = None) -> Path:
     """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``, and return its folder.
 
-    Settings that were edited since the checkpoint hold from there on. Events record the changes.
+    Settings that were edited since the checkpoint hold from there on. Events record the changes. Without a good checkpoint, the
+    run starts again at step 0 with the settings of ``run.toml``.
 
     Args:
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.

@@ -271,7 +271,11 @@ def load(folder: str | Path) -> Session:
     run = run_of_trainer(folder)
     config = dataclasses.replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False)
     damaged: list[str] = []
-    checkpoint = latest_checkpoint(folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
+
+    def report_damage(path: Path, reason: str) -> None:
+        damaged.append(f"{path.name} is damaged ({reason})")
+
+    checkpoint = latest_checkpoint(folder, report_damage, all_ranks())
     if checkpoint is None:
         raise RecordError(
             f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",

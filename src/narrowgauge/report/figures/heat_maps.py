@@ -118,9 +118,11 @@ def heat_maps(rows: Sequence[Row]) -> dict[str, Row]:
     for column, row in enumerate(rows):
         for table, tensor, metrics in gauge_metrics(row):
             for field, value in metrics.items():
-                if value is not None and math.isfinite(value) and (table, field) in names:
-                    cells[names[table, field]][tensor][column] = value
-    return {name: _heat_map(HEAT_MAPS[name], tensors, steps) for name, tensors in cells.items() if tensors}
+                if (table, field) in names:
+                    line = cells[names[table, field]][tensor]
+                    line[column] = value if value is not None and math.isfinite(value) else math.nan
+    finite = {name: {t: x for t, x in lines.items() if not np.isnan(x).all()} for name, lines in cells.items()}
+    return {name: _heat_map(HEAT_MAPS[name], tensors, steps) for name, tensors in finite.items() if tensors}
 
 
 def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[np.int64]) -> Row:
