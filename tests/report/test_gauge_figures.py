@@ -19,12 +19,13 @@ from report.made_pages import page_of
 MakeRun = Callable[..., Run]
 
 
-@pytest.mark.parametrize("values", [None, [], [None], [math.nan] * 9])
-def test_a_list_without_a_finite_number_adds_nothing(make_run: MakeRun, values: Any) -> None:
+@pytest.mark.parametrize("values", [None, "low", {}, ["low"], [], [None], [math.nan] * 9])
+def test_a_damaged_reading_adds_nothing(make_run: MakeRun, values: Any) -> None:
     row = {
         "step": 1,
-        **{table: {"a": values} for table in ("tensors", "updates", "moments", "attention", "logits")},
+        **{table: {"a": values} for table in ("tensors", "updates", "moments", "attention")},
         "histograms": {"weight": values},
+        "logits": {"max": values},
     }
     details = details_of(make_run(gauges=[row]), 0)
     assert isinstance(details.diagnosis, Diagnosis)

@@ -70,7 +70,7 @@ class Ranks:
         """Call a function on rank 0 only, and return its result on every rank. The result is pickled.
 
         Raises:
-            BaseException: as :meth:`together` does.
+            NarrowgaugeError, OSError, ReportedError: as in :meth:`together`.
         """
         results: list[Any] = [self.together(lambda: function() if self.is_first else None)]
         if self.size > 1:

@@ -195,8 +195,8 @@ def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step, Ste
 class Kernel:
     """Step the words of one (rule, storage): compiled, or eagerly in cache-sized chunks.
 
-    Both store the same bits. They add the audit's sums in different orders, so its last digits differ. Of a matrix rule it only
-    writes the change and the states that the rule computed on a whole matrix.
+    Both store the same bits. They add the audit's sums in different orders, so its last digits differ. For a matrix rule it
+    only writes the change and the states that the rule computed on a whole matrix.
     """
 
     AUDIT, AUDIT_ON_GPU = 1 << 18, 1 << 24

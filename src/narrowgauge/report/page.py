@@ -74,19 +74,16 @@ def document(data: Row, live: bool = False, **words: Any) -> str:
     plotly, digest = plotly_script()
     digests = [digest_of(script), *([digest_of(live_script)] if live else []), digest]
     policy = "script-src " + " ".join(f"'{digest}'" for digest in digests) + ("; connect-src 'self'" if live else "")
-    page = (
-        environment()
-        .get_template("page.html.j2")
-        .render(
-            **words,
-            live=live,
-            live_script=markupsafe.Markup(live_script),
-            policy=markupsafe.Markup(policy),
-            style=markupsafe.Markup(asset("page.css")),
-            script=markupsafe.Markup(script),
-            data=packed(data),
-            plotly=plotly,
-        )
+    template = environment().get_template("page.html.j2")
+    page = template.render(
+        **words,
+        live=live,
+        live_script=markupsafe.Markup(live_script),
+        policy=markupsafe.Markup(policy),
+        style=markupsafe.Markup(asset("page.css")),
+        script=markupsafe.Markup(script),
+        data=packed(data),
+        plotly=plotly,
     )
     return page.lstrip()
 

@@ -82,7 +82,7 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
 
 def _counts(row: Row) -> dict[str, list[float]]:
     """Return the histograms of a row that count anything. A bin without a valid count is empty."""
-    histograms = row.get("histograms", {})
+    histograms = row.get("histograms") or {}
     counts = {
         kind: [max(0.0, finite_number(count) or 0.0) for count in histograms.get(kind) or ()] for kind in KIND_TITLES
     }
