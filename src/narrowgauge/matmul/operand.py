@@ -182,7 +182,7 @@ class Clock:
         if self._words and self._numbers() != before:
             with torch.inference_mode(False):
                 for words in self._words.values():
-                    words.copy_(torch.tensor(self._numbers(), dtype=torch.int32), non_blocking=True)
+                    words.copy_(torch.tensor(self._numbers(), dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def words(self, device: torch.device) -> Tensor:
         """Return the tensor on a device that always holds these numbers, see :attr:`Keys.clock`."""

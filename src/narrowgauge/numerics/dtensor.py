@@ -37,7 +37,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def copied_to_cpu(tensor: Tensor) -> Tensor:
     """Copy the local tensor to the CPU."""
     local = local_of(tensor.detach())
-    return torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    return torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
 
 
 def placed_like(owner: Any, part: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import COMPILE_ELEMENTS, can_compile, compiled_for_pattern
+from narrowgauge.compile import can_compile, compiled_for_pattern, is_worth_compiling
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
@@ -164,7 +164,8 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
     """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled if that pays, else chunk by chunk."""
-    if compile and len(flat) >= COMPILE_ELEMENTS and can_compile("cpu" if flat.is_cpu else "gpu"):
+    place = "cpu" if flat.is_cpu else "gpu"
+    if compile and is_worth_compiling(len(flat), place) and can_compile(place):
         if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
             return torch.stack(compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales))
         return torch.stack(compiled_for_pattern(grid_steps, flat, scales))

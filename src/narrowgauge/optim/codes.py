@@ -219,14 +219,18 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
     """Return the stored weight of visible bits and their field: the inverse of :func:`encode_weight`.
 
     If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail is added to any
-    visible weight. It moves a weight that other code wrote by at most half an ulp.
+    visible weight. It moves a weight that other code wrote by at most half an ulp. It does not move a written zero: a negative
+    tail would borrow from the sign, and make a NaN.
     """
     if storage.master:
         assert field is not None
         seen, stored = visible_value(storage.visible, visible), decode(storage.weight, field, 0)
         is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
         return torch.where(is_outdated, seen, stored)
-    return visible_value(storage.visible, visible if field is None else visible + field)
+    if field is None:
+        return visible_value(storage.visible, visible)
+    total = visible + field
+    return visible_value(storage.visible, torch.where((total ^ visible) < 0, visible, total))
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:

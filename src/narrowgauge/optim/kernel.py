@@ -202,8 +202,10 @@ class Kernel:
     AUDIT, AUDIT_ON_GPU = 1 << 18, 1 << 24
     """Words per audited call. A compiled float32 sum of so many is within 1e-5. A float64 sum costs a third more."""
 
-    def __init__(self, rule: Rule | MatrixRule, storage: Storage, *, compile: bool) -> None:
-        self.rule, self.storage, self.compile = rule, storage, compile
+    def __init__(self, rule: Rule | MatrixRule, storage: Storage) -> None:
+        self.rule, self.storage = rule, storage
+        self.compile = False  # the optimizer decides at each step, from the elements that it steps
+        self.ran_compiled = False
         self.is_matrix = isinstance(rule, MatrixRule)
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
         # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
@@ -229,6 +231,7 @@ class Kernel:
         if not first.numel() or (values.is_cpu and values[CONTROL.index("skip")]):
             return values.new_zeros(self.num_sums, dtype=torch.float64) if audited else None
         run = self._version(tensors, values, seed, audited)
+        self.ran_compiled = run is not None
         on_cpu, step = values.is_cpu, self._audited if audited else self._plain
         if run is None:
             size = chunk_size(first.device)
@@ -261,8 +264,8 @@ class Kernel:
         if key not in self._compiled or not ((run := self._compiled[key]) is None or run.accepts(arguments)):
             step = self._audited if audited else self._plain
             # Prove it at scalars that all count: in its first step a run may skip, or have a rate or a decay of 0.
-            proof = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype)
-            proof[: len(CONTROL)] = torch.tensor([1.0, 0.0])
+            proof = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype, device="cpu")
+            proof[: len(CONTROL)] = torch.tensor([1.0, 0.0], device="cpu")
             self._compiled[key] = compiled(
                 step,
                 [*tensors, proof.to(values.device), seed],

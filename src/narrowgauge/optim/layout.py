@@ -312,7 +312,7 @@ class Bucket:
     """Step small parameters of one storage in one kernel call: 300 norm gains cost one call.
 
     The members are states (:mod:`narrowgauge.optim.state`) with contiguous words. Weights and gradients are copied in before a
-    step, and weights out after it.
+    step, and weights out after it. A member may come from another bucket: its words move here.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
@@ -329,7 +329,7 @@ class Bucket:
         self._weights: list[Tensor] = []
         self._gradients: list[Tensor] = []
         for member, segment in zip(members, self.segments, strict=True):
-            member.words = {name: plane[:, segment] for name, plane in words.items()}
+            member.move_words({name: plane[:, segment] for name, plane in words.items()})
             member.bucket = self
             shape = member.parameter.shape
             for source, views in ((weights, self._weights), (gradients, self._gradients)):
@@ -347,17 +347,27 @@ class Bucket:
 
 def allocate_all(states: Sequence[Any], *, joined: bool) -> None:
     """Allocate zeroed words for states of one storage and device. Small ones share buckets if ``joined``."""
-    small, total = [], 0
+    small = []
     for state in states:
         parameter, storage = state.parameter, state.storage
         is_odd = parameter.numel() <= BUCKET_WORDS and as_words(parameter) is None
         if joined and not by_rows(storage) and (parameter.numel() <= SMALL or is_odd):
             small.append(state)
-            total += extent(storage, parameter.shape)[0]
-            if total >= BUCKET_WORDS:
-                Bucket(small)
-                small, total = [], 0
         else:
             state.words = {p.name: allocate(storage, p, parameter.shape, parameter.device) for p in planes(storage)}
-    if small:
-        Bucket(small)
+    buckets_of(small)
+
+
+def buckets_of(states: Sequence[Any]) -> list[Bucket]:
+    """Return the buckets of small states that step together. Make those that do not exist: members may have changed."""
+    buckets: list[Bucket] = []
+    members: list[Any] = []
+    total = 0
+    for state in states:
+        members.append(state)
+        total += extent(state.storage, state.parameter.shape)[0]
+        if total >= BUCKET_WORDS or state is states[-1]:
+            bucket = members[0].bucket
+            buckets.append(bucket if bucket is not None and bucket.members == members else Bucket(members))
+            members, total = [], 0
+    return buckets

@@ -47,7 +47,9 @@ def make_loaded_states(
 def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors. Leave out values ``{}``: torch sets them for what a flattened checkpoint lacks."""
     return {
-        name: torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else local_of(value)
+        name: torch.tensor(value, dtype=torch.float32, device="cpu")
+        if isinstance(value, int | float)
+        else local_of(value)
         for name, value in entry.items()
         if value != {}
     }

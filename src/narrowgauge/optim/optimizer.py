@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.compile import COMPILE_ELEMENTS
+from narrowgauge.compile import is_worth_compiling
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
@@ -76,7 +76,8 @@ class Optimizer(torch.optim.Optimizer):
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
         audit_every: steps between audits; 0 never audits.
-        compile: compile the kernels; ``None`` decides by size.
+        compile: compile the kernels. ``None`` decides at each step: always on a GPU, on a CPU for 2¹⁸ elements or more.
+            :meth:`ran_compiled` tells the outcome.
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too. Do not pass it here.
@@ -250,14 +251,24 @@ class Optimizer(torch.optim.Optimizer):
     def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> Kernel:
         key = rule.name, storage
         if key not in self._kernels:
-            everyone = [(g, p) for g in self.param_groups for p in g["params"]]
-            alike = [p for g, p in everyone if self._storage_in(g, p).keeping(rule.kept) == storage]
-            compile = self._is_worth_compiling(sum(p.numel() for p in alike))
-            self._kernels[key] = Kernel(rule, storage, compile=compile)
+            self._kernels[key] = Kernel(rule, storage)
         return self._kernels[key]
 
-    def _is_worth_compiling(self, num_elements: int) -> bool:
-        return self.compile if self.compile is not None else num_elements >= COMPILE_ELEMENTS
+    def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
+        return self.compile if self.compile is not None else is_worth_compiling(num_elements, device.type)
+
+    def ran_compiled(self) -> dict[str, bool]:
+        """Return whether the last step ran compiled code, by rule and storage.
+
+        Example:
+            >>> import torch, narrowgauge as ng
+            >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+            >>> weight.grad, optimizer = torch.ones_like(weight), ng.AdamW([weight], lr=1e-3)
+            >>> optimizer.step()
+            >>> optimizer.ran_compiled()  # few elements on a CPU
+            {'adamw/word': False}
+        """
+        return {f"{rule}/{storage.name}": kernel.ran_compiled for (rule, storage), kernel in self._kernels.items()}
 
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
@@ -408,6 +419,11 @@ class Optimizer(torch.optim.Optimizer):
         self._stepped = True
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
+        num_elements: dict[Kernel, int] = defaultdict(int)
+        for state in states:
+            num_elements[state.kernel] += state.parameter.numel()
+        for kernel, count in num_elements.items():
+            kernel.compile = self._is_worth_compiling(count, device)
         decision = self._control(
             [g for g in gradients if g is not None],
             device,

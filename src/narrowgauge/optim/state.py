@@ -23,7 +23,7 @@ from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
 
-NO_GRADIENT = torch.empty(0, dtype=torch.float32)
+NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
 """Replaces the gradient between steps, so that the last one can be freed."""
 PIECE_WORDS = 1 << 16
 """Number of words to copy, or to search for their largest magnitude, at a time."""
@@ -98,7 +98,7 @@ class ParameterState:
 
     def saved(self) -> dict[str, Tensor]:
         """Return ``step`` and copies of all tensors in the parameter's shape. They are DTensors if the parameter is one."""
-        saved = {"step": torch.tensor(float(self.step), dtype=torch.float32)}
+        saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
         extras = self.tensors_of_extras()
         for name, value in self.in_parameter_order().items():
             saved[name] = sendable(self.owner, value) if name in extras else placed_like(self.owner, value)
@@ -260,6 +260,13 @@ class ParameterState:
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
         layout.set_fields(self.storage, self.words, self.parameter.shape, fields)
+
+    def move_words(self, words: dict[str, Tensor]) -> None:
+        """Move the state to other memory, which is zero for a new state."""
+        for name, before in self.words.items():
+            words[name].copy_(before)
+        self.words = words
+        self.__dict__.pop("plane_words", None)
 
     # ── as a kernel takes it ────────────────────────────────────────────────────────────────────────────────────────
 

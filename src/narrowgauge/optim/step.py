@@ -18,7 +18,7 @@ from torch import Tensor
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.kernel import Kernel, least_decay
-from narrowgauge.optim.layout import Bucket
+from narrowgauge.optim.layout import Bucket, buckets_of
 from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
@@ -71,23 +71,22 @@ class Stepper:
     def step(self, states: Sequence[ParameterState]) -> None:
         """Step states of this group once each. They have their gradients.
 
-        A bucket is one kernel call if all its members are in ``states`` and at one step number.
+        Small states of one kernel and step number share buckets: those of the last step, if the same states step together.
         """
-        waiting: dict[ParameterState, None] = dict.fromkeys(states)
-        full_buckets: list[Bucket] = []
-        for bucket in dict.fromkeys(state.bucket for state in states if state.bucket is not None):
-            counts = {member.step if member in waiting else None for member in bucket.members}
-            if len(counts) == 1 and None not in counts:
-                full_buckets.append(bucket)
-                for member in bucket.members:
-                    del waiting[member]
-        elementwise = [state for state in waiting if not state.kernel.is_matrix]
-        matrices = [state for state in waiting if state.kernel.is_matrix]
+        small: dict[tuple[Kernel, int], list[ParameterState]] = {}
+        elementwise: list[ParameterState] = []
+        matrices: list[ParameterState] = []
+        for state in states:
+            if state.bucket is not None:
+                small.setdefault((state.kernel, state.step), []).append(state)
+            else:
+                (matrices if state.kernel.is_matrix else elementwise).append(state)
         for state, sums in step_matrices(matrices, self.group, self.numbers):
             self._note(state, sums, state.parameter.numel())
         self._bound_rows(elementwise)
-        for bucket in full_buckets:
-            self._step_bucket(bucket)
+        for members in small.values():
+            for bucket in buckets_of(members):
+                self._step_bucket(bucket)
         for state in elementwise:
             (tensors, weight), numbers = state.kernel_tensors(), self.numbers(state)
             if numbers.audited:
