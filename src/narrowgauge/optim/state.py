@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
+from narrowgauge.numerics.dtensor import add_up, column_groups, local_of, placed_like, sendable
 from narrowgauge.numerics.rounding import half, narrowed
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.kernel import Kernel
@@ -100,8 +101,12 @@ class ParameterState:
         """Return ``step`` and copies of all tensors in the parameter's shape. They are DTensors if the parameter is one."""
         saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
         extras = self.tensors_of_extras()
+        bounds = {f"{name}_bound" for name in self.bounds}
         for name, value in self.in_parameter_order().items():
-            saved[name] = sendable(self.owner, value) if name in extras else placed_like(self.owner, value)
+            is_whole = name in extras
+            saved[name] = (
+                sendable(self.owner, value) if is_whole else placed_like(self.owner, value, is_per_row=name in bounds)
+            )
         return saved
 
     def keys(self) -> list[str]:
@@ -305,8 +310,21 @@ def weight_bound(peaks: Tensor) -> Tensor:
 
 
 def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order."""
-    return torch.cat([_peaks(*pair) for pair in zip(states, values, strict=True)]).unsqueeze(1)
+    """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order.
+
+    Ranks that split the columns of a parameter share its rows: all of them call this, and get the same magnitudes.
+    """
+    peaks = [_peaks(*pair) for pair in zip(states, values, strict=True)]
+    shared: dict[tuple[str, ...], tuple[list[Any], list[int]]] = {}
+    for place, state in enumerate(states):
+        if groups := column_groups(state.owner):
+            shared.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(place)
+    for groups, places in shared.values():
+        # As integers, in which a NaN is the largest.
+        bits = add_up(torch.cat([peaks[place] for place in places]).view(torch.int32), groups, "max")
+        parts = bits.view(torch.float32).split([len(peaks[place]) for place in places])
+        peaks = [dict(zip(places, parts, strict=True)).get(place, rows) for place, rows in enumerate(peaks)]
+    return torch.cat(peaks).unsqueeze(1)
 
 
 def _peaks(state: ParameterState, values: Tensor) -> Tensor:
