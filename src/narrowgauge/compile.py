@@ -103,7 +103,7 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
 
     Each function is compiled once for a pattern. So pass the same function object for the same lines and constants.
     """
-    place = _place(arguments)
+    place = place_of(arguments)
     if not is_worth_compiling(size, place) or is_traced() or not can_compile(place):
         return function(*arguments)
     return compiled_for_pattern(function, *arguments)
@@ -173,7 +173,7 @@ def _warn_once(reason: str) -> None:
 def _compile_and_compare(
     function: Callable[..., Any], arguments: Sequence[Tensor | None], exact: bool, one_loop: bool
 ) -> Compiled | None:
-    if not can_compile(_place(arguments)):
+    if not can_compile(place_of(arguments)):
         return None
     present = [argument is not None for argument in arguments]
     tensors = [argument for argument in arguments if argument is not None]
@@ -337,7 +337,7 @@ def _pattern(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
     )
 
 
-def _place(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
+def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
     return "cpu" if next(argument.is_cpu for argument in arguments if argument is not None) else "gpu"
 
 

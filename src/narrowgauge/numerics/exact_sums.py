@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import can_compile, compiled_for_pattern, is_worth_compiling
+from narrowgauge.compile import can_compile, compiled_for_pattern, is_worth_compiling, place_of
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
@@ -164,7 +164,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
     """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled if that pays, else chunk by chunk."""
-    place = "cpu" if flat.is_cpu else "gpu"
+    place = place_of([flat])
     if compile and is_worth_compiling(len(flat), place) and can_compile(place):
         if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
             return torch.stack(compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales))

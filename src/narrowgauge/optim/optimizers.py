@@ -24,7 +24,7 @@ class AdamW(Optimizer):
 
     Args:
         params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.
-        lr: learning rate, a number or a 0-d tensor.
+        lr: learning rate, a number or a 0-d tensor on the CPU: the host reads it at each step.
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
