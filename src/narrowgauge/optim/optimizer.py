@@ -208,7 +208,8 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rule and the storage of a parameter. Refuse what they do not support."""
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter)
         check_visible(parameter, storage)
-        refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
+        kept = storage.keeping(rule.kept)
+        refuse_pair(rule.name, kept, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
