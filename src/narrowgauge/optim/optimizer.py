@@ -422,10 +422,11 @@ class Optimizer(torch.optim.Optimizer):
         control, norm = decision.control, decision.norm
         self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
-        for group, members in work:
-            Stepper(group, control, self.auditor, self.audit_every).step(members)
-            for state in members:
-                state.step += 1
+        with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
+            for group, members in work:
+                Stepper(group, control, self.auditor, self.audit_every).step(members)
+                for state in members:
+                    state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.

@@ -201,7 +201,7 @@ _RULES = (
         is_matrix=True, moments=(), source="Zhao et al., ICML 2024 (2403.03507)",
     ),
     UpdateRule(
-        "gradnorm_lorp", "GradNormLoRP", "lengths and low-rank directions of columns apart", _ADAM,
+        "gradnorm_lorp", "GradNormLoRP", "after the paper: lengths and low-rank directions of columns apart", _ADAM,
         (*_SUBSPACE, Option("scale", 1.0, Range())),
         is_matrix=True, moments=(), source="Huang et al., AAAI 2025 (2412.19616)",
     ),
