@@ -78,7 +78,7 @@ RULES = {
     "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),
     "adafactor": Row(ng.Adafactor, {"lr": 0.3, **OWN_RATE}, 0.029, matrix=True),
     # Its moments are rounded too; after 200 steps 0.03 % is left at most.
-    "galore": Row(ng.optim.GaLore, SUBSPACE, 0.052, {"word": 1.5}, matrix=True),
+    "galore": Row(ng.optim.GaLore, SUBSPACE, 0.052, {"word": 1.5, "states8": 1.5}, matrix=True),
     "gradnorm_lorp": Row(ng.optim.GradNormLoRP, SUBSPACE, 0.083, matrix=True),
 }
 

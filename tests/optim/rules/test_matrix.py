@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from narrowgauge.optim import optimizers
+from narrowgauge.optim.loading import whole_states
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule, shapes_of_states
 from narrowgauge.optim.rules.subspaces import leading_basis
@@ -158,6 +159,7 @@ def test_a_stack_has_the_bits_of_its_matrices(rule: MatrixRule, storage: str, sh
     (saved,), apart = one.state_dict()["state"].values(), many.state_dict()["state"].values()
     for name in saved.keys() - {"step"}:
         assert torch.equal(saved[name], torch.stack([entry[name] for entry in apart])), name
+    assert whole_states(one, stack) == saved.keys() - {"step", *dict(one.state_of(stack).words)}  # in no shard
 
 
 # ── determinism and scale ───────────────────────────────────────────────────────────────────────────────────────────
