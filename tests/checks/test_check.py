@@ -143,6 +143,14 @@ def test_a_prepared_model_is_clean(recipe: str) -> None:
     assert check.require() is check and not len(check)
 
 
+def test_a_matrix_rules_stacks_are_named() -> None:
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, 4, 5)) for name in ("down", "gate_up", "plain")})
+    groups = [{"params": [model["down"], model["gate_up"]]}, {"params": [model["plain"]], "rule": "adamw"}]
+    _, line = ng.check(model, ng.Muon(groups, storage="float32")).lines
+    assert "muon" in line and "down and 1 other" in line
+    assert len(ng.check(model, ng.AdamW(model.parameters(), storage="float32")).lines) == 1
+
+
 def test_other_libraries_that_keep_what_rounding_takes_are_clean() -> None:
     model = language_model().bfloat16()
 

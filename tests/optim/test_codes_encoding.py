@@ -324,3 +324,13 @@ def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(stor
         assert bool(((stored.double() - written.double()).abs() <= ulp / 2).all())
         if tail < 0:
             assert not stored[written == 0].any()
+
+
+def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:
+    stack, seed = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7), torch.tensor(5, dtype=torch.int32)
+    code = STORAGES["word"].exp_avg
+    alone = [codes.encode_alone(code, matrix, seed) for matrix in stack]
+    assert torch.equal(codes.encode_alone(code, stack, seed), torch.stack(alone))
+    assert torch.equal(codes.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
+    repeated = codes.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
+    assert len(repeated.unique()) == 2  # neighbours in their window: no element has another's bits

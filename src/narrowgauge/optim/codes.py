@@ -15,6 +15,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -499,8 +500,8 @@ def _inverse(into: Tensor | None) -> Tensor | None:
 
 
 # ── a tensor of its own ─────────────────────────────────────────────────────────────────────────────────────────────────
-# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, which is in one part
-# and has no scales by row.
+# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, which has one part. If
+# the code is scaled by row, the largest magnitude of each row is its bound.
 
 
 def alone_dtype(code: Code) -> torch.dtype:
@@ -513,21 +514,26 @@ def saved_as(name: str, code: Code) -> str:
     return name if alone_dtype(code).is_floating_point else f"{name}_codes"
 
 
-def alone_value(code: Code, tensor: Tensor) -> Tensor:
-    """Return the float32 values. For a float32 state this is its own memory, not a copy."""
-    return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0)
+def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tensor:
+    """Return the float32 values. For a float32 state this is its own memory, not a copy. A scaled code needs its bound."""
+    back = None if bound is None else multipliers(code, bound)[1]
+    return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0, back)
 
 
-def encode_alone(code: Code, values: Tensor, seed: Tensor) -> Tensor:
-    """Encode values as a tensor of :func:`alone_dtype`.
+def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None = None) -> Tensor:
+    """Encode values as a tensor of :func:`alone_dtype`. A scaled code needs the ``bound`` of each row, ``[…, rows, 1]``.
 
-    A stochastic code rounds stochastically under ``seed`` (0-d int32). The random bits hash a value's position and mantissa, so
-    a power of two on all values changes nothing.
+    A stochastic code rounds stochastically under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position
+    in its matrix (the last two dims), so a power of two on all values changes nothing.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
     addend: Tensor | int = half(dropped)
     if code.rounding == "stochastic":
-        place = torch.arange(value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
+        rows, columns = math.prod(value.shape[-2:-1]), (1, *value.shape)[-1]
+        row, column = (torch.arange(count, dtype=torch.int32, device=value.device) for count in (rows, columns))
+        # Modulo 2^32: the numbers of a matrix of more elements begin again.
+        place = (row[:, None] * columns + column).view(value.shape[-2:])
         addend = dither(random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped)
     dtype = alone_dtype(code)
-    return encode(code, value, addend, 0).to(INTEGER[8 * dtype.itemsize]).view(dtype)
+    into = None if bound is None else multipliers(code, bound)[0]
+    return encode(code, value, addend, 0, into).to(INTEGER[8 * dtype.itemsize]).view(dtype)

@@ -209,7 +209,8 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rule and the storage of a parameter. Refuse what they do not support."""
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter)
         check_visible(parameter, storage)
-        refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
+        kept = storage.keeping(rule.kept)
+        refuse_pair(rule.name, kept, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -387,7 +388,7 @@ class Optimizer(torch.optim.Optimizer):
                 since its state was made. In a first step: parameters were replaced since then, or the model lacks them.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
-            largest matrix: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
+            largest parameter: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
         """
         if self._uncompiled is None:  # not earlier, since the import takes a second
             self._uncompiled = torch.compiler.disable(self._close_and_step)
@@ -437,10 +438,11 @@ class Optimizer(torch.optim.Optimizer):
         control, norm = decision.control, decision.norm
         self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
-        for group, members in work:
-            Stepper(group, control, self.auditor, self.audit_every).step(members)
-            for state in members:
-                state.step += 1
+        with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
+            for group, members in work:
+                Stepper(group, control, self.auditor, self.audit_every).step(members)
+                for state in members:
+                    state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.

@@ -50,6 +50,7 @@ class ParameterState:
         bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A rounded
             value may exceed it: the window ends at 1.7 times the power of two above.
         extras: the tensors of separate states, by state.
+        extra_bounds: the largest magnitude of each row of a separate state whose code is scaled by row, float32 ``[…, rows, 1]``.
         step: number of steps taken.
         multipliers: for each code scaled by row, the factors into and out of its window in this step, float32 ``[rows, 1]``.
         scales: the same memory in the kernel's order.
@@ -77,9 +78,12 @@ class ParameterState:
         self.scales: list[Tensor] = []
         self._extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
+        self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
             self._extra_codes[name] = code = extra_code(storage, extra.role)
             self.extras[name] = torch.zeros(extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device)
+            if code.scaled:
+                self.extra_bounds[name] = self.extras[name].new_zeros((*extra.shape[:-1], 1), dtype=torch.float32)
 
     def begin(self) -> None:
         """Set the bounds and the master from the parameter. Allocate words first."""
@@ -153,7 +157,8 @@ class ParameterState:
 
     def tensors_of_extras(self) -> dict[str, Tensor]:
         """Return the tensors of all extras, by saved name."""
-        return {codes.saved_as(name, self._extra_codes[name]): tensor for name, tensor in self.extras.items()}
+        bounds = {f"{name}_bound": bound for name, bound in self.extra_bounds.items()}
+        return {codes.saved_as(name, self._extra_codes[name]): x for name, x in self.extras.items()} | bounds
 
     def tensors(self) -> list[Tensor]:
         """Return all live tensors."""
@@ -211,14 +216,20 @@ class ParameterState:
         part.words = {plane: words[:, :places] for plane, words in self.words.items()}
         return part.stored(name)[: min(count, self.parameter.numel())]
 
-    def extra(self, name: str) -> Tensor:
-        """Return the float32 values of an extra. For a float32 extra this is its own memory, not a copy."""
-        return codes.alone_value(self._extra_codes[name], self.extras[name])
+    def extra(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Return the float32 values of an extra, or of its ``index``. For a float32 extra this is its own memory, not a copy."""
+        bound = self.extra_bounds[name][index] if name in self.extra_bounds else None
+        return codes.alone_value(self._extra_codes[name], self.extras[name][index], bound)
 
-    def put_extra(self, name: str, values: Tensor, seed: Tensor, skip: Tensor | None = None) -> None:
-        """Store values of an extra, unless ``skip`` (0-d bool)."""
-        tensor, new = self.extras[name], codes.encode_alone(self._extra_codes[name], values, seed)
-        tensor.copy_(new if skip is None else torch.where(skip, tensor, new))
+    def put_extra(
+        self, name: str, values: Tensor, seed: Tensor, skip: Tensor | None = None, index: tuple[int, ...] = ()
+    ) -> None:
+        """Store values of an extra, or of its ``index``, unless ``skip`` (0-d bool)."""
+        bound = values.abs().amax(-1, keepdim=True) if name in self.extra_bounds else None
+        new = codes.encode_alone(self._extra_codes[name], values, seed, bound)
+        for tensor, value in ((self.extras[name], new), (self.extra_bounds.get(name), bound)):
+            if tensor is not None and value is not None:
+                tensor[index].copy_(value if skip is None else torch.where(skip, tensor[index], value))
 
     def adopt(self, values: Tensor) -> None:
         """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part."""
