@@ -160,7 +160,7 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 
 def described(set_up: SetUp) -> list[str]:
-    """Return a line with the formats of weights, gradients and states."""
+    """Return a line with the formats of weights, gradients, states and floating-point buffers."""
     by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
     for p in set_up.stepped:
         states = [s for s in p.state.values() if isinstance(s, Tensor) and s.ndim and s.is_floating_point()]
@@ -171,6 +171,8 @@ def described(set_up: SetUp) -> list[str]:
         by_kind["weights"][dtype_name(p.parameter.dtype)] = None
         by_kind["gradients"][dtype_name(gradient.dtype)] = None
         by_kind["states"] |= {p.storage.name: None} if is_ours else {dtype_name(s.dtype): None for s in states}
+    if buffers := {dtype_name(b.dtype): None for b in set_up.model.buffers() if b.is_floating_point()}:
+        by_kind["buffers"] = buffers
     return ["; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())]
 
 
