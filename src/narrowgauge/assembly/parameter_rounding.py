@@ -43,7 +43,7 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
 
     Return the earlier float32 values of trainable parameters.
     """
-    values = {parameter: parameter.data.float() for parameter in model.parameters() if parameter.requires_grad}
+    values: dict[Tensor, Tensor] = {p: p.data.float() for p in model.parameters() if p.requires_grad}
     _cast(model, partial(_visible, dtype=recipe.storage.visible), recipe.dtype == recipe.storage.visible)
     return values
 
