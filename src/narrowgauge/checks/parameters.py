@@ -49,7 +49,7 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
 
 
 def _rounded_buffers(set_up: SetUp) -> Iterator[Reading]:
-    """Yield buffers that a cast of the whole model rounded, and the angle by which rotary positions may turn."""
+    """Yield buffers of 16 bits that were probably rounded, and the angle by which rotary positions may turn."""
     names, turns = [], ""
     for owner, module in set_up.model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
@@ -64,7 +64,7 @@ def _rounded_buffers(set_up: SetUp) -> Iterator[Reading]:
                 # The first frequency, 1, is exact. Half an ulp of the next is the largest error.
                 exponent = math.frexp(float(values[values != 1].abs().max()))[1]
                 angle = position * math.ldexp(torch.finfo(buffer.dtype).eps / 4, exponent)
-                turns = f" Rotary frequencies turn position {position:,} by up to {angle:.2g} rad."
+                turns = f" Rotary frequencies turn position {position:,} by up to {angle:.2g} rad then."
     if names:
         yield KINDS["rounded-buffers"].reading(of_all(names), len(names), 0, turns=turns)
 
