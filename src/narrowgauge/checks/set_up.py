@@ -161,7 +161,7 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 
 def described(set_up: SetUp) -> list[str]:
-    """Return a line with the formats of weights, gradients and states, and the stacks that matrix rules step."""
+    """Return a line with the formats of weights, gradients, states and buffers, and the stacks that matrix rules step."""
     by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
     stacks: dict[str, list[str]] = {}
     for p in set_up.stepped:
@@ -176,6 +176,8 @@ def described(set_up: SetUp) -> list[str]:
         rule = p.optimizer.rule_in(p.group, p.parameter) if isinstance(p.optimizer, Optimizer) else None
         if isinstance(rule, MatrixRule) and len(matrix_shape(p.parameter.shape)) == 3:
             stacks.setdefault(rule.name, []).append(p.name)
+    if buffers := {dtype_name(b.dtype): None for b in set_up.model.buffers() if b.is_floating_point()}:
+        by_kind["buffers"] = buffers
     formats = "; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())
     return [formats, *(f"{rule} steps each matrix of {of_all(names)} alone (3 dims)" for rule, names in stacks.items())]
 
