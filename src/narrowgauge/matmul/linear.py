@@ -8,6 +8,7 @@ A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose ma
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -109,15 +110,18 @@ class NarrowLayer(ExactBuffers):
             self.amax_history.copy_(history)
 
     def cast_stream(self, x: Tensor) -> Tensor:
-        """Return the input in the model's dtype around the layer: autocast's, which must be the compute's."""
-        if not torch.is_autocast_enabled(x.device.type):
-            return x
-        dtype = torch.get_autocast_dtype(x.device.type)
-        if dtype != getattr(torch, self.compute.dtype):
+        """Return the input in the model's dtype around the layer, or in autocast's, which must be the compute's.
+
+        Refuse float16 in a compute of another dtype: its gradients would need a loss scale.
+        """
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+        if (is_cast or dtype is torch.float16) and dtype != getattr(torch, self.compute.dtype):
             raise RecipeError(
-                f"a layer of compute '{self.compute.name}' computes in {self.compute.dtype}, and was called under autocast "
-                f"to {dtype_name(dtype)}.",
-                f"Use torch.autocast(…, torch.{self.compute.dtype}).",
+                f"Cannot compute layer '{self.names[0]}' as '{self.compute.name}' in {dtype_name(dtype)} because it computes in "
+                f"{self.compute.dtype}.",
+                f"Call model.{'half' if self.compute.dtype == 'float16' else self.compute.dtype.removesuffix('32')}(), or use "
+                f"torch.autocast(…, torch.{self.compute.dtype}).",
             )
         return x.to(dtype)
 
@@ -169,7 +173,13 @@ class Linear(NarrowLayer, nn.Linear):
         x = self.cast_stream(x)
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
-        length = x.shape[-2] if x.ndim > 2 else 1
+        if x.ndim < 3 and self.clock.first_sequence and self.compute.is_stochastic and torch.is_grad_enabled():
+            raise RecipeError(
+                f"Cannot key the random bits of layer '{self.names[0]}' by the first sequence because its input has the shape "
+                f"{list(x.shape)}, without sequences.",
+                "Call linears.set_first_token(index) with the index of the micro-batch's first row in the whole batch.",
+            )
+        length = math.prod(x.shape[1:-1])  # rows per sequence
         y: Tensor = layer_matmuls.multiply_layer(
             x.reshape(-1, x.shape[-1]), weight, bias, self.registered_name, self.clock_words, self.key, self.amax_history,
             length, torch.is_grad_enabled() and self.training, unit,

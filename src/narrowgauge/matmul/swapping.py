@@ -37,7 +37,7 @@ class NarrowLayers:
 
     Attributes:
         layers: the layers by name.
-        clock: seed, step, and first sequence of the micro-batch.
+        clock: seed, step, and place of the micro-batch in the batch.
     """
 
     def __init__(self, layers: Mapping[str, Layer], clock: Clock) -> None:
@@ -57,8 +57,20 @@ class NarrowLayers:
         self.clock.set(step=step)
 
     def set_first_sequence(self, index: int) -> None:
-        """Set the index of the next micro-batch's first sequence in the whole batch, which keys its random bits."""
-        self.clock.set(first_sequence=index)
+        """Set the index of the next micro-batch's first sequence in the whole batch, which keys its random bits.
+
+        For inputs ``[sequences, …, in]``, with equal numbers of tokens in all sequences. Then the bits do not depend on how the
+        batch is divided into micro-batches.
+        """
+        self.clock.set(first_sequence=index, first_token=0)
+
+    def set_first_token(self, index: int) -> None:
+        """Set the index of the next micro-batch's first token in the whole batch, which keys its random bits.
+
+        For packed sequences: inputs ``[tokens, in]`` or ``[1, tokens, in]``. A row of the input counts as a token, a sample
+        without tokens too. The bits do not depend on how the batch is divided, in layers that see every token once.
+        """
+        self.clock.set(first_sequence=0, first_token=index)
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Continue in other computes. ``choose`` maps a layer's name to its compute."""
