@@ -95,9 +95,8 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or mode(keys.FAKE) is not None or mode(keys.PROXY) is not None
 
 
-def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` is active."""
-    return torch._C._are_functorch_transforms_active()
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Return whether a transform of ``torch.func`` is active."""
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -26,6 +26,7 @@ from matmul.scenarios import (
     same,
 )  # fmt: skip
 from narrowgauge.assembly.preparation import prepare
+from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.gemm import EmulationNotice
@@ -187,6 +188,36 @@ def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
     assert {name: layer.compute.name for name, layer in chosen.layers.items()} == {
         "q_proj": "mxfp8", "k_proj": "int8-row", "v_proj": "mxfp8",
     }  # fmt: skip
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def test_matrices_that_stay_wide_are_named_and_counted() -> None:
+    """Of PyTorch's encoder layer half: attention reads its matrices without a linear layer's forward."""
+    model = nn.ModuleDict({
+        "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
+        "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
+    })  # fmt: skip
+    with pytest.warns(UserWarning, match=r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved") as caught:
+        linears = silently(model, "float8-row")
+    assert len(caught) == 1
+    assert linears.matrices() == {
+        "encoder.self_attn.in_proj_weight": "MultiheadAttention",
+        "encoder.self_attn.out_proj.weight": "NonDynamicallyQuantizableLinear",
+        "encoder.linear1.weight": "narrow", "encoder.linear2.weight": "narrow",
+        "halved.weight": "Halved", "lm_head.weight": "kept",
+        "normed.parametrizations.weight.original0": "narrow", "normed.parametrizations.weight.original1": "narrow",
+    }  # fmt: skip
+    assert str(linears) in str(check(model, torch.optim.SGD(model.parameters())))
+
+
+@pytest.mark.filterwarnings("error::UserWarning", "ignore::narrowgauge.matmul.gemm.EmulationNotice")
+@pytest.mark.parametrize("compute", ["float8-row", "bfloat16"])
+def test_kept_layers_and_wide_computes_do_not_warn(compute: str) -> None:
+    swap_linears(Model() if compute == "float8-row" else nn.TransformerEncoderLayer(32, 2, 64), compute)
 
 
 def test_the_step_goes_on_with_an_optimizer_s() -> None:

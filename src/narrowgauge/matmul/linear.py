@@ -118,10 +118,8 @@ class NarrowLayer(ExactBuffers):
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
         if (is_cast or dtype is torch.float16) and dtype != getattr(torch, self.compute.dtype):
             raise RecipeError(
-                f"Cannot compute layer '{self.names[0]}' as '{self.compute.name}' in {dtype_name(dtype)} because it computes in "
-                f"{self.compute.dtype}.",
-                f"Call model.{'half' if self.compute.dtype == 'float16' else self.compute.dtype.removesuffix('32')}(), or use "
-                f"torch.autocast(…, torch.{self.compute.dtype}).",
+                f"Cannot call layer '{self.names[0]}' of compute '{self.compute.name}' in {dtype_name(dtype)}.",
+                f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or {self.compute.dtype} weights.",
             )
         return x.to(dtype)
 
@@ -175,8 +173,7 @@ class Linear(NarrowLayer, nn.Linear):
             return linear(x, weight, bias)
         if x.ndim < 3 and self.clock.first_sequence and self.compute.is_stochastic and torch.is_grad_enabled():
             raise RecipeError(
-                f"Cannot key the random bits of layer '{self.names[0]}' by the first sequence because its input has the shape "
-                f"{list(x.shape)}, without sequences.",
+                f"Cannot key the random bits of layer '{self.names[0]}' by sequence because its input is {list(x.shape)}.",
                 "Call linears.set_first_token(index) with the index of the micro-batch's first row in the whole batch.",
             )
         length = math.prod(x.shape[1:-1])  # rows per sequence
