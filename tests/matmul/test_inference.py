@@ -74,7 +74,9 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
         assert torch.equal(other(tokens()).logits, model(tokens()).logits)
 
 
-@pytest.mark.parametrize(("row", "compiled"), [("int8-outlier-codes", True), ("int8-outlier-codes", False), ("int8-outlier", False)])
+@pytest.mark.parametrize(
+    ("row", "compiled"), [("int8-outlier-codes", True), ("int8-outlier-codes", False), ("int8-outlier", False)]
+)
 def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> None:
     model = holder()
     quantize_for_inference(model, row)

@@ -201,7 +201,9 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
         "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
         "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
     })  # fmt: skip
-    with pytest.warns(UserWarning, match=r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved") as caught:
+    with pytest.warns(
+        UserWarning, match=r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved"
+    ) as caught:
         linears = silently(model, "float8-row")
     assert len(caught) == 1
     assert linears.matrices() == {
@@ -341,7 +343,9 @@ def test_a_second_derivative_is_refused() -> None:
         slope.square().sum().backward()
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", "float8-row", "float8-delayed", "int8-outlier", "nvfp4", "compiled int8-row"])
+@pytest.mark.parametrize(
+    "compute", ["bfloat16", "float8-row", "float8-delayed", "int8-outlier", "nvfp4", "compiled int8-row"]
+)
 def test_func_grad_gives_the_bits_of_backward(compute: str, fresh_compiler: None) -> None:
     model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).bfloat16()
     linears = swap_linears(model, compute.removeprefix("compiled "), keep=())
@@ -366,7 +370,7 @@ def test_func_grad_of_a_gradient_is_refused() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     swap_linears(model, "float8-row")
     slope = torch.func.grad(lambda x: model(x).square().sum())
-    with pytest.raises(RecipeError, match="differentiate twice.*keep="):
+    with pytest.raises(RecipeError, match=r"second derivative.*keep="):
         torch.func.grad(lambda x: slope(x).square().sum())(torch.randn(4, 32))
 
 

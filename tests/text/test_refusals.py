@@ -136,7 +136,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), RecipeError, "betas.*SGD"
     ),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
-    "float16 in a compute of bfloat16": (lambda: in_float16(autocast=False), RecipeError, r"float8-row.*float16.*bfloat16 weights"),
+    "a model in float16": (lambda: in_float16(autocast=False), RecipeError, "float8-row.*float16.*bfloat16 weights"),
     "autocast to float16": (lambda: in_float16(autocast=True), RecipeError, r"float8-row.*float16.*torch\.bfloat16"),
     "vmap": (lambda: torch.func.vmap(swapped())(torch.ones(2, 16)), RecipeError, "vmap.*whole batch"),
     "forward mode": (

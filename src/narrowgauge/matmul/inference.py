@@ -36,7 +36,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str, weight: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(codes, scales, weight)
         registered = REGISTERED[compute]
         lhs, rhs = cast_to_slot(x, registered, "output.left"), Operand(codes, scales)

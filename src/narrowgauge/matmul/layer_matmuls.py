@@ -96,8 +96,8 @@ def cast_to_slot(
     if keys is not None and (cast.needs_bits or history is not None):
         if history is not None:
             amax = delayed_amax(x, cast, history, slot_row.history_index, keys.clock[STEP], record)
-        first_row = 0 if slot_row.tensor == "weight" else keys.first_row(sequence_length)
-        words = random_words(cast, x, slot_row.dim, keys, slot_row.random_key, first_row)
+        length = None if slot_row.tensor == "weight" else sequence_length
+        words = random_words(cast, x, slot_row.dim, keys, slot_row.random_key, length)
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
     return cast_matrix(x, cast, slot_row.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
@@ -321,25 +321,20 @@ def gradients(
     return grad_input, grad_weight, bias_gradient(grad) if needs[2] else None
 
 
-class _ReverseMode(torch.autograd.Function):
-    """A function without rules for ``vmap`` and for forward mode."""
+class _FirstOrder(torch.autograd.Function):
+    """A function without rules for ``vmap``, forward mode and second derivatives."""
 
     @staticmethod
-    def vmap(*_: Any) -> Any:
+    def backward(ctx: Any, *_: Any) -> Any:
         raise RecipeError(
-            "Cannot use vmap on a narrow layer because the rows of a call may share scales and random bits.",
-            "Call the model on the whole batch, or loop over the samples.",
+            "Cannot use vmap, forward mode or a second derivative on a narrow layer because its casts have no rule for it.",
+            "Use torch.func.grad, vjp or backward() once, on the whole batch, or leave the layer plain: keep=.",
         )
 
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        raise RecipeError(
-            "Cannot differentiate a narrow layer in forward mode because its casts have no derivative.",
-            "Use torch.func.vjp or backward().",
-        )
+    vmap = jvp = backward
 
 
-class _Product(_ReverseMode):
+class _Product(_FirstOrder):
     """Compute ``x · wᵀ + b`` and its gradients, in a compute's casts."""
 
     @staticmethod
@@ -351,14 +346,12 @@ class _Product(_ReverseMode):
     @staticmethod
     @once_differentiable  # casts are detached, so a second derivative would be wrong
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *gradients(grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3]), *[None] * 7
+        arguments: Any = (grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3])
+        return *gradients(*arguments), *[None] * 7
 
 
-class _TransformedProduct(_ReverseMode):
-    """The function :class:`_Product` for ``torch.func``: the same bits, and 40 µs more a call.
-
-    PyTorch gives ``forward`` plain tensors and no context, and ``backward`` tensors of the transform.
-    """
+class _TransformedProduct(_FirstOrder):
+    """The function :class:`_Product` for ``torch.func``: the same bits, and 40 µs more a call."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
@@ -374,22 +367,12 @@ class _TransformedProduct(_ReverseMode):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         arguments = grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3]
-        return *_TransformedGradients.apply(*arguments), *[None] * 7
+        apply: Callable[..., Any] = _TransformedGradients.apply  # only its forward gets plain tensors
+        return *apply(*arguments), *[None] * 7
 
 
-class _TransformedGradients(_ReverseMode):
-    forward = staticmethod(gradients)
-
-    @staticmethod
-    def setup_context(*_: Any) -> None:
-        """Save nothing."""
-
-    @staticmethod
-    def backward(*_: Any) -> Any:
-        raise RecipeError(
-            "Cannot differentiate twice through a narrow layer because its casts are constants to autograd.",
-            "Leave the layer plain: keep=.",
-        )
+class _TransformedGradients(_FirstOrder):
+    forward, setup_context = staticmethod(gradients), staticmethod(lambda ctx, inputs, output: None)
 
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards on computes and casts.
@@ -397,5 +380,5 @@ class _TransformedGradients(_ReverseMode):
 def multiply_layer(*arguments: Any) -> Tensor:
     """Return the product of a layer with gradients, from the arguments of :func:`output`."""
     if is_transformed():
-        return cast(Tensor, _TransformedProduct.apply(*arguments)[0])
+        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(*arguments)[0]
     return cast(Callable[..., Tensor], _Product.apply)(*arguments)

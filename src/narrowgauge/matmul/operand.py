@@ -162,10 +162,6 @@ class Keys(NamedTuple):
     clock: Tensor
     layer: Tensor
 
-    def first_row(self, sequence_length: int) -> Tensor:
-        """Return the index in the whole batch of the micro-batch's first row, with this many rows per sequence."""
-        return self.clock[FIRST_SEQUENCE] * sequence_length + self.clock[FIRST_TOKEN]
-
 
 class Clock:
     """The seed, the step and the place of a micro-batch in the batch, shared by the narrow layers of a model.
@@ -230,14 +226,15 @@ def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tens
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, first_row: Tensor | int) -> Words | None:
+def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, length: int | None) -> Words | None:
     """Return the random words for a cast of ``x [rows, columns]``; ``None`` if it rounds to nearest.
 
-    ``operand`` is the slot's ``random_key``. ``first_row`` is the index of the first row in the whole batch.
+    ``operand`` is the slot's ``random_key``. ``length`` is the number of rows per sequence; ``None`` for a weight.
     """
     if cast.rounding == "nearest":
         return None
     rows, columns = (-(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True))
+    first_row = 0 if length is None else keys.clock[FIRST_SEQUENCE] * length + keys.clock[FIRST_TOKEN]
     return quantization.random_words(rows, columns, key_of(keys, operand), first_row)
 
 

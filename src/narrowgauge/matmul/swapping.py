@@ -62,34 +62,36 @@ class NarrowLayers:
         self.clock.set(step=step)
 
     def set_first_sequence(self, index: int) -> None:
-        """Set the index of the next micro-batch's first sequence in the whole batch, which keys its random bits.
+        """Set the index in the whole batch of the next micro-batch's first sequence, for inputs ``[sequences, …, in]``.
 
-        For inputs ``[sequences, …, in]``, with equal numbers of tokens in all sequences. Then the bits do not depend on how the
-        batch is divided into micro-batches.
+        It keys random bits: sequences of equal length round alike however the batch is divided into micro-batches.
         """
         self.clock.set(first_sequence=index, first_token=0)
 
     def set_first_token(self, index: int) -> None:
-        """Set the index of the next micro-batch's first token in the whole batch, which keys its random bits.
+        """Set the index in the whole batch of the next micro-batch's first token, for packed inputs ``[(1,) tokens, in]``.
 
-        For packed sequences: inputs ``[tokens, in]`` or ``[1, tokens, in]``. A row of the input counts as a token, a sample
-        without tokens too. The bits do not depend on how the batch is divided, in layers that see every token once.
+        It keys random bits: tokens round alike however the batch is divided. A sample without tokens counts as one.
         """
         self.clock.set(first_sequence=0, first_token=index)
 
     def matrices(self) -> dict[str, str]:
         """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the class whose code reads it.
 
-        A matrix is a parameter of two or more dims that is no bias and not of an embedding.
+        A matrix is a parameter of two or more dims that is no bias and not of an embedding. Choice is a layer without a compute,
+        and what a compute keeps wide, such as routers.
         """
         readers: dict[str, str] = {}
+        choosers = [chooser(compute, None) for compute in {layer.compute for layer in self.layers.values()}]
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
             if parameter.ndim < 2 or "bias" in name.rpartition(".")[2] or isinstance(owner, nn.Embedding):
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_choice = is_linear(owner) or experts.is_experts(owner)
+            is_choice = (
+                is_linear(owner) or experts.is_experts(owner) or any(choose(owner_name) is None for choose in choosers)
+            )
             is_narrow = layer is not None and not layer.compute.is_wide
             readers[name] = "narrow" if is_narrow else "kept" if is_choice else type(owner).__name__
         return readers
@@ -195,7 +197,10 @@ def swap_linears(
         warn_if_emulated(used, device)
     linears = NarrowLayers(model, layers, Clock(seed))
     if "narrow" in (readers := set(linears.matrices().values())) and not readers <= {"narrow", "kept"}:
-        warnings.warn(f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are swapped.", stacklevel=2)
+        warnings.warn(
+            f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are swapped.",
+            stacklevel=2,
+        )
     for layer in slow:
         layer.set_clock(linears.clock)
     linears.clock.count_every_step()
