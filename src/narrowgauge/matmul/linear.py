@@ -118,7 +118,7 @@ class NarrowLayer(ExactBuffers):
                 f"Cannot call layer '{self.names[0]}' of compute '{self.compute.name}' in {dtype_name(dtype)}.",
                 f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or {self.compute.dtype} weights.",
             )
-        return x.to(dtype)
+        return x.to(dtype) if is_cast else x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
