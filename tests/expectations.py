@@ -137,7 +137,7 @@ COMPUTES: dict[str, Compute] = {
     "float8-tensor-e5m2": Compute(1, _ALL, has=("served",)),
     "float8-delayed-e5m2": Compute(1, _ALL, has=("delayed",)),
     "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "served")),
-    "int8-outlier": Compute(2, ("gradient",)),
+    "int8-outlier": Compute(2, ("gradient",), has=("served",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
     "mxfp8": Compute(2),
     "mxfp4": Compute(2, has=("stochastic",)),

@@ -161,12 +161,13 @@ class Format:
             value = self._magnitude_value(magnitude)
         return -value if negative else value
 
-    def encode(self, value: float) -> int:
+    def encode(self, value: float, *, saturate: bool = False) -> int:
         """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
-        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. NaN
-        becomes NaN, or zero in a format without NaN. For a scale, values at or below zero are out of range. Positive values
-        below the smallest power become it.
+        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
+        ``saturate`` they become the end of the range in every format. NaN becomes NaN, or zero in a format without NaN. For a
+        scale, values at or below zero are out of range. Positive values below the smallest power become it.
+        ml_dtypes never saturates. PyTorch 2.13 saturates ``float8_e4m3fn`` alone.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))
@@ -179,9 +180,9 @@ class Format:
         limit = self._limit(negative or (value == 0 and not self.signed))
         magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
         if magnitude > limit:
-            if self.nans:
+            if self.nans and not saturate:
                 return self._join(negative, limit + 1) if self.infinities else self._nan_code(negative)
-            magnitude = limit
+            magnitude = max(limit, 0)
         return self._join(negative, magnitude)
 
     @property

@@ -108,7 +108,7 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
         first = part.number * config.micro_batch_size
         if linears is not None:
             linears.step = session.step
-            linears.set_first_sequence(first)
+            linears.set_first_token(first * config.sequence_length)
         with nullcontext() if reduction is None else reduction.micro_batch(part.is_last, part.is_absent):
             with (
                 random_numbers(config.seed, session.step, part.number),
