@@ -139,7 +139,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
             "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
             "purpose source",
         ),
-        "min source",
+        "source",
     ),
     "recipes": (
         "Recipes: purpose, bytes, losses.",
