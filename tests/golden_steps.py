@@ -75,7 +75,12 @@ def pairs() -> list[tuple[str, str]]:
         (rule.name, storage.name)
         for rule in UPDATE_RULES.values()
         for storage in STORAGES.values()
-        if rule.name == "adamw" or (storage.arithmetic == "float32" and not (rule.is_matrix and storage.scaled))
+        if (
+            storage.arithmetic == "float32" and not storage.scaled
+            if rule.is_matrix
+            else storage.arithmetic != "expansion"
+        )
+        or rule.name == "adamw"
     ]
 
 

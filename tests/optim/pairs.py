@@ -85,7 +85,9 @@ RULES = {
 
 def is_legal(rule: str, storage: str) -> bool:
     row = STORAGES[storage]
-    return rule == "adamw" or (row.arithmetic == "float32" and not (RULES[rule].matrix and row.scaled))
+    if RULES[rule].matrix:
+        return row.arithmetic == "float32" and not row.scaled
+    return rule == "adamw" or row.arithmetic != "expansion"
 
 
 PAIRS = [(rule, storage) for rule in RULES for storage in STORAGES if is_legal(rule, storage)]

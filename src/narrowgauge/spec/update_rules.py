@@ -216,12 +216,17 @@ def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool)
 
     Raises:
         RecipeError: Collage's arithmetic is published for AdamW alone. Scales by row must be known before the step, and a
-            matrix rule's result is not.
+            matrix rule's result is not. Matrix rules compute in float32.
     """
     if is_matrix and storage.scaled:
         raise RecipeError(
             f"rule '{rule}' was requested with storage '{storage.name}', which has scales by row; matrix rules have none.",
             "Take a storage such as 'word' or 'master'.",
+        )
+    if is_matrix and storage.arithmetic == "float64":
+        raise RecipeError(
+            f"rule '{rule}' was requested with storage '{storage.name}', and matrix rules compute in float32.",
+            "Take a storage such as 'master'.",
         )
     if storage.arithmetic == "expansion" and not is_adamw:
         raise RecipeError(
