@@ -84,10 +84,12 @@ RULES = {
 
 
 def is_legal(rule: str, storage: str) -> bool:
-    row, matrix = STORAGES[storage], RULES[rule].matrix
-    # Before the step a matrix rule knows no scale by row: of a weight, or of Muon's momentum beside it.
-    is_refused = matrix and (row.weight.scaled or (rule == "muon" and row.exp_avg.scaled))
-    return rule == "adamw" or (row.arithmetic == "float32" and not is_refused)
+    row = STORAGES[storage]
+    if RULES[rule].matrix:
+        # Before the step a matrix rule knows no scale by row: of a weight, or of Muon's momentum beside it.
+        is_refused = row.weight.scaled or (rule == "muon" and row.exp_avg.scaled)
+        return row.arithmetic == "float32" and not is_refused
+    return rule == "adamw" or row.arithmetic != "expansion"
 
 
 PAIRS = [(rule, storage) for rule in RULES for storage in STORAGES if is_legal(rule, storage)]

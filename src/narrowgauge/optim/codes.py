@@ -1,6 +1,7 @@
 """Codes: float32 values rounded to the bits of a storage, and decoded.
 
 Everything here is written once, in int32 and float32 operations. It gives the same bits eagerly, compiled, on CPUs and on GPUs.
+A storage of float64 masters has int64 words and float64 values, and is never compiled.
 
 A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several codes share a 32-bit word, each at its own
 ``shift``. Encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``. Decoding is a shift and a mask.
@@ -38,25 +39,33 @@ from narrowgauge.numerics.rounding import (
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
-INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+QUIET_NAN64 = 0x7FF8 << 48
+INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def dropped_bits(code: Code) -> int:
     """Return how many low mantissa bits of a float32 a code drops."""
-    return 23 - code.mantissa_bits
+    return max(0, 23 - code.mantissa_bits)
+
+
+def value_dtype(storage: Storage) -> torch.dtype:
+    """Return the dtype in which a rule computes."""
+    return torch.float64 if storage.arithmetic == "float64" else torch.float32
 
 
 # ── one code ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
-    """Round ``x`` to a code: int32, zero outside the code's bits.
+    """Round ``x`` to a code: int32, zero outside the code's bits. A float64 code gives int64.
 
     Args:
         addend: added before cutting (:func:`narrowgauge.numerics.rounding.cut`).
         shift: position of the code's lowest bit in the word.
         scale: for a scaled code, the first result of :func:`multipliers`.
     """
+    if code.bits == 64:
+        return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
     # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a mask clears the sign copies
@@ -67,6 +76,8 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
     """Return the float32 values of codes at ``shift`` in words. ``scale`` is the second result of :func:`multipliers`."""
+    if code.bits == 64:
+        return word.view(torch.float64)
     if code.is_window:
         return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
     mask = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
@@ -185,14 +196,14 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, or ``None``; and the value of both
         together.
     """
+    _, below, exponent = VISIBLE[storage.visible]
+    if storage.master:
+        bits = encode(storage.weight, x, 0, 0)
+        return encode_visible(storage, x.float(), half(below)), bits, decode(storage.weight, bits, 0)
     if storage.visible == "float32":
         bits = cut(x, 0, 0)
         return bits, None, float_of(bits)
-    _, below, exponent = VISIBLE[storage.visible]
     scaled = x * 2.0**exponent if exponent else x
-    if storage.master:
-        bits = cut(x, 0, 0)
-        return _in_range(storage, cut(scaled, below, half(below))), bits, float_of(bits)
     if not storage.tail_bits:
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)
@@ -271,7 +282,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Hold the float32 values of a lane.
+    """Hold the values of a lane, float32 or :func:`value_dtype`.
 
     Args:
         weight: the input of the rule: the stored weight, or the visible one if ``low`` is its compensation.
@@ -453,7 +464,7 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
     for place, part in enumerate(names):
         shift = lane.fields[part][1]
         into = _into(code, lane.scales, name, place)
-        fields[part] = encode(code, rest, addend, shift, into)
+        fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
             rest = rest - decode(code, fields[part], shift, _inverse(into))
     return fields
@@ -476,7 +487,7 @@ def write_parts(
         for place, (part, value) in enumerate(zip((name, *low_parts(name, code)), values, strict=True)):
             shift = lane.fields[part][1] if part in lane.fields else 0
             into = _into(code, lane.scales, name, place)
-            bits = encode(code, value, half(dropped_bits(code)), shift, into)
+            bits = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
             if name == "weight":
                 stored.append(_stored(code, bits, shift, into, value))
             if part != "weight":

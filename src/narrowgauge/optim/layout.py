@@ -5,8 +5,8 @@ read as int32 *words* of two neighbours. Shift and mask give an even and an odd 
 
 A *plane* is one state tensor. It holds one field, or several fields packed into an element of 8, 16 or 32 bits. A 16-bit
 plane has the weight's order. Beside a 16-bit weight, a 32-bit plane is stored as two tensors: all even elements, then all odd
-ones. An 8-bit plane packs four lanes into a word. With such a plane the weight is read in two *parts*, the upper and the lower
-half of its rows. Lanes 0 and 1 come from the first part, 2 and 3 from the second.
+ones. So is a plane of float64 values, in 64-bit words. An 8-bit plane packs four lanes into a word. With such a plane the weight
+is read in two *parts*, the upper and the lower half of its rows. Lanes 0 and 1 come from the first part, 2 and 3 from the second.
 
 A storage with two parts, or with codes scaled by row, is a matrix of rows. Other storages are flat, and their small parameters
 share a :class:`Bucket`. :func:`to_parameter_order` and :func:`from_parameter_order` convert without losing a bit.
@@ -29,7 +29,7 @@ from narrowgauge.spec.storages import VISIBLE, Storage, low_parts, width_of
 
 
 def _share(bits: int) -> int:
-    return 32 // bits
+    return max(1, 32 // bits)
 
 
 # ── planes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -73,8 +73,8 @@ def _is_signed_state(storage: Storage, name: str) -> bool:
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """Return PyTorch's dtype with the bits of a lone field, if there is one."""
-    if width == 32:
-        return torch.float32
+    if width >= 32:
+        return torch.float32 if width == 32 else torch.float64
     codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
     parts = {part: code for state, code in codes.items() for part in (state, *low_parts(state, code))}
     code = parts.get(name)  # a tail and a master copy have none
@@ -129,7 +129,7 @@ def num_tensors(storage: Storage, bits: int) -> int:
 def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape``. Zero encodes 0."""
     full = (num_tensors(storage, plane.bits), *extent(storage, shape))
-    return torch.zeros(full, dtype=torch.int32, device=device)
+    return torch.zeros(full, dtype=INTEGER[max(32, plane.bits)], device=device)
 
 
 # ── the translation ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,7 +192,7 @@ def set_fields(
 
 def _bits_of_plane(storage: Storage, plane: Plane, words: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     values = to_parameter_order(storage, plane, words[plane.name], shape)
-    return values.view(INTEGER[plane.bits]).to(torch.int32)
+    return values.view(INTEGER[plane.bits]).to(INTEGER[max(32, plane.bits)])
 
 
 # ── tensors in memory ───────────────────────────────────────────────────────────────────────────────────────────────────

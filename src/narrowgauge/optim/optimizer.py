@@ -25,6 +25,7 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
+from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
@@ -274,7 +275,7 @@ class Optimizer(torch.optim.Optimizer):
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
     ) -> None:
-        """Store float32 weights, and perhaps states. Parameters become the visible part of the weights.
+        """Store weights, and perhaps states. Parameters become the visible part of the weights.
 
         Refused values change nothing.
 
@@ -336,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
-        """Return the stored value as float32.
+        """Return the stored value as float32, or float64 if the storage computes in it.
 
         Args:
             parameter: one of the optimizer's parameters.
@@ -355,11 +356,12 @@ class Optimizer(torch.optim.Optimizer):
         shapes = shapes_of_states(rule, parameter.shape, group)
         if name != "weight" and name not in shapes:
             raise KeyError(f"rule '{rule.name}' has {('weight', *shapes)}, not '{name}'")
+        dtype = value_dtype(self._storage_in(group, parameter))
         if name == "weight":
-            return parameter.detach().to(torch.float32, copy=True)
+            return parameter.detach().to(dtype, copy=True)
         if name in extras_of(rule, parameter.shape, group):
-            return torch.zeros(shapes[name], dtype=torch.float32, device=parameter.device)
-        return torch.zeros_like(parameter, dtype=torch.float32)
+            return torch.zeros(shapes[name], dtype=dtype, device=parameter.device)
+        return torch.zeros_like(parameter, dtype=dtype)
 
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
@@ -507,8 +509,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             A dict as in ``torch.optim``. A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master``
-            (float32), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is a 0-d float32 tensor.
-            Values are DTensors if the parameter is one.
+            (float32 or float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is a 0-d float32
+            tensor. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()

@@ -268,7 +268,7 @@ class ParameterState:
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
-        value = values.detach().float().contiguous().reshape(matrix)
+        value = values.detach().to(codes.value_dtype(self.storage)).contiguous().reshape(matrix)
         if name in self.bounds:
             peaks = peaks_of_all([self], [value])
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.optim import codes
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.kernel import Kernel, least_decay
 from narrowgauge.optim.layout import Bucket, buckets_of
@@ -29,7 +30,8 @@ from narrowgauge.torch_names import to_device
 class Numbers:
     """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
 
-    ``values`` are the scalars of ``CONTROL`` and of the rule, float32. ``seed`` is the seed of the random bits, 0-d int32.
+    ``values`` are the scalars of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is the seed of the random bits, 0-d
+    int32.
     """
 
     values: Tensor
@@ -38,7 +40,7 @@ class Numbers:
 
 
 def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy a seed, int32 0-d, and float32 ``[n]`` to a device at once. Each begins at a multiple of 16 bytes."""
+    """Copy a seed, int32 0-d, and floats ``[n]`` to a device at once. Each begins at a multiple of 16 bytes."""
     if device.type == "cpu":
         return seed, values
     sent = to_device(torch.cat([seed.view(1), seed.new_zeros(3), values.view(torch.int32)]), device)
@@ -50,18 +52,18 @@ class Stepper:
 
     def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
-        self._numbers: dict[tuple[str, int], Numbers] = {}
+        self._numbers: dict[tuple[str, int, torch.dtype], Numbers] = {}
 
     def numbers(self, state: ParameterState) -> Numbers:
         """Return the scalars and the seed of a state's next step."""
         kernel, count = state.kernel, state.step + 1
-        key = kernel.rule.name, count
+        key = kernel.rule.name, count, codes.value_dtype(state.storage)
         if key not in self._numbers:
             device = self.control.device
             scalars = [1.0, 0.0, *kernel.rule.prepare(self.group, count)]
             seed, values = on_device(
                 torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"),
-                torch.tensor(scalars, dtype=torch.float32, device="cpu"),
+                torch.tensor(scalars, dtype=codes.value_dtype(state.storage), device="cpu"),
                 device,
             )
             values[:2] = self.control

@@ -215,14 +215,19 @@ def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool)
     """Refuse a rule, by name, with a storage that cannot hold its states. The storage has the rule's states.
 
     Raises:
-        RecipeError: Collage's arithmetic is published for AdamW alone. Beside a weight, scales by row must be known before the
-            step, and a matrix rule's result is not.
+        RecipeError: Collage's arithmetic is published for AdamW alone. Matrix rules compute in float32. Scales by row beside a
+            weight must be known before the step, and a matrix rule's result is not.
     """
     if is_matrix and storage.scaled:
         raise RecipeError(
             f"Cannot step rule '{rule}' in storage '{storage.name}' because its '{storage.scaled[0]}' has scales by row, which "
             "a matrix rule does not know before the step.",
             "Take a storage such as 'word' or 'master'.",
+        )
+    if is_matrix and storage.arithmetic == "float64":
+        raise RecipeError(
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because matrix rules compute in float32.",
+            "Take a storage such as 'master'.",
         )
     if storage.arithmetic == "expansion" and not is_adamw:
         raise RecipeError(

@@ -217,8 +217,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
-    if parts > 1 and not is_order_invariant and config.accumulation_dtype == "float32":
-        accumulator = GradientAccumulator(model.parameters())
+    if parts > 1 and not is_order_invariant and config.accumulation_dtype != "bfloat16":
+        accumulator = GradientAccumulator(model.parameters(), dtype=getattr(torch, config.accumulation_dtype))
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if mesh is not None or is_order_invariant else None
     if reduction is not None:
