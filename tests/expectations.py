@@ -104,7 +104,9 @@ STORAGES: dict[str, Storage] = {
         12, 0.002, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
     ),
     "float16-throughout/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
-    "float16-throughout/stochastic": Storage(8, "noisy", vectors_whole=False, dealt={"weight": (0, 13)}),
+    "float16-throughout/stochastic": Storage(
+        8, "noisy", vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16, and nothing beside it, stochastic"
+    ),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
     "float8/collage-plus": Storage(10, "lost", 12, beside=_LOWER, stands_for="three parts, each relative to its row"),
 }  # fmt: skip
