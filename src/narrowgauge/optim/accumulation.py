@@ -64,7 +64,7 @@ class GradientAccumulator:
 
     def __init__(self, parameters: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> None:
         if dtype not in (torch.float32, torch.float64):
-            raise RecipeError(f"Cannot sum gradients in {dtype}.", "Take torch.float32 or torch.float64.")
+            raise RecipeError(f"Cannot sum gradients in {dtype!r}.", "Take torch.float32 or torch.float64.")
         self.dtype, self.parameters = dtype, list(dict.fromkeys(parameters))
         require_float64(self.parameters)
         # The parameters whose gradients are summed here, not by autograd.
