@@ -153,7 +153,7 @@ TEXT = frozenset(column.name for column in EVENT.values() if column.type == "tex
 """Columns in which ``"nan"`` is text and not a number."""
 STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
-_TOTALS = ("tokens", "seconds", "peak_memory_bytes")
+_TOTALS = ("tokens", "seconds", "peak_memory_bytes", "step_memory_bytes")
 """Numbers of a step that no curve needs."""
 _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
 
