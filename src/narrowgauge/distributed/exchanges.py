@@ -122,17 +122,6 @@ class Exchange:
         self.add(gradient, output, is_last=is_last)
         self.spans.append((began, _now(gradient.device)))
 
-    def seconds(self) -> float:
-        """Return how long this step's sums took on this rank. Wait for its GPU."""
-        total = 0.0
-        for began, ended in self.spans:
-            if isinstance(ended, float):
-                total += ended - began
-            else:
-                ended.synchronize()
-                total += began.elapsed_time(ended) / 1000
-        return total
-
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
 

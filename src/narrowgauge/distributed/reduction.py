@@ -91,8 +91,7 @@ def reduce_gradients_with(
 def reduction_of(model: nn.Module) -> GradientReduction | None:
     """Return the reduction that takes part in a model's backward passes, if there is one."""
     reference = _installed.get(inner_of(model))
-    reduction = None if reference is None else reference()
-    return reduction if reduction is not None and reduction.is_installed else None
+    return reduction if reference and (reduction := reference()) and reduction.is_installed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +269,14 @@ class GradientReduction:
 
     def seconds(self) -> float:
         """Return how long this rank took for this step's sums: to send, to wait for other ranks, and to add."""
-        return sum(exchange.seconds() for exchange in self._exchanges)
+        total = 0.0
+        for began, ended in (span for exchange in self._exchanges for span in exchange.spans):
+            if isinstance(ended, float):
+                total += ended - began
+            else:
+                ended.synchronize()
+                total += began.elapsed_time(ended) / 1000
+        return total
 
     def sums_exactly(self, gradients: Set[int]) -> bool:
         """Return whether it sums exactly and a tensor with one of these ids is among its gradients."""

@@ -80,10 +80,13 @@ def _lost_share(edq: float) -> str:
     return f"{max(0.0, 1 - edq):.1%}"  # stochastic storages may store more than all of an update
 
 
+_SHOWN: dict[str, Callable[[Any], str]] = {"lost share": _lost_share, "MiB": lambda size: f"{size / 2**20:,.1f}"}
+
+
 def _column(name: str, row: Row, metrics: Row | None = None) -> Column:
     entries = tuple(_column(metric, entry) for metric, entry in (metrics or {}).items())
     text = row.pop("format", "{}")
-    return Column(name, **row, show=_lost_share if text == "lost share" else text.format, metrics=entries)
+    return Column(name, **row, show=_SHOWN.get(text, text.format), metrics=entries)
 
 
 def _tables(data: Row) -> dict[str, dict[str, Column]]:

@@ -100,11 +100,7 @@ class Comparison:
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
             *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
-            Column(
-                "MiB a step",
-                lambda row: f"{memory / 2**20:,.1f}" if (memory := row["step_memory_bytes"]) else "–",
-                right=True,
-            ),
+            Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
             Column("late EDQ", lambda row: self._shown_edq(row["recipe"]), right=True),
             Column("seeds", "num_seeds", right=True),
             Column(
