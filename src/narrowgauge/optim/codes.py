@@ -242,7 +242,8 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
     if field is None:
         return visible_value(storage.visible, visible)
     total = visible + field
-    return visible_value(storage.visible, torch.where((total ^ visible) < 0, visible, total))
+    # The exclusive or is negative where the sign changes, and turns the sum back into the visible weight.
+    return visible_value(storage.visible, total ^ (total ^ visible).clamp(max=0))
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
