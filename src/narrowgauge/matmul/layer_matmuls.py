@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
@@ -344,10 +343,11 @@ class _Product(_FirstOrder):
         return y
 
     @staticmethod
-    @once_differentiable  # casts are detached, so a second derivative would be wrong
     def backward(ctx: Any, *grads: Tensor) -> Any:
         arguments: Any = (grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3])
-        return *gradients(*arguments), *[None] * 7
+        # With create_graph=True. Casts are detached, so a second derivative would lack terms: it is refused.
+        results = _Gradients.apply(*arguments) if torch.is_grad_enabled() else gradients(*arguments)  # type: ignore[no-untyped-call]
+        return *results, *[None] * 7
 
 
 class _TransformedProduct(_FirstOrder):
@@ -367,11 +367,11 @@ class _TransformedProduct(_FirstOrder):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         arguments = grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3]
-        apply: Callable[..., Any] = _TransformedGradients.apply  # only its forward gets plain tensors
+        apply: Callable[..., Any] = _Gradients.apply  # only its forward gets plain tensors
         return *apply(*arguments), *[None] * 7
 
 
-class _TransformedGradients(_FirstOrder):
+class _Gradients(_FirstOrder):
     forward, setup_context = staticmethod(gradients), staticmethod(lambda ctx, inputs, output: None)
 
 
