@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.spec.recipes import Recipe
 
@@ -26,6 +27,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         dtype: such as ``torch.bfloat16``. The running statistics of batch norms get it too: PyTorch multiplies one format only.
     Returns:
         The same model.
+    Raises:
+        RecipeError: the dtype is not a floating-point dtype.
     Example:
         >>> import torch, narrowgauge as ng
         >>> model = torch.nn.Linear(4, 4)
@@ -34,6 +37,10 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         >>> model.weight.dtype, model.frequencies.dtype
         (torch.bfloat16, torch.float32)
     """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise RecipeError(
+            f"Cannot cast parameters to {dtype!r}.", "Take a floating-point dtype such as torch.bfloat16."
+        )
     _cast(model, lambda values: values.to(dtype))
     return model
 

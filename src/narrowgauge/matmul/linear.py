@@ -110,7 +110,7 @@ class NarrowLayer(ExactBuffers):
             self.amax_history.copy_(history)
 
     def cast_stream(self, x: Tensor) -> Tensor:
-        """Return the input in autocast's dtype. Refuse that, and float16 (it needs a loss scale), in another dtype's compute."""
+        """Cast the input to autocast's dtype. Raise if the dtype is not the compute's: float16 needs a loss scale."""
         is_cast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
         if (is_cast or dtype is torch.float16) and dtype != getattr(torch, self.compute.dtype):

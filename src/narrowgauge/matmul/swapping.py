@@ -78,8 +78,8 @@ class NarrowLayers:
     def matrices(self) -> dict[str, str]:
         """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the class whose code reads it.
 
-        A matrix is a parameter of two or more dims that is no bias and not of an embedding. Choice is a layer without a compute,
-        and what a compute keeps wide, such as routers.
+        A matrix is a parameter of two or more dims, but no bias or embedding. ``kept`` means that you excluded the layer, or that
+        the compute keeps it wide, as it does routers.
         """
         readers: dict[str, str] = {}
         choosers = [chooser(compute, None) for compute in {layer.compute for layer in self.layers.values()}]

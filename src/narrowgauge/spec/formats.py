@@ -167,7 +167,7 @@ class Format:
         Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
         ``saturate`` they become the end of the range in every format. NaN becomes NaN, or zero in a format without NaN. For a
         scale, values at or below zero are out of range. Positive values below the smallest power become it.
-        ml_dtypes never saturates. PyTorch 2.13 saturates ``float8_e4m3fn`` alone.
+        ml_dtypes saturates formats without NaN alone. PyTorch 2.13 also saturates ``float8_e4m3fn``.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))

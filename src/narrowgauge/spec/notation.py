@@ -144,6 +144,8 @@ def _from_name(text: str) -> Recipe:
         names = [*ALIASES, *full_names(), *COMPUTES]
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, names)
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
+    if compute in AMBIGUOUS and compute not in COMPUTES:
+        _refuse_ambiguous(text, AMBIGUOUS[compute])
     # Beside a storage, "float8" can only be the compute of that name.
     row = COMPUTES.get(compute) or get_compute(compute)
     storage = _find_storage(rest[0] if rest else row.default_storage, row.name)
@@ -201,6 +203,10 @@ def _find_storage(name: str, compute: str) -> Storage:
     storage = STORAGES.get(f"{compute}/{full}") or STORAGES.get(full)
     if storage is not None:
         return storage
+    if owned := [row.name for row in STORAGES.values() if row.owner == full]:
+        raise RecipeError(
+            f"no storage is named '{full}'.", f"Storages of {full} are recipes: {', '.join(map(repr, owned))}."
+        )
     raise _no_part("storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)])
 
 

@@ -404,13 +404,13 @@ STORAGES: dict[str, Storage] = {
         _row(
             "float16/collage-light", "float16", "float16-pair+float16+float16-held", vectors=None, fallback="float16/split",
             arithmetic="expansion",
-            loses="2^-12 of every operation; parts end at 2^-24, as float16 does; second moments are held there",
+            loses="2^-12 of every operation; nothing below 2^-24; second moments are at least 2^-24",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
             "float16/collage-plus", "float16", "float16-pair+float16+float16-pair-held", vectors=None, fallback="float16/split",
             arithmetic="expansion",
-            loses="2^-12 of every operation; parts end at 2^-24, as float16 does; second moments are held there",
+            loses="2^-12 of every operation; nothing below 2^-24; second moments are at least 2^-24",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision",
         ),
         _row(
