@@ -144,6 +144,14 @@ def test_second_moments_that_freeze_are_seen(storage: str, freezes: bool) -> Non
         assert frozen < 0.5 and bias == pytest.approx(1.0, abs=0.05)
 
 
+def test_second_moments_of_clipped_gradients_are_exact() -> None:
+    model, optimizer = made("float32/float32", max_grad_norm=1e-3)
+    gauges = attach_gauges(model, optimizer, every=3)
+    trained(model, optimizer, 3)
+    assert gauges.last is not None and float(optimizer.grad_norm) > 0.01
+    assert metric_of(gauges.last, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
+
+
 # ── what users do ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -60,7 +60,7 @@ def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
     norm = optimizer.grad_norm
     columns: Row = {
         "loss": float(total),
-        "lr": rate,
+        "lr": optimizer.param_groups[0]["lr"],
         "grad_norm": None if norm is None else float(norm),
         "peak_memory_bytes": peak_memory_bytes(),
         "batch_crc": session.batch_crc,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,17 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     )
     whole = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
     assert load_tokenizer(data.tokenizer_path)[0].decode(whole[:-1].tolist()) == text_of(1, 2000)
+
+
+def test_another_seed_holds_out_other_documents(corpus: Path, dataset: Dataset) -> None:
+    other = prepare_data(corpus, vocab_size=300, held_out=0.2, seed=2)
+    assert set(documents(other, other.valid)) != set(documents(dataset, dataset.valid))
+
+
+def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
+    data = Dataset(train=np.array([0, 0, 0, 1]), valid=np.array([0, 1, 1, 1, 1]), vocab_size=2)
+    # One is added to each count: 4 and 2 of 6.
+    assert data.unigram_loss() == pytest.approx(-(math.log(4 / 6) + 4 * math.log(2 / 6)) / 5)
 
 
 # ── sources ─────────────────────────────────────────────────────────────────────────────────────────────────────────
