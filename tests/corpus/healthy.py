@@ -14,9 +14,45 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import narrowgauge as ng
-from corpus.faults import HEALTHY_SETTINGS, Apply, after, put
-from corpus.loop import IGNORED, Adapter, Loop, Settings
-from corpus.optimizers import BETAS, Groups, Lion, Muon, adamw, nesterov, sgd
+from corpus.loop import (
+    BETAS,
+    IGNORED,
+    WIDTH,
+    AdamW,
+    Adapter,
+    Groups,
+    Lion,
+    Loop,
+    Muon,
+    Settings,
+    adamw,
+    nesterov,
+    sgd,
+)
+
+Apply = Callable[[Loop], object]
+USUAL = Settings()
+
+
+def put(name: str, method: Callable[..., Any]) -> Apply:
+    """Replace a method of the loop. The new one gets the loop and the old method first."""
+
+    def apply(loop: Loop) -> None:
+        setattr(loop, name, functools.partial(method, loop, getattr(loop, name)))
+
+    return apply
+
+
+def after(name: str, action: Callable[..., object]) -> Apply:
+    """Act after a method of the loop. The action gets the loop and the method's arguments."""
+
+    def method(loop: Loop, old: Callable[..., Any], *args: Any) -> Any:
+        result = old(*args)
+        with torch.no_grad():
+            action(loop, *args)
+        return result
+
+    return put(name, method)
 
 
 def no_change(loop: Loop) -> None:
@@ -28,8 +64,13 @@ class Healthy:
     """One healthy loop."""
 
     name: str
-    settings: Settings = HEALTHY_SETTINGS
+    settings: Settings = USUAL
     apply: Apply = no_change
+
+    def loop(self, steps: int) -> Loop:
+        loop = Loop(self.settings, steps)
+        self.apply(loop)
+        return loop
 
 
 # ── optimizers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -65,14 +106,66 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(update, alpha=group["lr"] * float(p.norm() / update.norm()))
 
 
-def muon_and_adamw(loop: Loop) -> None:
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (https://arxiv.org/abs/2405.15682). Evaluations see the average, training the interpolation."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"beta": 0.9, "k": 0})
+
+    def move(self, weight: float) -> None:
+        with torch.no_grad():
+            for p, state in self.state.items():
+                p.lerp_(state["z"], weight)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            beta, share, lr = group["beta"], 1 / group["k"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z, share).add_(p.grad, alpha=lr * (beta * (1 - share) - 1))
+                z.sub_(p.grad, alpha=lr)
+
+
+def evaluate_schedule_free(loop: Loop) -> None:
+    after("before_evaluation", lambda loop: loop.optimizer.move(1 - 1 / 0.9))(loop)
+    after("after_evaluation", lambda loop: loop.optimizer.move(1 - 0.9))(loop)
+
+
+class Cautious(AdamW):
+    """AdamW that leaves out what points against the gradient (https://arxiv.org/abs/2411.16085)."""
+
+    def direction(self, first: Tensor, second: Tensor, gradient: Tensor, eps: float) -> Tensor:
+        update = super().direction(first, second, gradient, eps)
+        mask = (update * gradient > 0).float()
+        return update * mask / mask.mean().clamp_min(1e-3)
+
+
+def with_adamw(muon: Callable[[Groups], torch.optim.Optimizer]) -> Apply:
     """Train the matrices of blocks with Muon and the rest with AdamW. One step is a step of both."""
+
+    def apply(loop: Loop) -> None:
+        matrices = [p for p in loop.model.blocks.parameters() if p.ndim == 2]
+        rest = [p for p in loop.model.parameters() if not any(p is matrix for matrix in matrices)]
+        loop.optimizer = muon([{"params": matrices, "weight_decay": 0.1, "lr": loop.settings.lr}])
+        other = torch.optim.AdamW(rest, lr=loop.settings.lr, betas=BETAS)
+        loop.others = [other]
+        after("update", lambda loop: (other.step(), other.zero_grad()))(loop)
+
+    return apply
+
+
+def keep_row_norms(loop: Loop) -> None:
+    """Set the norms of rows back after each step (nGPT, https://arxiv.org/abs/2410.01131)."""
     matrices = [p for p in loop.model.blocks.parameters() if p.ndim == 2]
-    rest = [p for p in loop.model.parameters() if not any(p is matrix for matrix in matrices)]
-    loop.optimizer = Muon([{"params": matrices, "weight_decay": 0.1, "lr": loop.settings.lr}])
-    other = torch.optim.AdamW(rest, lr=loop.settings.lr, betas=BETAS)
-    loop.others = [other]
-    after("update", lambda loop: (other.step(), other.zero_grad()))(loop)
+    norms = [p.detach().norm(dim=1, keepdim=True) for p in matrices]
+
+    def normalize(loop: Loop) -> None:
+        for p, norm in zip(matrices, norms, strict=True):
+            p.mul_(norm / p.norm(dim=1, keepdim=True))
+
+    after("update", normalize)(loop)
 
 
 def lookahead(loop: Loop) -> None:
@@ -189,6 +282,12 @@ def distill(loop: Loop) -> None:
     put("summed", summed)(loop)
 
 
+def share_blocks(loop: Loop) -> None:
+    """Use the weights of the first block twice (ALBERT)."""
+    loop.model.blocks[1] = loop.model.blocks[0]
+    loop.optimizer = loop.settings.optimizer(loop.groups())
+
+
 def recompute(loop: Loop) -> None:
     for block in loop.model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -234,6 +333,16 @@ def merge_adapters(loop: Loop) -> None:
 
     after("before_evaluation", merge)(loop)
     after("after_evaluation", restore)(loop)
+
+
+def begin_adapters_anew(loop: Loop) -> None:
+    """Merge the adapters for good after the third step, draw new ones, and forget their states (ReLoRA)."""
+    if loop.step == 3:
+        for adapter in (module for module in loop.model.modules() if isinstance(module, Adapter)):
+            adapter.linear.weight.add_(adapter.lora_b @ adapter.lora_a)
+            adapter.lora_a.normal_(std=WIDTH**-0.5)
+            adapter.lora_b.zero_()
+        loop.optimizer.state.clear()
 
 
 # ── between steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,10 +392,16 @@ HEALTHY = (
     Healthy("nesterov", Settings(optimizer=nesterov, lr=0.05)),
     Healthy("lion", Settings(optimizer=Lion)),
     Healthy("lamb", Settings(optimizer=Lamb)),
-    Healthy("muon and adamw", Settings(lr=0.01), muon_and_adamw),
+    Healthy("muon and adamw", Settings(lr=0.01), with_adamw(Muon)),
+    Healthy("torch's muon and adamw", Settings(lr=0.01), with_adamw(torch.optim.Muon)),
     Healthy("ours, word", Settings(optimizer=of_ours(ng.AdamW, "word", betas=BETAS), dtype=NARROW)),
     Healthy("ours, master", Settings(optimizer=of_ours(ng.AdamW, "master", betas=BETAS), dtype=NARROW)),
     Healthy("ours, float32 lion", Settings(optimizer=of_ours(ng.Lion, "float32"), lr=3e-4)),
+    Healthy("schedule-free", Settings(optimizer=ScheduleFree, lr=0.05, evaluates=True), evaluate_schedule_free),
+    Healthy("cautious", Settings(optimizer=Cautious)),
+    Healthy("shared blocks", Settings(), share_blocks),
+    Healthy("normalized rows", Settings(), keep_row_norms),
+    Healthy("adapters begun anew", Settings(has_adapters=True), after("update", begin_adapters_anew)),
     Healthy("rate of the embedding", Settings(embedding_rate=0.1)),
     Healthy("group added later", Settings(), add_head_later),
     Healthy("frozen later", Settings(), after("schedule", freeze_first_block)),
