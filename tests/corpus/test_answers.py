@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from corpus.answers import answers, verdict
-from corpus.faults import FAULTS
-from corpus.healthy import HEALTHY
+from corpus.rows import FAULTS, HEALTHY
 
 MATRIX = Path(__file__).with_name("matrix.json")
 

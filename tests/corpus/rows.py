@@ -1,4 +1,4 @@
-"""Silent faults of public training code. Each edits the text of ``loop.py``; ``faults.toml`` says what each is, and where.
+"""The rows of the corpus: ``faults.toml`` and ``healthy.toml``. Each is the text of ``loop.py`` with edits, and settings.
 
 One process runs the loop: a fault of ranks is done to micro-batches.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import narrowgauge as ng
 from corpus import loop
 from corpus.loop import Loop, Settings
 from narrowgauge.spec.toml import load_toml
@@ -19,31 +20,32 @@ FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One fault, and where a tool should locate it."""
+class Row:
+    """A fault, and where a tool should locate it; or a healthy loop, without a stage."""
 
     name: str
-    stage: str
-    where: str
-    edits: list[dict[str, str]]
-    options: str = ""
+    options: str
+    edits: tuple[dict[str, str], ...]
+    stage: str = ""
+    where: str = ""
 
     @property
     def settings(self) -> Settings:
+        """Return the settings of a loop without edits."""
         return self._settings(loop)
 
     def loop(self, steps: int) -> Loop:
-        """Return a loop with the fault, of a module of its own."""
+        """Return the edited loop, of a module of its own."""
         text = (FOLDER / "loop.py").read_text(encoding="utf-8")
         for edit in self.edits:
             text = edited(text, **edit)
         sys.modules[f"corpus.{self.name}"] = module = ModuleType(f"corpus.{self.name}")
-        exec(compile(text, f"loop.py with {self.name}", "exec"), vars(module))
-        faulty: Loop = module.Loop(self._settings(module), steps)
-        return faulty
+        exec(compile(text, f"loop.py, {self.name}", "exec"), vars(module))
+        own_loop: Loop = module.Loop(self._settings(module), steps)
+        return own_loop
 
     def _settings(self, module: ModuleType) -> Any:
-        return eval(f"Settings({self.options})", vars(module))
+        return eval(f"Settings({self.options})", {**vars(module), "ng": ng})
 
 
 def edited(text: str, old: str = "", new: str = "", before: str = "", after: str = "", add: str = "") -> str:
@@ -57,5 +59,12 @@ def edited(text: str, old: str = "", new: str = "", before: str = "", after: str
     return f"{text[:place]}{add}\n{text[place:]}"
 
 
-ROWS = load_toml((FOLDER / "faults.toml").read_text(encoding="utf-8"))
-FAULTS = [Fault(name, row["stage"], row["where"], row["edits"], row.get("settings", "")) for name, row in ROWS.items()]
+def read(name: str) -> list[Row]:
+    rows = load_toml((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return [
+        Row(key, row.get("settings", ""), tuple(row.get("edits", ())), row.get("stage", ""), row.get("where", ""))
+        for key, row in rows.items()
+    ]
+
+
+FAULTS, HEALTHY = read("faults"), read("healthy")
