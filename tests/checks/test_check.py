@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.kinds import KINDS, kind_rows
+from narrowgauge.checks.set_up import set_up_of
+from narrowgauge.checks.updates import change_of
 from narrowgauge.spec.significance import MIN_EDQ
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -249,6 +251,18 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
             optimizer.step()
     measured = ng.audit(optimizer).total.edq
     assert measured < MIN_EDQ and abs(predicted - measured) < 0.1, (predicted, measured)
+
+
+def test_the_predicted_change_is_adams_next_step() -> None:
+    model, optimizer = torch_adamw(torch.float32, lr=0.01, weight_decay=0.0)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, -0.5)
+        optimizer.step()
+    for stepped in set_up_of(model, optimizer).trained:
+        change = change_of(stepped, stepped.parameter.detach().flatten())
+        assert change is not None
+        torch.testing.assert_close(change, torch.full_like(change, 0.01))
 
 
 def test_what_is_no_model_or_optimizer_is_refused() -> None:
