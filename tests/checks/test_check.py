@@ -253,6 +253,16 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     assert measured < MIN_EDQ and abs(predicted - measured) < 0.1, (predicted, measured)
 
 
+@pytest.mark.parametrize(("value", "needed"), [(1.0, 2.0**-9), (1.5, 2.0**-8)])
+def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(value: float, needed: float) -> None:
+    model = nn.LayerNorm(8).bfloat16()
+    nn.init.constant_(model.weight, value)
+    (reading,) = [
+        r for r in ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-4)) if r.what == "stands-still"
+    ]
+    assert reading.bound == needed
+
+
 def test_the_predicted_change_is_adams_next_step() -> None:
     model, optimizer = torch_adamw(torch.float32, lr=0.01, weight_decay=0.0)
     for _ in range(3):

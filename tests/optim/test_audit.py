@@ -168,6 +168,14 @@ def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
         assert 0.01e-3 < math.sqrt(sums["dd"] / sums["nonzero"]) < 1.01e-3 * 1.2
 
 
+def test_a_restored_window_forgets_its_oldest_step() -> None:
+    auditor, parameter = Auditor(), torch.zeros(1)
+    auditor.restore(parameter, torch.stack(steps([0.5] * WINDOW)))
+    auditor.fresh.append((parameter, kernel_sums(1.0), (1.0, 1.0)))
+    auditor.collect()
+    assert len(auditor.windows[parameter]) == WINDOW
+
+
 def test_a_skipped_step_is_not_audited() -> None:
     weight = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = ng.AdamW([weight], storage="float32", audit_every=1, max_grad_norm=1.0, compile=False)

@@ -142,6 +142,17 @@ def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
     assert pair(changed, steps=6).is_rounding
 
 
+def test_rounding_may_grow_with_each_step_between_two_rows() -> None:
+    one, other = (made(name, prints=False, steps=3, config={"recipe": "float32/float32"}) for name in "ab")
+    for run in (one, other):
+        del run.steps[1]
+    other.steps[0]["loss"] *= 1 + 8e-7
+    other.steps[1]["loss"] *= 1 + 3e-4
+    assert compare_two(one, other).is_rounding
+    other.steps[1]["loss"] *= 1 + 3e-3
+    assert not compare_two(one, other).is_rounding
+
+
 def test_equal_records_are_the_same_run() -> None:
     found = pair(machine={"num_threads": 1})
     assert found.verdict == "The same in all that both recorded (4 steps)." and not found.readings
