@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark_modules import benchmark_module
+from script_modules import benchmark_module
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -183,3 +183,8 @@ def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, else
         TrainConfig.from_toml("mine.toml")
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_of_a_run_are_read_without_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('schema_version = 2\n[config]\nsteps = 7\nout = "runs/a"\n[data]\nseed = 3\n')
+    assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig(steps=7)
