@@ -24,6 +24,7 @@ from matmul.scenarios import (
     passed,
     same,
 )  # fmt: skip
+from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, NarrowLayers, linears_of, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -326,3 +327,22 @@ def test_encoder_layers_compute_in_evaluation_as_in_training() -> None:
     with torch.no_grad():
         evaluated = model(x)
     torch.testing.assert_close(evaluated, model(x).detach(), rtol=0, atol=1e-5)  # attention itself is fused
+
+
+def test_a_micro_batch_draws_the_random_bits_of_its_place_in_the_batch() -> None:
+    x, grad = gaussian(2, 6, 65, seed=3), gaussian(2, 6, 17, seed=4)
+    whole = passed(make_layer(COMPUTES["int8-row"])[0], x, grad)
+    layer, handle = make_layer(COMPUTES["int8-row"])
+    handle.set_first_sequence(1)
+    assert torch.equal(passed(layer, x[1:], grad[1:]).grad_input, whole.grad_input[1:])
+
+
+def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:
+    layer, _ = make_layer(COMPUTES["int8-row"])
+    x = gaussian(4, 65, seed=3)
+    with cached_weights(), torch.no_grad():
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)
+        assert torch.equal(layer(x), 2 * before)

@@ -67,6 +67,10 @@ def test_a_setting_that_is_not_named_any_more_is_at_its_default(stopped: Path) -
     assert len(read_run(stopped).steps) == 5
 
 
+def test_a_stop_that_lies_behind_is_refused(stopped: Path) -> None:
+    assert "has done 4 steps, and a stop after step 4 was requested" in refused(stopped, "--stop-after", "4")
+
+
 def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> None:
     edit(stopped, lr=0.007, steps=6)
     assert call("resume", str(stopped)).exit_code == 0
