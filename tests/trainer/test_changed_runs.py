@@ -109,6 +109,12 @@ def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, fini
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_the_same_text_in_another_folder_is_no_change(place: Path, stopped: Path, tmp_path: Path) -> None:
+    edit(stopped, data=str(shutil.copytree(place / "text", tmp_path / "elsewhere")))
+    loop.resume(stopped)
+    assert not [event for event in read_run(stopped).events if event.get("detector") == "changed-settings"]
+
+
 def test_a_lost_evaluation_is_refused(stopped: Path) -> None:
     (stopped / "evals.jsonl").write_bytes(b"")
     assert "evals.jsonl is not as it was written" in refused(stopped)

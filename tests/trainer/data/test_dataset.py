@@ -140,6 +140,15 @@ def test_a_given_tokenizer(corpus: Path, tmp_path: Path, dataset: Dataset) -> No
     assert again.end_of_text == dataset.end_of_text and again.num_tokens == dataset.num_tokens
 
 
+def test_the_end_of_text_is_the_one_that_the_model_names(dataset: Dataset, tmp_path: Path) -> None:
+    tokenizer = json.loads((dataset.folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 300, "content": "[DONE]"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_tokenizer(tmp_path)[1] == dataset.end_of_text
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[DONE]"}')
+    assert load_tokenizer(tmp_path)[1] == 300
+
+
 def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Dataset, cache: Path) -> None:
     texts, folder = open_texts(str(corpus)), tmp_path / "map"
     folder.mkdir()
@@ -153,6 +162,9 @@ def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Datase
     with pytest.raises(DataError, match=r"documents\.bin does not fit"):
         prepare_data(folder)
     head = json.loads((folder / "tokens.json").read_text())
+    (folder / "tokens.json").write_text(json.dumps({**head, "schema_version": 99}))
+    with pytest.raises(DataError, match="schema 99; this version reads up to"):
+        prepare_data(folder)
     (folder / "tokens.json").write_text(json.dumps({**head, "dtype": "float16"}))
     with pytest.raises(DataError, match="its tokens are float16, and uint16 or uint32 are read"):
         prepare_data(folder)
