@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -80,6 +81,8 @@ def test_readings_are_those_of_the_tensors() -> None:
     )
     rms = weight.float().square().mean().sqrt().item()
     assert metric_of(row, "tensors", "weight:blocks.1.down.weight", "rms") == pytest.approx(rms, rel=2**-8)
+    outlier = weight.float().abs().max().item() / rms
+    assert metric_of(row, "tensors", "weight:blocks.1.down.weight", "outlier") == pytest.approx(outlier, rel=2**-8)
     assert metric_of(row, "tensors", "input:blocks.1.down", "nonfinite") == 0
     # Three inputs of 32 features and two of 64, of 64 tokens each; every third value counts, and hardly one is zero.
     counted = 3 * -(-64 * 32 // tensor_metrics.COUNTED) + 2 * -(-64 * 64 // tensor_metrics.COUNTED)
@@ -122,7 +125,10 @@ def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
     assert gauges.last is not None and gauges.last["logits"]["head"] == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam])
+DECAYED = functools.partial(torch.optim.Adam, weight_decay=0.1)  # of the gradient and its decay are the moments
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam, DECAYED])
 def test_any_module_and_any_optimizer(kind: Any) -> None:
     torch.manual_seed(0)
     model = Small()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from matmul.scenarios import (
     EIGHT,
@@ -26,6 +27,7 @@ from matmul.scenarios import (
 )  # fmt: skip
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, NarrowLayers, linears_of, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
 from oracles import linear as oracle
@@ -346,3 +348,14 @@ def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:
         layer.weight.mul_(2)
         layer.bias.mul_(2)
         assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_product_is_plain_if_its_operands_are_and_lie_as_they_are() -> None:
+    for layer, compute, is_plain in (
+        (nn.Linear(4, 4), "bfloat16", True),
+        (nn.Linear(4, 4), "int8-row", False),
+        (Conv1D(4, 4), "bfloat16", False),
+    ):
+        model = nn.Sequential(layer).bfloat16()
+        swap_linears(model, compute, keep=())
+        assert has_plain_product(model[0]) is is_plain

@@ -126,6 +126,8 @@ def test_a_gradient_left_at_the_end_counts_and_a_discarded_sum_does_not() -> Non
 def test_bytes_are_counted() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((64, 3), (5,), ())]
     assert GradientAccumulator(parameters).bytes_per_param() == 4
+    parameters[1].requires_grad_(False)
+    assert GradientAccumulator(parameters[:2]).bytes_per_param() == pytest.approx(4 * 192 / 197)
 
 
 def test_shards_are_summed_where_they_lie() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.optim.clip import Decision, StepControl
+from narrowgauge.optim.clip import Decision, StepControl, decide
 from optim.pairs import FEW, build, everything, parameters
 from tensors import assert_same_bits, step_gradients
 
@@ -56,3 +56,9 @@ def test_a_step_below_the_limit_is_the_unclipped_step(rule: str, storage: str, s
         return everything(optimizer)
 
     assert_same_bits(stepped(1.0), stepped(None))
+
+
+@pytest.mark.parametrize(("norm", "skips"), [(2.0, 0.0), (2.1, 1.0), (math.inf, 1.0)])
+def test_a_norm_above_the_bound_is_skipped_and_one_at_the_bound_is_not(norm: float, skips: float) -> None:
+    options = torch.tensor([math.inf, 2.0, 1.0, 0.0])
+    assert decide(torch.tensor(norm), options)[1] == skips

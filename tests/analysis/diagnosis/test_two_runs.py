@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,10 @@ def test_equal_records_are_the_same_run() -> None:
     found = pair(machine={"num_threads": 1})
     assert found.verdict == "The same in all that both recorded (4 steps)." and not found.readings
     assert "Recorded settings that differ: num_threads 2 and 1." in str(found) and found.to_dict()["same"]
+    ended = made("a", prints=False), made("b", prints=False)
+    for run in ended:
+        run.steps[2]["loss"] = math.nan
+    assert not compare_two(*ended).readings, "the same NaN"
     assert "(1 step)" in compare_two(made("a", steps=1), made("b")).verdict
     assert "no step in common" in compare_two(made("a", steps=0), made("b")).verdict
     paths = made("a", config={"data": "/x/text"}), made("b", config={"data": "/y/text"})
