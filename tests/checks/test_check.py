@@ -263,6 +263,14 @@ def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(value: float, nee
     assert reading.bound == needed
 
 
+@pytest.mark.parametrize(("factor", "storage"), [(1.0, "master"), (1 + 2.0**-9, "master"), (1.1, "naive")])
+def test_a_state_is_a_master_if_it_is_within_a_rounding_of_the_weight(factor: float, storage: str) -> None:
+    weight = nn.Parameter(torch.linspace(1, 2, 64).bfloat16())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["copy"] = factor * weight.detach().float()
+    assert set_up_of(nn.ParameterList([weight]), optimizer).stepped[0].storage.name == storage
+
+
 def test_the_predicted_change_is_adams_next_step() -> None:
     model, optimizer = torch_adamw(torch.float32, lr=0.01, weight_decay=0.0)
     for _ in range(3):

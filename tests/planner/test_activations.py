@@ -92,3 +92,11 @@ def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_ha
     assert stages_of(llama, layout) == {0: (8, 16), 3: (8, 8)}
     job = Job(llama, parse("bfloat16/word"), layout, cluster_of("H100-SXM", 4), 4096)
     assert [bool(_Rank(job, stage, 8, 8).loss_terms()) for stage in (0, 3)] == [False, True]
+
+
+def test_a_single_chip_has_no_buffers_of_communication() -> None:
+    for chips in (1, 8):
+        job = Job(
+            read_model("llama-8b"), parse("bfloat16/word"), Layout(shard=chips), cluster_of("H100-SXM", chips), 4096
+        )
+        assert ("communication buffers" in {term.name for term in job.memory.addends}) == (chips > 1)

@@ -86,6 +86,11 @@ def test_what_is_not_finite_is_no_spike_and_no_past() -> None:
     assert judge.norm_limit() == pytest.approx(5.0) and judge.loss(2.17) is not None and judge.norm(None) is None
 
 
+def test_the_level_is_that_of_the_recent_steps() -> None:
+    fallen = judge_of([8.0] * 70 + [2.0] * 30, [0.5] * 100)
+    assert fallen.loss(3.0) is not None and fallen.loss(2.1) is None
+
+
 def test_spikes_become_the_level_if_they_last_without_a_break() -> None:
     broken, lasting = flat(), flat()
     for step in range(PATIENCE):
