@@ -62,6 +62,8 @@ def test_passes_outside_micro_batch_are_refused() -> None:
         layer(x)
     with torch.no_grad():
         layer(x)
+    layer.eval()(x)
+    layer.train()
     with reduction.micro_batch():
         loss = layer(x).sum()
         loss.backward(retain_graph=True)

@@ -25,6 +25,7 @@ from matmul.scenarios import (
     passed,
     same,
 )  # fmt: skip
+from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import has_plain_product
@@ -359,3 +360,9 @@ def test_a_product_is_plain_if_its_operands_are_and_lie_as_they_are() -> None:
         model = nn.Sequential(layer).bfloat16()
         swap_linears(model, compute, keep=())
         assert has_plain_product(model[0]) is is_plain
+
+
+def test_autocast_to_another_dtype_is_refused() -> None:
+    layer, _ = make_layer(COMPUTES["int8-row"])
+    with torch.autocast("cpu", torch.float16), pytest.raises(RecipeError, match="was called under autocast to float16"):
+        layer(gaussian(4, 65))

@@ -100,10 +100,12 @@ def test_an_edit_that_makes_another_run_is_refused(stopped: Path, name: str, val
 
 def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, finished: Run) -> None:
     moved = stopped.rename(stopped.with_name("moved"))
-    edit(moved, out=str(moved), stop_after=None)
+    edit(moved, out=str(moved), stop_after=None, verify_every=7)
     loop.resume(moved, stop_after=6)
     loop.resume(moved)
-    assert_same_run(read_run(moved), finished)
+    run = read_run(moved)
+    assert_same_run(run, finished)
+    assert not [event for event in run.events if event.get("detector") == "changed-settings"]
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────

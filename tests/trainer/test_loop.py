@@ -158,8 +158,13 @@ def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path, tmp_
     modes: list[bool] = []
     for module in run.model.modules():
         module.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    draws: list[float] = []
+    run.model.register_forward_pre_hook(lambda *_: draws.append(torch.rand(()).item()))
     loop.evaluate(run)
     assert modes and not any(modes)
+    loop.evaluate(run)
+    batches = len(draws) // 2
+    assert draws[:batches] == draws[batches:] and len(set(draws)) == batches > 1
     modes.clear()
     train_step(run)
     assert modes and all(modes)
