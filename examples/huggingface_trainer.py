@@ -6,7 +6,7 @@ Run with: python examples/huggingface_trainer.py
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 import narrowgauge as ng
 from narrowgauge.integrations.huggingface import NarrowgaugeCallback
@@ -25,7 +25,7 @@ def trainer_for(steps: int) -> Trainer:
         max_grad_norm=0, save_steps=10, report_to="none", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     return Trainer(
-        LlamaForCausalLM(config).bfloat16(),
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
         args,
         train_dataset=rows,
         eval_dataset=rows[:8],

@@ -22,7 +22,8 @@ def small_llama():
     """A random Llama of 1.9 million parameters, in bfloat16, with outlier features."""
     torch.manual_seed(0)
     shape = {"vocab_size": 512, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=6, initializer_range=0.05)).bfloat16().eval()
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=6, initializer_range=0.05)).eval()
+    ng.cast_parameters(model, torch.bfloat16)
     for layer in model.model.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.weight.data[:6] *= 60
@@ -44,7 +45,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save_file(narrow.state_dict(), path)
-        other = ng.quantize_for_inference(LlamaForCausalLM(model.config).bfloat16())
+        other = ng.quantize_for_inference(ng.cast_parameters(LlamaForCausalLM(model.config), torch.bfloat16))
         other.load_state_dict(load_file(path))
         same = torch.equal(other(prompt).logits, narrow(prompt).logits)
         print(f"saved in {path.stat().st_size / 1e6:.2f} MB and loaded: {'the same bits' if same else 'other bits'}")

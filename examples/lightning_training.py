@@ -1,4 +1,4 @@
-"""Train in Lightning: one word for the Trainer, our optimizer, a run folder beside its own logs.
+"""Train in Lightning: bfloat16 weights, our optimizer, a run folder beside its own logs.
 
     python examples/lightning_training.py
 
@@ -24,6 +24,7 @@ class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+        ng.cast_parameters(self.model, torch.bfloat16)  # precision="bf16-true" would round its rotary frequencies
         ng.swap_linears(self.model, "float8-row")
 
     def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
@@ -39,7 +40,6 @@ def main() -> None:
     batches = torch.utils.data.DataLoader(list(steps.cumsum(-1) % 64), batch_size=None)
     folder = Path(tempfile.mkdtemp())
     trainer = pl.Trainer(
-        precision="bf16-true",
         callbacks=[NarrowgaugeMonitor(folder / "run", gauges_every=10, tokens=torch.numel)],
         max_epochs=1, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import narrowgauge as ng
@@ -21,9 +21,8 @@ tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumera
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 torch.manual_seed(0)
-model = LlamaForCausalLM(
-    LlamaConfig(vocab_size=11, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-).bfloat16()
+config = LlamaConfig(vocab_size=11, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 # PEFT makes adapters float32 unless asked not to.
 adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 model = get_peft_model(model, adapters, autocast_adapter_dtype=False)

@@ -92,10 +92,21 @@ STORAGES: dict[str, Storage] = {
     "collage-light": Storage(10, 0.08, beside=_LOW, vectors_whole=False),
     "collage-plus": Storage(12, 0.08, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions, two parts"),
     "naive": Storage(8, "lost", vectors_whole=False, stands_for="nothing beside the weight, to the nearest"),
+    "float64": Storage(
+        32, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits, a full copy beside a float32"
+    ),
+    "master64": Storage(28, 1e-13, beside=("master",), vectors_whole=False, stands_for="words of 64 bits beside two lanes"),
     "float16/master": Storage(16, 0.002, beside=("master",), stands_for="float16 with a full copy"),
     "float16/split": Storage(12, 0.01, tail_bits=13, beside=("tail",), stands_for="float16 with a tail"),
     "float16/naive": Storage(8, "lost", vectors_whole=False),
+    "float16/collage-light": Storage(10, 0.003, beside=_LOW, vectors_whole=False),
+    "float16/collage-plus": Storage(
+        12, 0.002, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions in float16"
+    ),
     "float16-throughout/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
+    "float16-throughout/stochastic": Storage(
+        8, "noisy", vectors_whole=False, dealt={"weight": (0, 13)}, stands_for="float16, and nothing beside it, stochastic"
+    ),
     "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
     "float8/collage-plus": Storage(10, "lost", 12, beside=_LOWER, stands_for="three parts, each relative to its row"),
 }  # fmt: skip
@@ -137,7 +148,7 @@ COMPUTES: dict[str, Compute] = {
     "float8-tensor-e5m2": Compute(1, _ALL, has=("served",)),
     "float8-delayed-e5m2": Compute(1, _ALL, has=("delayed",)),
     "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "served")),
-    "int8-outlier": Compute(2, ("gradient",)),
+    "int8-outlier": Compute(2, ("gradient",), has=("served",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),
     "mxfp8": Compute(2),
     "mxfp4": Compute(2, has=("stochastic",)),

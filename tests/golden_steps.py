@@ -74,7 +74,12 @@ def pairs() -> list[tuple[str, str]]:
         (rule.name, storage.name)
         for rule in UPDATE_RULES.values()
         for storage in STORAGES.values()
-        if rule.name == "adamw" or (storage.arithmetic == "float32" and not (rule.is_matrix and storage.scaled))
+        if rule.name == "adamw"
+        or (
+            storage.arithmetic == "float32" and not storage.keeping(rule.moments or ()).scaled
+            if rule.is_matrix
+            else storage.arithmetic != "expansion"
+        )
     ]
 
 

@@ -12,6 +12,7 @@ from .analysis.comparison.comparison import Comparison as Comparison
 from .analysis.comparison.comparison import compare_runs as compare_runs
 from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
+from .assembly.parameter_rounding import cast_parameters as cast_parameters
 from .assembly.preparation import prepare as prepare
 from .checkpoints.adam_states import load_states as load_states
 from .checks.checking import check as check

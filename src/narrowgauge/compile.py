@@ -9,8 +9,8 @@ Private names of PyTorch, why, and alternatives:
 
 ``torch._inductor.compile``, ``torch.fx.experimental.proxy_tensor.make_fx``
     Compile a graph that Dynamo did not capture. Instead: ``torch.compile(function, dynamic=True)``, 20 µs more a call.
-``torch._subclasses.FakeTensorMode``, ``ShapeEnv.produce_guards_expression``
-    Give each size its own symbol, and find the sizes that the graph supports. Instead: as above.
+``torch._subclasses.FakeTensorMode``, ``FakeTensor.fake_device``, ``ShapeEnv.produce_guards_expression``
+    Trace without memory, give each size its own symbol, and find the sizes that the graph supports. Instead: as above.
 Options of ``torch._inductor.config``
     One loop for each function; the roundings of eager mode. Options that a release lacks are omitted.
 """
@@ -33,7 +33,7 @@ from narrowgauge.machine import compiler_missing, compiler_name, gpu_compiler_mi
 from narrowgauge.torch_names import is_traced
 
 COMPILE_ELEMENTS = 1 << 18
-"""Compile for at least this many elements. Fewer do not win back the seconds of compiling."""
+"""On a CPU, compile for at least this many elements. Fewer do not win back the seconds of compiling."""
 MOST_VERSIONS = 8
 """Compiled versions of one function for one pattern of arguments, each for other sizes. With more, it runs uncompiled."""
 SMALL_SIDE = 256
@@ -103,9 +103,15 @@ def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) ->
 
     Each function is compiled once for a pattern. So pass the same function object for the same lines and constants.
     """
-    if size < COMPILE_ELEMENTS or is_traced() or not can_compile(_place(arguments)):
+    place = place_of(arguments)
+    if not is_worth_compiling(size, place) or is_traced() or not can_compile(place):
         return function(*arguments)
     return compiled_for_pattern(function, *arguments)
+
+
+def is_worth_compiling(num_elements: int, place: str) -> bool:
+    """Return whether compiled code wins back its seconds: on a GPU always, since uncompiled steps are some 150 launches."""
+    return place != "cpu" or num_elements >= COMPILE_ELEMENTS
 
 
 def compiled_for_pattern(function: Callable[..., Any], *arguments: Tensor | None) -> Any:
@@ -167,7 +173,7 @@ def _warn_once(reason: str) -> None:
 def _compile_and_compare(
     function: Callable[..., Any], arguments: Sequence[Tensor | None], exact: bool, one_loop: bool
 ) -> Compiled | None:
-    if not can_compile(_place(arguments)):
+    if not can_compile(place_of(arguments)):
         return None
     present = [argument is not None for argument in arguments]
     tensors = [argument for argument in arguments if argument is not None]
@@ -177,12 +183,14 @@ def _compile_and_compare(
         return function(*(next(queue) if there else None for there in present))
 
     try:
-        with torch.no_grad(), quiet(), _float32_by_default():
+        with torch.no_grad(), quiet(), few_instructions(), _usual_defaults():  # the first call still compiles
             run = _compiled_code(of_tensors, tensors, one_loop)
             same = [
                 matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
                 for number, case in enumerate(_cases(run, tensors))
             ]
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # not the compiler's fault: another call may have the memory
     except Exception as error:  # a broken compiler or a full disk must not stop a training run
         line = (str(error).splitlines() or [""])[0][:160]
         why = "a signal stopped the compiler" if _is_stopped(error) else f"{type(error).__name__}: {line}"
@@ -203,19 +211,26 @@ def _is_stopped(error: BaseException | None) -> bool:
 
 
 def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], one_loop: bool) -> Compiled:
-    """Trace a function with symbolic sizes and compile the graph."""
+    """Trace a function with symbolic sizes and compile the graph.
+
+    Trace tensors without memory, of the arguments' sizes and strides. Compiled code reads a tensor at its own address, so guards
+    on the offset in a storage say nothing.
+    """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     sizes = ShapeEnv(duck_shape=False)  # sides of equal length are different symbols
     mode = FakeTensorMode(shape_env=sizes)
-    fakes: list[Any] = [mode.from_tensor(argument.detach()) for argument in arguments]
+    fakes: list[Any] = []
+    for argument in arguments:
+        empty = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device="meta")
+        fakes.append(mode.from_tensor(empty))
+        fakes[-1].fake_device = argument.device
     graph = make_fx(function, tracing_mode="symbolic")(*fakes)
-    with few_instructions():
-        call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop))
-        call(*(argument.detach().clone() for argument in arguments))  # compile lazy code now
-    return Compiled(call, sizes.produce_guards_expression(fakes, ignore_static=False))
+    call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop))
+    guards = sizes.produce_guards_expression(fakes, ignore_static=False) or ""
+    return Compiled(call, " and ".join(g for g in guards.split(" and ") if "storage_offset" not in g) or None)
 
 
 def options(device: torch.device, *, one_loop: bool = False) -> dict[str, Any]:
@@ -322,7 +337,7 @@ def _pattern(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
     )
 
 
-def _place(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
+def place_of(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
     return "cpu" if next(argument.is_cpu for argument in arguments if argument is not None) else "gpu"
 
 
@@ -331,11 +346,12 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 @contextlib.contextmanager
-def _float32_by_default() -> Iterator[None]:
-    """Hide the user's default dtype, since the compiler gives it to some constants."""
+def _usual_defaults() -> Iterator[None]:
+    """Hide the user's default dtype, which the compiler gives to some constants, and default device, where no case is drawn."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        yield
+        with torch.device("cpu"):
+            yield
     finally:
         torch.set_default_dtype(before)

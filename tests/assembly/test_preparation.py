@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from typing import Any
 
 import pytest
@@ -185,6 +187,21 @@ def test_options_see_names_without_a_compilers_prefix() -> None:
 def test_batch_norm_computes_with_the_models_format() -> None:
     model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "bfloat16/word", compile=False)
     assert model(torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
+
+
+def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_objects() -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+    model[1].weight = model[0].weight
+    model.register_buffer("frequencies", torch.rand(4))
+    model.register_parameter("codes", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False))
+    objects, buffer = list(model.parameters()), model.frequencies.clone()
+    expected = dict(copy.deepcopy(model).bfloat16().named_parameters(remove_duplicate=False))
+    assert ng.cast_parameters(model, torch.bfloat16) is model
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert torch.equal(parameter, expected[name]) and parameter.dtype is expected[name].dtype
+    assert all(map(operator.is_, model.parameters(), objects)) and model[1].weight is model[0].weight
+    assert model.frequencies.dtype is torch.float32 and torch.equal(model.frequencies, buffer)
+    assert model[2](torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
 
 
 def test_attention_of_pytorch_computes_in_a_wider_format_than_its_weights() -> None:

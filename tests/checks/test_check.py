@@ -72,6 +72,30 @@ def nonfinite_weights(_: Path) -> ng.analysis.Readings:
     return check
 
 
+class Rotated(nn.Module):
+    """A weight beside rotary frequencies, a mask, small integers and a batch norm's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(4, 4)), nn.BatchNorm1d(4)
+        self.norm.running_mean = torch.randn(4)
+        self.register_buffer("inv_freq", 5e5 ** (-torch.arange(32) / 32), persistent=False)
+        self.register_buffer("mask", torch.full((4, 4), torch.finfo(torch.bfloat16).min).triu(1))
+        self.register_buffer("position", torch.arange(256.0))
+
+
+def check_rotated(cast: Callable[[nn.Module], nn.Module]) -> ng.analysis.Readings:
+    torch.manual_seed(0)
+    model = cast(Rotated())
+    return ng.check(model, ng.AdamW(model.parameters(), storage="word"))
+
+
+def rounded_buffers(_: Path) -> ng.analysis.Readings:
+    check = check_rotated(lambda model: model.bfloat16())
+    assert [(r.tensor, r.value) for r in check] == [("inv_freq", 1)] and "buffers bfloat16" in str(check)
+    return check
+
+
 # ── what rounding loses ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -101,6 +125,7 @@ PROVOKED: dict[str, tuple[Loop, set[str]]] = {
     "replaced-parameters": (replaced_parameters, set()),
     "parameters-twice": (parameters_twice, set()),
     "nonfinite-weights": (nonfinite_weights, set()),
+    "rounded-buffers": (rounded_buffers, set()),
     "stands-still": (sixteen_bits, NARROW),
     "swallowed-decay": (sixteen_bits, NARROW),
     "truncated-setting": (truncated_setting, NARROW),
@@ -143,6 +168,24 @@ def test_a_prepared_model_is_clean(recipe: str) -> None:
     model, optimizer = prepared(recipe, max_grad_norm=1.0)
     check = ng.check(model, optimizer)
     assert check.require() is check and not len(check)
+
+
+def test_a_matrix_rules_stacks_are_named() -> None:
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, 4, 5)) for name in ("down", "gate_up", "plain")})
+    groups = [{"params": [model["down"], model["gate_up"]]}, {"params": [model["plain"]], "rule": "adamw"}]
+    _, line = ng.check(model, ng.Muon(groups, storage="float32")).lines
+    assert "muon" in line and "down and 1 other" in line
+    assert len(ng.check(model, ng.AdamW(model.parameters(), storage="float32")).lines) == 1
+
+
+def test_parameters_that_were_cast_alone_are_clean_and_the_angle_bounds_the_error_of_rounded_frequencies() -> None:
+    assert not check_rotated(lambda model: ng.cast_parameters(model, torch.bfloat16))
+    assert not check_rotated(lambda model: ng.prepare(model, "bfloat16/word", compile=False)[0])
+    for dtype, storage in ((torch.bfloat16, "word"), (torch.float16, "float16/split")):
+        model, exact = Rotated().to(dtype), Rotated().inv_freq
+        (reading,) = ng.check(model, ng.AdamW(model.parameters(), storage=storage))
+        angle = float(reading.advice.partition(" rad")[0].rpartition(" ")[2])
+        assert angle / 4 < float((model.inv_freq.double() - exact).abs().max()) * 4096 <= angle
 
 
 def test_other_libraries_that_keep_what_rounding_takes_are_clean() -> None:

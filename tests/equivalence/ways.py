@@ -32,8 +32,9 @@ RECIPES = (
     "bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8",
     "float8-row/word", "int8-row/states8", "float16/split", "bfloat16/collage-plus",
 )  # fmt: skip
-MORE = ("float8-delayed/split", "mxfp8/states8", "scalify/split")
-"""Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when it is resumed."""
+MORE = ("float8-delayed/split", "mxfp8/states8", "scalify/split", "bfloat16/master64", "float16/collage-plus")
+"""Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when it is resumed; words of 64
+bits, and parts of float16."""
 STEPS, HALF, MICRO_BATCHES = 6, 3, 4
 SHAPE = {
     "vocab_size": 48, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {
 def llama(compute: str | None = None, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(dtype).train()
+        model = ng.cast_parameters(LlamaForCausalLM(LlamaConfig(**SHAPE)), dtype).train()
     if compute is not None:
         ng.swap_linears(model, compute)
     return model

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with ``precision="bf16-true"`` and our optimizers: the bits of a loop of one's own, and the record."""
+"""Lightning's Trainer with bfloat16 weights and our optimizers: the bits of a loop of one's own, and the record."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Module(pl.LightningModule):
 def fit(module: Module, steps: int = STEPS, resume: Any = None, **options: Any) -> pl.Trainer:
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet: dict[str, Any] = {"max_epochs": -1, **dict.fromkeys(off, False), **options}
-    trainer = pl.Trainer(precision="bf16-true", max_steps=steps, accelerator="cpu", **quiet)
+    trainer = pl.Trainer(max_steps=steps, accelerator="cpu", **quiet)
     batches = DataLoader(sequences(4 * STEPS).split(4), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(module, batches, DataLoader([sequences(4)], batch_size=None), ckpt_path=resume, weights_only=False)  # type: ignore[arg-type]
     return trainer

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import expectations
 from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.peft import quantize_base
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.swapping import swap_linears
 from tensors import gaussian
@@ -59,12 +60,12 @@ def test_the_output_is_that_of_the_layer_in_training(row: str, dtype: torch.dtyp
     assert torch.equal(trained["fc"](x), y)
 
 
-@pytest.mark.parametrize("row", ["int8-row", "float8-tensor"])
+@pytest.mark.parametrize("row", ["int8-row", "float8-tensor", "int8-outlier"])
 def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> None:
     model = quantize_for_inference(tiny_llama(), row)
     state = model.state_dict()
-    own = {name.rpartition(".")[2] for name in state if "q_proj" in name}
-    assert own == {"weight_codes", "weight_scales"} and not any(name[-12:] == "_proj.weight" for name in state)
+    names = {name.rpartition(".")[2] for name in state if "q_proj" in name}
+    assert names == {"weight_codes", "weight_scales"} | ({"weight"} if row == "int8-outlier" else set())
     save_file(state, tmp_path / "model.safetensors")
     other = quantize_for_inference(tiny_llama(seed=1), row)
     with torch.no_grad():
@@ -73,10 +74,12 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
         assert torch.equal(other(tokens()).logits, model(tokens()).logits)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_gradient_is_that_of_a_frozen_weight(compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("row", "compiled"), [("int8-outlier-codes", True), ("int8-outlier-codes", False), ("int8-outlier", False)]
+)
+def test_the_gradient_is_that_of_a_frozen_weight(row: str, compiled: bool) -> None:
     model = holder()
-    quantize_for_inference(model)
+    quantize_for_inference(model, row)
     torch._dynamo.reset()
     run = torch.compile(model["fc"], fullgraph=True, backend="aot_eager") if compiled else model["fc"]
     x, grad = inputs(5, outliers=2).requires_grad_(), gaussian(5, OUT).bfloat16()
@@ -102,15 +105,18 @@ def test_the_bytes_are_codes_and_scales() -> None:
         "int8-row": 4 * OUT,
         "int8-outlier-codes": 4 * OUT,
         "float8-tensor": 4,
+        "int8-outlier": 4 * OUT + 2 * OUT * IN,
     }
     for row, expected in scales.items():
         model = quantize_for_inference(holder(bias=False), row)
         assert sum(buffer.nbytes for buffer in model.buffers()) == OUT * IN + expected, row
 
 
-def test_16_bit_weights_of_outlier_columns_are_not_stored() -> None:
+def test_codes_alone_are_not_the_paper_s_form() -> None:
+    frozen = holder().requires_grad_(False)
     with pytest.raises(RecipeError, match="int8-outlier-codes"):
-        quantize_for_inference(holder(), "int8-outlier")
+        quantize_base(frozen, "int8-outlier")
+    assert type(frozen["fc"]) is nn.Linear
 
 
 def test_a_computed_weight_is_refused_before_any_change() -> None:

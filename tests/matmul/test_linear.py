@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,12 +26,15 @@ from matmul.scenarios import (
     passed,
     same,
 )  # fmt: skip
+from narrowgauge.assembly.preparation import prepare
+from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, NarrowLayers, linears_of, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.notation import parse
 from oracles import linear as oracle
 
 every_one_of_eight = pytest.mark.parametrize("row", EIGHT, **names)
@@ -98,6 +102,21 @@ def test_a_step_s_bits_come_back_and_another_s_differ(row: Compute) -> None:
     others.clock.set(seed=1)
     others.step = 7
     assert not torch.equal(passed(other, x, grad).grad_input, found[7].grad_input)
+
+
+@pytest.mark.parametrize("shape", [(24, 65), (1, 24, 65), (6, 4, 65), (6, 2, 2, 65)], ids=str)
+def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int, ...]) -> None:
+    """Packed tokens are divided anywhere, whole sequences between each other."""
+    x, grad = gaussian(24, 65, seed=3), gaussian(1, 17, seed=4).expand(24, 17)
+    layer, linears = make_layer("int8-row")
+    whole = passed(layer, x, grad).grad_input
+    assert not torch.equal(whole[:1], whole[8:9])  # equal gradients round differently
+    is_packed = shape[0] != 6
+    for first, last in ((0, 7), (7, 19), (19, 24)) if is_packed else ((0, 4), (4, 16), (16, 24)):
+        linears.set_first_token(first) if is_packed else linears.set_first_sequence(first // 4)
+        part = (1, last - first, 65) if shape[0] == 1 else (-1, *shape[1:])
+        found = passed(layer, x[first:last].reshape(part), grad[first:last].reshape(*part[:-1], 17))
+        assert torch.equal(found.grad_input.reshape(-1, 65), whole[first:last])
 
 
 # ── as a module ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -173,6 +192,38 @@ def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
     }  # fmt: skip
 
 
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def test_matrices_that_stay_wide_are_named_and_counted() -> None:
+    """Of PyTorch's encoder layer half: attention reads its matrices without a linear layer's forward."""
+    model = nn.ModuleDict({
+        "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
+        "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
+    })  # fmt: skip
+    with pytest.warns(
+        UserWarning, match=r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved"
+    ) as caught:
+        linears = silently(model, "float8-row")
+    assert len(caught) == 1
+    assert linears.matrices() == {
+        "encoder.self_attn.in_proj_weight": "MultiheadAttention",
+        "encoder.self_attn.out_proj.weight": "NonDynamicallyQuantizableLinear",
+        "encoder.linear1.weight": "narrow", "encoder.linear2.weight": "narrow",
+        "halved.weight": "Halved", "lm_head.weight": "kept",
+        "normed.parametrizations.weight.original0": "narrow", "normed.parametrizations.weight.original1": "narrow",
+    }  # fmt: skip
+    assert str(linears) in str(check(model, torch.optim.SGD(model.parameters())))
+
+
+@pytest.mark.filterwarnings("error::UserWarning", "ignore::narrowgauge.matmul.gemm.EmulationNotice")
+@pytest.mark.parametrize("compute", ["float8-row", "bfloat16"])
+def test_kept_layers_and_wide_computes_do_not_warn(compute: str) -> None:
+    swap_linears(Model() if compute == "float8-row" else nn.TransformerEncoderLayer(32, 2, 64), compute)
+
+
 def test_the_step_goes_on_with_an_optimizer_s() -> None:
     model = Model()
     linears = silently(model, "int8-row", seed=3)
@@ -187,7 +238,7 @@ def test_the_step_goes_on_with_an_optimizer_s() -> None:
     mine.step()
     assert linears.step == 2
     assert len({id(layer.clock_words) for layer in linears.layers.values()}) == 1
-    assert linears.layers["q_proj"].clock_words[1:].tolist() == [2, 0]
+    assert linears.layers["q_proj"].clock_words[1:].tolist() == [2, 0, 0]
     assert len({layer.key.item() for layer in linears.layers.values()}) == 3
     handle = linears_of(model)
     assert handle is not None and handle.step == 2 and handle.layers == linears.layers
@@ -292,6 +343,75 @@ def test_a_second_derivative_is_refused() -> None:
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         slope.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "compute", ["bfloat16", "float8-row", "float8-delayed", "int8-outlier", "nvfp4", "compiled int8-row"]
+)
+def test_func_grad_gives_the_bits_of_backward(compute: str, fresh_compiler: None) -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).bfloat16()
+    linears = swap_linears(model, compute.removeprefix("compiled "), keep=())
+    x = torch.randn(2, 8, 32).bfloat16()
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(model, parameters, (x,))
+        return y.float().square().sum()
+
+    loss(dict(model.named_parameters()), x).backward()
+    histories = linears.state_dict()["amax_histories"]
+    gradient = torch.func.grad(loss)
+    if "compiled" in compute:
+        model.requires_grad_(False)
+        gradient = torch.compile(gradient, backend="aot_eager")
+    found = gradient({name: p.detach() for name, p in model.named_parameters()}, x)
+    assert all(torch.equal(found[name], p.grad) for name, p in model.named_parameters())
+    assert all(torch.equal(history, histories[name]) for name, history in linears.histories().items())
+
+
+def test_func_grad_of_a_gradient_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    swap_linears(model, "float8-row")
+    slope = torch.func.grad(lambda x: model(x).square().sum())
+    with pytest.raises(RecipeError, match=r"second derivative.*keep="):
+        torch.func.grad(lambda x: slope(x).square().sum())(torch.randn(4, 32))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("compute", ["float8-row", "float8-delayed", "int8-row"])
+def test_several_forward_passes_before_backward_and_calls_without_gradient_between(compute: str, cached: bool) -> None:
+    """As in loops of GANs, of reinforcement learning, and with losses that the model returns."""
+    found = []
+    for interleaved in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).bfloat16()
+        linears = swap_linears(model, compute, keep=())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            losses = []
+            with cached_weights() if cached else nullcontext():
+                for first in (0, 2):
+                    linears.set_first_sequence(first)
+                    losses.append(model(torch.randn(2, 8, 32).bfloat16()).float().square().sum())
+                    if interleaved:
+                        with torch.no_grad():
+                            model(torch.ones(2, 8, 32).bfloat16() * 9)
+                    else:
+                        losses.pop().backward()
+                for loss in reversed(losses):
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*model.parameters(), *linears.histories().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_exceptions_of_a_float16_recipe_compute_in_float16() -> None:
+    """Its loss is scaled, so gradients of float16 stay in range there too."""
+    recipe = parse({"recipe": "float16/split", "override": [{"pattern": "1", "compute": "float8-row"}]})
+    model, optimizer = prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), recipe)
+    assert optimizer.loss_scaler is not None
+    optimizer.loss_scaler.scale(model(torch.ones(2, 16)).square().sum()).backward()
+    assert model[1].weight.grad.dtype is torch.float16
 
 
 @pytest.mark.parametrize("compute", ["nvfp4", "float8-delayed"])

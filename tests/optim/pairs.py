@@ -78,14 +78,18 @@ RULES = {
     "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),
     "adafactor": Row(ng.Adafactor, {"lr": 0.3, **OWN_RATE}, 0.029, matrix=True),
     # Its moments are rounded too; after 200 steps 0.03 % is left at most.
-    "galore": Row(ng.optim.GaLore, SUBSPACE, 0.052, {"word": 1.5}, matrix=True),
+    "galore": Row(ng.optim.GaLore, SUBSPACE, 0.052, {"word": 1.5, "states8": 1.5}, matrix=True),
     "gradnorm_lorp": Row(ng.optim.GradNormLoRP, SUBSPACE, 0.083, matrix=True),
 }
 
 
 def is_legal(rule: str, storage: str) -> bool:
     row = STORAGES[storage]
-    return rule == "adamw" or (row.arithmetic == "float32" and not (RULES[rule].matrix and row.scaled))
+    if RULES[rule].matrix:
+        # Before the step a matrix rule knows no scale by row: of a weight, or of Muon's momentum beside it.
+        is_refused = row.weight.scaled or (rule == "muon" and row.exp_avg.scaled)
+        return row.arithmetic == "float32" and not is_refused
+    return rule == "adamw" or row.arithmetic != "expansion"
 
 
 PAIRS = [(rule, storage) for rule in RULES for storage in STORAGES if is_legal(rule, storage)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.optim.accumulation import GradientAccumulator
 from oracles import accumulation as oracle
 from tensors import bits
@@ -24,10 +25,10 @@ def gradients(shape: tuple[int, ...], k: int, seed: int = 0, dtype: torch.dtype 
     return list((torch.randn((k, *shape), generator=generator) * 2.0**spread).to(dtype).unbind(0))
 
 
-def summed(parts: Sequence[Tensor]) -> Tensor:
+def summed(parts: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """The finished gradient of one parameter whose micro-batch gradients are ``parts``."""
     parameter = torch.nn.Parameter(torch.zeros_like(parts[0]))
-    accumulator = GradientAccumulator([parameter])
+    accumulator = GradientAccumulator([parameter], dtype=dtype)
     for part in parts:
         parameter.grad = part.clone(memory_format=torch.preserve_format)
         accumulator.accumulate()
@@ -58,6 +59,19 @@ def test_sums_stay_within_their_bounds(k: int, signs: str) -> None:
     magnitudes = torch.stack(parts).double().abs().sum(0)
     allowed = ((1 + 2.0**-24) ** (k - 1) - 1) * magnitudes * (1 + 2.0**-8) + 2.0**-8 * exact.abs()
     assert ((summed(parts).double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize(("dtype", "dropped"), [(torch.float32, 0), (torch.bfloat16, 16), (torch.float16, 13)])
+def test_sums_in_float64_are_the_exact_sums_rounded(dtype: torch.dtype, dropped: int) -> None:
+    parts = gradients((600,), 50, dtype=dtype)
+    exact = oracle.nearest(
+        torch.stack(parts).double().sum(0).float().numpy(), dropped
+    )  # no float64 sum of these rounds
+    assert torch.equal(summed(parts, torch.float64).float(), torch.from_numpy(exact))
+    # float32 sums lose the small addend: 2^24 + 1 rounds back.
+    assert summed([torch.tensor([v]) for v in (2.0**24, 1.0, -(2.0**24))], torch.float64).tolist() == [1.0]
+    with pytest.raises(RecipeError, match=r"torch\.float64"):
+        GradientAccumulator([], dtype=torch.bfloat16)
 
 
 def test_float16_sums_are_rounded_once_ties_away_from_zero() -> None:
@@ -126,6 +140,7 @@ def test_a_gradient_left_at_the_end_counts_and_a_discarded_sum_does_not() -> Non
 def test_bytes_are_counted() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((64, 3), (5,), ())]
     assert GradientAccumulator(parameters).bytes_per_param() == 4
+    assert GradientAccumulator(parameters, dtype=torch.float64).bytes_per_param() == 8
     parameters[1].requires_grad_(False)
     assert GradientAccumulator(parameters[:2]).bytes_per_param() == pytest.approx(4 * 192 / 197)
 

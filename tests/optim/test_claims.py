@@ -11,10 +11,10 @@ import torch
 import expectations
 import narrowgauge as ng
 from narrowgauge.machine import compiler_missing
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STATE_NAMES, STORAGES
 from optim.scenarios import REPRESENTATIVES, kept, kind, parameters, stall
 from oracles.adamw import AdamW64
-from tensors import assert_same_bits, take_steps
+from tensors import assert_same_bits, gaussian, take_steps
 
 # Of the stored displacement, relative; no storage of weights without a tail can hold more, see below.
 LIMITS = {name: row.stall for name, row in expectations.STORAGES.items() if isinstance(row.stall, float)}
@@ -110,6 +110,38 @@ def test_exact_is_master_to_the_bit() -> None:
         take_steps(optimizer, range(300), scale=0.01)
         results.append(kept(optimizer))
     assert_same_bits(*results)
+
+
+def test_naive_is_torchs_fused_adamw_and_keeps_the_decay_that_torchs_default_loses() -> None:
+    """One step from equal values: ties go away from zero here and to even there, and where moments cancel, last bits differ."""
+    start, gradient = gaussian(64, 128, scale=0.02).bfloat16(), gaussian(64, 128, seed=1, scale=0.01).bfloat16()
+    moments = (
+        gaussian(64, 128, seed=2, scale=0.003).bfloat16(),
+        gaussian(64, 128, seed=3, scale=0.01).square().bfloat16(),
+    )
+    options = {"lr": 1e-3, "betas": (0.9, 0.95)}
+
+    def torchs(decay: float, **how: bool) -> list[torch.Tensor]:
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = torch.optim.AdamW([weight], weight_decay=decay, **options, **how)
+        state = {"step": torch.tensor(9.0), "exp_avg": moments[0].clone(), "exp_avg_sq": moments[1].clone()}
+        optimizer.state[weight] = state
+        weight.grad = gradient.clone()
+        optimizer.step()
+        return [weight.detach(), state["exp_avg"], state["exp_avg_sq"]]
+
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = ng.AdamW([weight], weight_decay=0.1, storage="naive", compile=False, **options)
+    states = dict(zip(STATE_NAMES, moments, strict=True))
+    optimizer.adopt({weight: start}, {weight: {"step": 9, **states}})
+    weight.grad = gradient.clone()
+    optimizer.step()
+    ours = [weight.detach(), *(optimizer.stored(weight, name).bfloat16() for name in states)]
+    for one, other, differing in zip(ours, torchs(0.1, fused=True), (1e-3, 0.05, 0.01), strict=True):
+        assert (one != other).float().mean() < differing
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+    for how in ({"foreach": False}, {"foreach": True}):
+        assert torch.equal(torchs(1.0, **how)[0], torchs(0.0, **how)[0])
 
 
 @pytest.mark.parametrize("storage", [name for name in REPRESENTATIVES if STORAGES[name].visible != "float16"])

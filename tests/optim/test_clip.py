@@ -14,7 +14,7 @@ from tensors import assert_same_bits, step_gradients
 
 
 def decided(gradients: list[torch.Tensor], max_norm: float) -> Decision:
-    control = StepControl(lambda _: False)
+    control = StepControl(lambda *_: False)
     device = torch.device("cpu")
     return control(
         gradients, device, max_norm=max_norm, skip_above=math.inf, scaler=None, grad_scale=None, found_inf=None

@@ -239,7 +239,11 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
             seen, field, kept = codes.encode_weight(storage, x, addend)
             assert (field is None) == (not storage.beside)
             field = through_a_word(storage, field, shift)
-            assert torch.equal(bits_of(codes.decode_weight(storage, seen, field)), bits_of(kept))
+            read, kept = (
+                codes.decode_weight(storage, seen, field).float(),
+                kept.float(),
+            )  # float64 holds these values too
+            assert torch.equal(bits_of(read), bits_of(kept))
             assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(x.isnan(), float_of(seen).isnan())
             exact = unsigned(bits_of(x))[finite]
             stored = oracle.cut(exact, dropped, addend) if dropped else exact
@@ -305,3 +309,32 @@ def test_round_to_float16_is_nearest_with_ties_away() -> None:
     assert (
         result[:2].tolist() == [math.inf, -math.inf] and result[2].isnan() and result[3:].signbit().tolist() == [0, 1]
     )
+
+
+@pytest.mark.parametrize("storage", [row for row in STORAGES.values() if row.tail_bits], ids=lambda row: row.name)
+def test_a_tail_moves_a_written_weight_by_half_an_ulp_and_a_zero_not_at_all(storage: Storage) -> None:
+    """Every finite visible value, beside the ends of the tail's range: the sum is finite, near, and of the same sign."""
+    dtype = getattr(torch, storage.visible)
+    written = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    written = written[written.isfinite()]
+    visible = codes.visible_bits(storage.visible, written)
+    end = 1 << (codes.dropped_bits(storage.weight) + storage.tail_bits - 1)
+    least = 1 << codes.dropped_bits(storage.weight)
+    for tail in (-end, -least, 0, least, end - least):
+        stored = codes.decode_weight(storage, visible, torch.full_like(visible, tail))
+        assert bool(stored.isfinite().all()) and torch.equal(stored.signbit(), written.signbit())
+        magnitude = written.double().abs().clamp(min=torch.finfo(dtype).tiny)
+        ulp = torch.finfo(dtype).eps * torch.exp2(magnitude.log2().floor())
+        assert bool(((stored.double() - written.double()).abs() <= ulp / 2).all())
+        if tail < 0:
+            assert not stored[written == 0].any()
+
+
+def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix() -> None:
+    stack, seed = torch.linspace(-1, 1, 3 * 5 * 7).view(3, 5, 7), torch.tensor(5, dtype=torch.int32)
+    code = STORAGES["word"].exp_avg
+    alone = [codes.encode_alone(code, matrix, seed) for matrix in stack]
+    assert torch.equal(codes.encode_alone(code, stack, seed), torch.stack(alone))
+    assert torch.equal(codes.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
+    repeated = codes.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
+    assert len(repeated.unique()) == 2  # neighbours in their window: no element has another's bits

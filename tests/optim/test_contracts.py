@@ -217,6 +217,7 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
         row = storage.keeping(optimizer.rule.kept)
         codes = {name: FLOAT32 if state.role is None else storage.code(state.role) for name, state in states.items()}
         whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items())
+        whole += sum(4 * state.shape[0] for name, state in states.items() if codes[name].scaled)
     else:
         row, whole = storage.keeping(optimizer.rule.kept), 0
     return row.bytes_per_param + row.bytes_per_row / cols + whole / (rows * cols)

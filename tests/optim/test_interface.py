@@ -6,12 +6,19 @@ None of this looks at what a rule computes or a storage keeps, so it is asked of
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+import narrowgauge.compile
+from narrowgauge.machine import compiler_missing
+from narrowgauge.optim.kernel import Kernel
 from optim.pairs import build, everything, parameters
 from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
 
@@ -64,24 +71,132 @@ def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
     take_steps(optimizer, range(1))
 
 
-@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("muon", "kahan")])
-def test_steps_have_the_same_bits_under_any_default_dtype(rule: str, storage: str) -> None:
-    """A default dtype is the user's to choose: no step may depend on it."""
+@pytest.mark.parametrize(
+    ("rule", "storage", "compile"),
+    [("adamw", "word", False), ("muon", "kahan", False), ("galore", "word", False), ("plain sgd", "naive", True)],
+)
+def test_steps_have_the_same_bits_under_any_default_dtype_and_device(rule: str, storage: str, compile: bool) -> None:
+    """Both are the user's to choose: no step may depend on them, nor what is saved and loaded, nor what runs compiled."""
     found = []
-    for dtype in (torch.float32, torch.float64):
+    for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
+        optimizer.compile = compile
         slopes = [step_gradients(parameters_of(optimizer), step) for step in range(3)]
         torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
         try:
-            for step in slopes:
-                for p, slope in zip(parameters_of(optimizer), step, strict=True):
-                    p.grad = slope
-                optimizer.step()
+            with patch.dict(narrowgauge.compile._COMPILED, clear=True):
+                for step in slopes:
+                    for p, slope in zip(parameters_of(optimizer), step, strict=True):
+                        p.grad = slope
+                    optimizer.step()
+                    optimizer.load_state_dict(optimizer.state_dict())
+                (compiled, *_) = optimizer.ran_compiled().values()
         finally:
             torch.set_default_dtype(torch.float32)
-        assert optimizer.last_audit is not None
-        found.append({**everything(optimizer), "audit": optimizer.last_audit})
-    assert_same_bits(*found)
+            torch.set_default_device(None)
+        assert compiled == (compile and not compiler_missing())
+        assert optimizer.num_skipped == 0 and optimizer.grad_norm is not None
+        found.append({**everything(optimizer), "norm": optimizer.grad_norm.reshape(1)})
+    assert_same_bits(found[0], found[1])
+    assert_same_bits(found[0], found[2])
+
+
+def test_what_is_compiled_is_decided_at_each_step() -> None:
+    """A head alone is too small to compile; with the rest of the model unfrozen it is not."""
+    optimizer = ng.SGD(parameters("naive", [(64, 128)]), storage="naive", audit_every=0)
+    take_steps(optimizer, range(1))
+    assert optimizer.ran_compiled() == {"sgd/naive": False}
+    optimizer.add_param_group({"params": parameters("naive", [(1024, 512)])})
+    take_steps(optimizer, range(1, 2))
+    assert optimizer.ran_compiled() == {"sgd/naive": not compiler_missing()}
+
+
+def test_one_missing_gradient_does_not_break_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards the others step together again, also when a state is loaded; and each has the bits of its own gradients."""
+    calls = 0
+    run = Kernel.run
+
+    def counted(self: Kernel, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return run(self, *arguments, **options)
+
+    monkeypatch.setattr(Kernel, "run", counted)
+    shapes = [(6, 4 + k) for k in range(12)]
+    optimizer = build("adamw", parameters("word", shapes), "word", audit_every=0)
+    alone = [build("adamw", [p], "word", audit_every=0) for p in parameters("word", shapes)]
+    counts = []
+    for step in range(6):
+        missing = {1: (5,), 2: (5, 7)}.get(step, ())
+        for k, gradient in enumerate(step_gradients(parameters_of(optimizer), step)):
+            for p in (parameters_of(optimizer)[k], parameters_of(alone[k])[0]):
+                p.grad = None if k in missing else gradient
+            alone[k].step()
+        calls = 0
+        optimizer.step()
+        counts.append(calls)
+        if step == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert counts == [1, 1, 1, 3, 3, 3]
+    for k, single in enumerate(alone):
+        p, q = parameters_of(optimizer)[k], parameters_of(single)[0]
+        assert torch.equal(optimizer.stored(p), single.stored(q))
+        assert torch.equal(optimizer.stored(p, "exp_avg_sq"), single.stored(q, "exp_avg_sq"))
+
+
+FIRST_STEP = """
+import resource, torch, narrowgauge as ng
+
+def step(storage, rows):
+    weight = torch.nn.Parameter(torch.zeros(rows, 1024, dtype=torch.bfloat16))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = ng.SGD([weight], momentum=0.9, storage=storage, compile=True, audit_every=0)
+    optimizer.make_missing(optimizer.param_groups[0], [weight])
+    for words in optimizer.state_of(weight).words.values():
+        words.zero_()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    optimizer.step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+step("naive", 512)  # import the compiler
+print(step("exact", 32 * 1024) >> 10)
+"""
+
+
+@pytest.mark.skipif(bool(compiler_missing()), reason=compiler_missing())
+def test_the_first_step_of_a_large_tensor_takes_little_memory() -> None:
+    """Tracing, compiling and comparing take no tensor of its size: 82 bytes a parameter would be 2.6 GiB."""
+    printed = subprocess.run([sys.executable, "-c", FIRST_STEP], capture_output=True, text=True, check=True)
+    assert int(printed.stdout) < 64
+
+
+@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("galore", "states8")])
+def test_a_gradient_freed_after_its_own_step_leaves_the_bits_of_one_optimizer(rule: str, storage: str) -> None:
+    """An optimizer for each parameter, in hooks of the backward pass, as on the page of storages."""
+    torch.manual_seed(0)
+    freed, plain = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).bfloat16() for _ in range(2))
+    freed.load_state_dict(plain.state_dict())
+    whole = build(rule, plain.parameters(), storage, lr=0.01)
+    apart = {p: build(rule, [p], storage, lr=0.01) for p in freed.parameters()}
+    live: list[int] = []
+
+    def step_and_free(parameter: Tensor) -> None:
+        live.append(sum(p.grad.nbytes for p in apart if p.grad is not None))
+        apart[parameter].step()
+        parameter.grad = None
+
+    for parameter in apart:
+        parameter.register_post_accumulate_grad_hook(step_and_free)
+    for batch in torch.randn(3, 4, 16).bfloat16():
+        for model in (freed, plain):
+            model(batch).float().square().mean().backward()
+        whole.step()
+        whole.zero_grad()
+    assert len(live) == 3 * 8 and max(live) <= freed[0].weight.nbytes + freed[0].bias.nbytes
+    for p, q in zip(apart, plain.parameters(), strict=True):
+        assert_same_bits(dict(whole.state_of(q)), dict(apart[p].state_of(p)))
+        assert torch.equal(p, q)
 
 
 # ── a scaled loss ───────────────────────────────────────────────────────────────────────────────────────────────────

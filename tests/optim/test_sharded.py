@@ -29,16 +29,22 @@ from narrowgauge.spec.storages import STORAGES
 from ranks import run_ranks
 from tensors import assert_same_bits
 
-# Over two ranks: 5 and 5 rows, 4 and 3, 1 and none; vectors and more dims likewise.
-SHAPES = {"even": (10, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "bias": (5,), "deep": (3, 4, 2)}
+# Over two ranks: 5 and 5 rows, 4 and 3, 1 and none; vectors, and the matrices of stacks, likewise.
+SHAPES = {
+    "even": (10, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "bias": (5,), "deep": (3, 4, 2), "one": (1, 3, 5),
+    "kernel": (3, 2, 2, 2),
+}  # fmt: skip
 RULES: dict[str, Callable[..., ng.Optimizer]] = {
     "adamw": ng.AdamW,
     "lion": ng.Lion,
     "muon": ng.Muon,
     "galore": ng.optim.GaLore,
+    "gradnorm_lorp": ng.optim.GradNormLoRP,
 }
 # Other rules than AdamW, odd storages, and ranks without a row; the rest is in equivalence/.
-CASES = ["lion states8", "adamw float8/collage-plus", "muon word", "galore stochastic"]
+CASES = [
+    "lion states8", "adamw float8/collage-plus", "muon word", "galore stochastic", "galore states8", "gradnorm_lorp exact",
+]  # fmt: skip
 STEPS = range(3)
 
 
@@ -59,7 +65,7 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
     if mesh is not None:
         fully_shard(model, mesh=mesh)
     options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 3.0, "audit_every": 2, "compile": False}
-    if rule == "galore":
+    if rule in ("galore", "gradnorm_lorp"):
         options |= {"rank": 2, "update_proj_gap": 2}
     return model, RULES[rule](model.named_parameters(), storage=storage, **options)
 
@@ -182,10 +188,11 @@ def test_ranks_have_the_bits_of_one_process(case: str, results: Results) -> None
 
 
 def test_one_rank_computes_the_step_of_a_matrix(results: Results) -> None:
-    """Each of four matrices is decomposed on one rank, and the largest ones on different ranks."""
+    """Each matrix is decomposed on one rank, the largest ones on different ranks, and those of a stack where they are."""
     first, second = (result["computed"] for result in results)
-    assert sorted(first + second) == sorted([(10, 6), (7, 6), (1, 8), (3, 8)])
+    assert sorted(first + second) == sorted([(10, 6), (7, 6), (1, 8), (3, 8), *[(4, 2)] * 3, (3, 5)])
     assert (10, 6) in first and (7, 6) in second
+    assert first.count((4, 2)) == 2 and second.count((4, 2)) == 1
 
 
 @pytest.mark.parametrize("layout", ["replicated", "replicas of shards", "columns"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
@@ -68,6 +68,35 @@ def test_a_tail_moves_a_written_weight_by_half_an_ulp(storage: str) -> None:
         if row_of(storage).master:
             assert not moved.any()
     take_steps(optimizer, range(3, 5))
+
+
+def mask(p: Tensor) -> None:
+    p.mul_(torch.arange(p.numel()).view(p.shape) % 2)
+
+
+def clamp(p: Tensor) -> None:
+    p.clamp_(min=0)
+
+
+def prune_a_row(p: Tensor) -> None:
+    p[3] = 0
+
+
+@pytest.mark.parametrize("write", [mask, clamp, prune_a_row, Tensor.zero_], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("storage", REPRESENTATIVES)
+def test_a_loop_that_writes_zeros_stays_finite(storage: str, write: Callable[[Tensor], object]) -> None:
+    """And a written zero is a zero to the next step, but for a compensation that is as large as the old weight's last bits."""
+    optimizer = trained(storage)
+    for step in range(3, 6):
+        with torch.no_grad():
+            for p in parameters_of(optimizer):
+                write(p.view(1, -1) if p.ndim == 1 and write is not prune_a_row else p)
+                stored = optimizer.stored(p)
+                assert bool(stored.isfinite().all())
+                if row_of(storage).weight.parts == 1:
+                    assert bool((stored[p == 0].abs() <= torch.finfo(p.dtype).tiny).all())
+        take_steps(optimizer, range(step, step + 1))
+        assert all(bool(p.isfinite().all()) for p in parameters_of(optimizer))
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -31,7 +31,7 @@ def state_bytes(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
             for name in ("adamw", "adam", "lion", "muon", "adafactor")
             for row in ("word", "master", "exact", "split")
         ),
-        *((name, row) for name in ("adamw", "adam", "lion") for row in ("compact", "states8")),
+        *((name, row) for name in ("adamw", "adam", "lion", "adafactor") for row in ("compact", "states8")),
     ],
 )
 def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
@@ -49,7 +49,7 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
 
 
 @pytest.mark.parametrize("name", ["galore", "gradnorm_lorp"])
-@pytest.mark.parametrize("storage", ["word", "master", "split"])
+@pytest.mark.parametrize("storage", ["word", "master", "split", "states8"])
 def test_low_rank_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
     shapes = [(COLS, COLS)] * 4 + [(ROWS, COLS), (COLS, ROWS)]  # attention, up, down
     weights = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]

@@ -44,17 +44,21 @@ def test_virtual_stages_need_a_pipeline() -> None:
     assert layout.interleave == 2 and layout.pipeline > 1
 
 
-def test_exact_sums_of_micro_batches_take_sixteen_bytes() -> None:
-    fixed = {"tensor": 1, "shard": 8, "zero": 3, "micro_batch": 1, "micro_batches": 4}
-    sizes = [
-        search(SMALL, parse(recipe), H100, 4096, fixed=fixed).memory
-        for recipe in ("bfloat16/word/reproducible", "bfloat16/word")
-    ]
-    exact, wide = (
-        next(term.value for term in memory.addends if "sum" in term.name and term.group == "gradients")
-        for memory in sizes
-    )
-    assert exact == 4 * wide
+def sum_bytes(recipe: str, **fixed: str) -> float:
+    """The buffers that sum micro-batches, for each parameter of a rank."""
+    layout = {"tensor": 1, "shard": 8, "zero": 3, "micro_batch": 1, "micro_batches": 4, **fixed}
+    memory = search(SMALL, parse(recipe), H100, 4096, fixed=layout).memory
+    sums = [term.value for term in memory.addends if "sum" in term.name and term.group == "gradients"]
+    return sum(sums) / (SMALL.num_parameters / 8)
+
+
+def test_sums_of_micro_batches_take_the_bytes_of_their_format() -> None:
+    assert sum_bytes("bfloat16/word") == pytest.approx(4)
+    assert sum_bytes("bfloat16/word/reproducible") == pytest.approx(16)  # two float64 words
+    for recipe in ("bfloat16/word", "float32/float32"):
+        assert sum_bytes(recipe, accumulation_dtype="float64") == pytest.approx(8)
+    for recipe, dtype in (("bfloat16/word", "bfloat16"), ("float32/float32", "float32")):
+        assert sum_bytes(recipe, accumulation_dtype=dtype) == 0  # autograd's own
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from expectations import ELSEWHERE, FLOATS, INTEGERS
 from narrowgauge.errors import FormatError
+from narrowgauge.numerics.rounding import round_to
 from narrowgauge.spec.formats import FORMATS, get_format
 from oracles.minifloat import Grid
 
@@ -112,6 +113,30 @@ def test_what_does_not_fit() -> None:
     for name, value, result in cases:
         assert same(FORMATS[name].decode(FORMATS[name].encode(value)), result)
     assert FORMATS["float4_e2m1fn"].encode(math.nan) == 0
+
+
+@pytest.mark.parametrize("name", NARROW_ML)
+def test_both_conventions_of_values_beyond_the_range(name: str) -> None:
+    """ml_dtypes gives infinity or NaN. PyTorch 2.13 does too, and saturates in ``float8_e4m3fn``."""
+    row = FORMATS[name]
+    near = [sign * row.max * (1 + place / 64) for place in range(-8, 40) for sign in (-1, 1) if row.max < 1e30]
+    bfloat16 = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    x = np.concatenate([bfloat16, np.array([*awkward_values(name, np.float32), *near], dtype=np.float32)])
+
+    def rounded(saturate: bool) -> np.ndarray:
+        codes = [row.encode(value, saturate=saturate) for value in x.tolist()]
+        return np.array([row.decode(code) for code in codes], dtype=np.float32)
+
+    plain, saturated = rounded(False), rounded(True)
+    if row.nans:  # ml_dtypes gives NaN some zero where the format has none
+        with np.errstate(all="ignore"):
+            assert np.array_equal(plain, x.astype(getattr(ml_dtypes, name)).astype(np.float32), equal_nan=True)
+    assert np.array_equal(saturated, round_to(torch.from_numpy(x), name, saturate=True).numpy(), equal_nan=True)
+    assert (np.isfinite(saturated) | np.isnan(x)).all()
+    if row.kind == "float" and (dtype := getattr(torch, name, None)) is not None:
+        cast = torch.from_numpy(x).to(dtype).float().numpy()
+        saturates = float(torch.tensor(math.inf).to(dtype)) == row.max
+        assert np.array_equal(saturated if saturates else plain, cast, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

@@ -101,6 +101,18 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16))
 
 
+def swapped(compute: str = "float8-row", first_sequence: int = 0) -> nn.Module:
+    model = layers()
+    ng.swap_linears(model, compute).set_first_sequence(first_sequence)
+    return model
+
+
+def in_float16(autocast: bool) -> None:
+    model = swapped() if autocast else swapped().half()
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        model(torch.ones(2, 16, dtype=torch.float32 if autocast else torch.float16))
+
+
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # recipes by name
     "empty": (lambda: parse(""), RecipeError, "named ''"),
@@ -124,6 +136,15 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), optimizer=ng.SGD), RecipeError, "betas.*SGD"
     ),
     "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
+    "a model in float16": (lambda: in_float16(autocast=False), RecipeError, "float8-row.*float16.*bfloat16 weights"),
+    "autocast to float16": (lambda: in_float16(autocast=True), RecipeError, r"float8-row.*float16.*torch\.bfloat16"),
+    "vmap": (lambda: torch.func.vmap(swapped())(torch.ones(2, 16)), RecipeError, "vmap.*whole batch"),
+    "forward mode": (
+        lambda: torch.func.jvp(swapped(), (torch.ones(2, 16),), (torch.ones(2, 16),)), RecipeError, "forward mode.*vjp"
+    ),
+    "rows without sequences": (
+        lambda: swapped("int8-row", first_sequence=2)(torch.ones(2, 16)), RecipeError, r"\[2, 16\].*set_first_token"
+    ),
     "no layer": (lambda: quantize_for_inference(layers(), keep=("0",)), RecipeError, "no linear layer"),
     # casts
     "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),

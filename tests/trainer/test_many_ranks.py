@@ -53,6 +53,9 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     said = run_ranks(train_here, size, tmp_path / "ranks", place, {tmp_path / "run": BASE})
     run = read_run(tmp_path / "run")
     assert [row["step"] for row in run.steps] == [1, 2, 3, 4] and run.run["machine"]["ranks"] == size
+    for row in run.steps:
+        assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
+    assert "communication_seconds" not in alone.steps[0]
     for column in ("loss", "grad_norm"):
         values = [row[column] for row in run.steps]
         assert values == pytest.approx([row[column] for row in alone.steps], rel=1e-6)

@@ -19,7 +19,7 @@ SHAPE = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 TIMINGS = {
-    "tokens_per_second", "seconds", "wall_seconds", "peak_memory_bytes", "step_seconds",
+    "tokens_per_second", "seconds", "wall_seconds", "step_seconds", "loader_seconds", "communication_seconds", "wait_seconds",
 }  # fmt: skip
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 

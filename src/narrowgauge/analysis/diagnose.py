@@ -2,7 +2,7 @@
 
 Runs of the trainer and of ``ng.RunRecorder`` have detectors, and their events are alarms. Over any other record the
 detectors run here. The diagnosis adds counts over the whole record: skipped or failed steps, restarts of the loss scale,
-differing ranks, states changed by a resume, updates lost by a storage, unmoved weights.
+differing ranks, states changed by a resume, updates lost by a storage, unmoved weights, slower steps.
 
 A run without a reading may still have a fault: shifted labels leave normal rows. So the diagnosis lists the areas it looked
 at, and the areas that this record cannot show.
@@ -48,6 +48,8 @@ _CONSECUTIVE = 3
 """Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
 _SKIPPED_AT_FIRST, _SKIPPED_LATER = 3, 0.05
 """Skipped steps without a reading: so many at first where no loss is scaled, and this share of the later steps."""
+_LASTING, _LEAST_SECONDS = 20, 10.0
+"""Steps in a row that make slower steps a reading, and the lost time below which other programs explain them."""
 FEWEST_STEPS = 50
 """Minimum number of applied steps before an unmoved weight is a reading."""
 STAGE_OF_KIND: dict[str, str] = {
@@ -231,7 +233,7 @@ def recorded_readings(run: Run, skipped: list[int]) -> list[Reading]:
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
     counts = (_steps(run, skipped), _scale(run, skipped), _ranks(run), _resumes(run), _audits(run, recipe), _moments(run),
-              _unmoved(run, skipped))  # fmt: skip
+              _unmoved(run, skipped), _slower(run))  # fmt: skip
     for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
         if reading.what == "nonfinite-step" and reading.step in skipped:
             continue
@@ -372,6 +374,40 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
                 words = f" Over the run {fmean(edqs):.2g} of the update was stored (± {error:.2g})."
                 reading = replace(reading, advice=reading.advice + words)
             yield reading
+
+
+def _slower(run: Run) -> Iterator[Reading]:
+    """Yield the first lasting fall of the throughput below its median so far.
+
+    All of a block of steps must be slower. So a step that compiles, evaluates or saves is none.
+    """
+    kind, seconds = KINDS["slower-steps"], column(run, "steps", "seconds")
+    recorded = column(run, "steps", "tokens_per_second")
+    values = recorded if len(recorded) else seconds
+    steps, rates = values.x[values.y > 0], values.y[values.y > 0] ** (1 if len(recorded) else -1)
+    size = min(_LASTING, len(rates) // 2)
+    for begin in range(len(rates) % size + size, len(rates), size) if size > 1 else ():
+        usual = float(np.median(rates[:begin]))
+        is_slow = rates < usual * (1 - kind.bound)
+        if is_slow[begin : begin + size].all():
+            first = begin - int(np.argmin(is_slow[:begin][::-1]))
+            end = first + int(np.argmin([*is_slow[first:], False]))
+            value, begun, last = float(np.median(rates[first:end])), int(steps[first]), int(steps[end - 1])
+            lost = seconds.y[(seconds.x >= begun) & (seconds.x <= last)].sum() * (1 - value / usual)
+            if lost >= _LEAST_SECONDS or not len(seconds):
+                words = {"last": last, "factor": usual / value, "more": "".join(_changes(run, begun, last))}
+                yield kind.reading("", value, usual, kind.bound * usual, begun, first=begun, **words)
+                return
+
+
+def _changes(run: Run, first: int, last: int) -> Iterator[str]:
+    """Yield the columns of time that changed with the throughput: their medians before and then."""
+    for name in ("loader_seconds", "communication_seconds", "wait_seconds", "utilization"):
+        values = column(run, "steps", name)
+        parts = values.y[values.x < first], values.y[(values.x >= first) & (values.x <= last)]
+        before, then = (float(np.median(part)) if len(part) else math.nan for part in parts)
+        if max(before, then) > 1.5 * min(before, then):
+            yield f"; {name} went from {before:.3g} to {then:.3g}"
 
 
 def _moments(run: Run) -> Iterator[Reading]:

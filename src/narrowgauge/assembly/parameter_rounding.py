@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -12,25 +15,49 @@ from narrowgauge.spec.recipes import Recipe
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the floating-point parameters of a model in place, and leave its buffers.
+
+    ``model.bfloat16()`` and ``model.half()`` round buffers too. Rotary frequencies in bfloat16 turn position 2,048 by up to 2
+    radians.
+
+    Args:
+        model: any module. Tied parameters stay tied. An optimizer's parameters stay the same objects.
+        dtype: such as ``torch.bfloat16``. The running statistics of batch norms get it too: PyTorch multiplies one format only.
+    Returns:
+        The same model.
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Linear(4, 4)
+        >>> model.register_buffer("frequencies", torch.rand(4))
+        >>> model = ng.cast_parameters(model, torch.bfloat16)
+        >>> model.weight.dtype, model.frequencies.dtype
+        (torch.bfloat16, torch.float32)
+    """
+    _cast(model, lambda values: values.to(dtype))
+    return model
+
+
 def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     """Round parameters and batch norm's statistics to the visible format, in place.
 
     Return the earlier float32 values of trainable parameters.
     """
-    values: dict[Tensor, Tensor] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            values[parameter] = parameter.data.float()
-        parameter.data = visible(parameter.data, recipe.storage.visible)
-    # As model.bfloat16() does: batch norm multiplies one format only. Other buffers, such as frequencies, stay as they are.
-    for module in model.modules() if recipe.dtype == recipe.storage.visible else ():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
-            module.running_mean = visible(module.running_mean, recipe.dtype)
-            module.running_var = visible(module.running_var, recipe.dtype)
+    values: dict[Tensor, Tensor] = {p: p.data.float() for p in model.parameters() if p.requires_grad}
+    _cast(model, partial(_visible, dtype=recipe.storage.visible), recipe.dtype == recipe.storage.visible)
     return values
 
 
-def visible(weight: Tensor, dtype: str) -> Tensor:
+def _cast(model: nn.Module, cast: Callable[[Tensor], Tensor], with_statistics: bool = True) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = cast(parameter.data)
+    for module in model.modules() if with_statistics else ():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
+            module.running_mean, module.running_var = cast(module.running_mean), cast(module.running_var)
+
+
+def _visible(weight: Tensor, dtype: str) -> Tensor:
     """Return a float32 weight, rounded to its visible format. Return a weight in 16 bits unchanged."""
     if dtype == "float32":
         return weight.float()

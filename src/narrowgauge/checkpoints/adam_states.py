@@ -1,7 +1,7 @@
 """Continue from the Adam states of another library: ``ng.load_states(optimizer, their_state_dict)``.
 
 =====================  ===================================================================================================
-torch.optim            float32 or narrower moments, as they are
+torch.optim            moments of any float format, as they are
 bitsandbytes           8-bit codes of a map, times the largest value of each block
 torchao                tensors of its own class: 8-bit or 4-bit codes of a map, or float8, times a scale per block
 FusedAdam              TransformerEngine's and Apex's: one step for a group. TransformerEngine keeps float32 masters, or the
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import DataError
+from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.optim.optimizer import Optimizer, unnamed
 from narrowgauge.spec.storages import STATE_NAMES
 
@@ -113,7 +114,7 @@ _KEYS = {
 
 
 def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> dict[str, Tensor | int]:
-    """Return the step and float32 moments."""
+    """Return the step and the moments, float32 or float64."""
     if odd := sorted(set(entry) - _KEYS[library]):
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ONLY_ADAM)
     step = group.get("step") if library == "FusedAdam" else entry.get("step")  # FusedAdam counts the steps of a group
@@ -140,7 +141,7 @@ def _moment(library: str, entry: Entry, kind: str) -> Tensor:
     value: Tensor = entry[kind]
     if library == "torchao" and hasattr(value, "codes"):  # small tensors are not quantized
         return _torchao(value)
-    return value.float()
+    return at_least_float32(value)
 
 
 def _weight(entry: Entry, optimizer: Optimizer, parameter: Tensor) -> Tensor:

@@ -91,10 +91,10 @@ def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) ->
         or not is_sharded(owner)
         or shape != ((*owner.shape[:-1], 1) if is_by_rows else tuple(owner.shape))
     ):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     shard = local_of(owner)
     local = (*shard.shape[:-1], 1) if is_by_rows else tuple(shard.shape)
-    return placed_like(owner, torch.empty(local, dtype=dtype, device=shard.device))
+    return placed_like(owner, torch.empty(local, dtype=dtype, device=shard.device), is_per_row=is_by_rows)
 
 
 def restore_tensors(

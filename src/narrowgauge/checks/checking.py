@@ -15,6 +15,7 @@ from narrowgauge.checks.parameters import parameter_readings
 from narrowgauge.checks.set_up import SetUp, described, set_up_of
 from narrowgauge.checks.updates import update_readings
 from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import counted
 
@@ -62,6 +63,8 @@ def check(
     if loss is not None:
         more, words = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words
+    if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
+        lines = [*lines, str(linears)]
     number = sum(p.parameter.numel() for p in set_up.trained)
     looked_at = f"{counted(len(set_up.trained), 'tensor')}, {counted(number, 'element')} looked at"
     return Readings(readings, lines, looked_at, unseen)

@@ -1,22 +1,26 @@
-"""Check parameters: missing in the optimizer, listed twice, not finite, or without a gradient."""
+"""Check parameters: missing in the optimizer, listed twice, not finite, or without a gradient. Check buffers: rounded."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.set_up import NAIVE, SetUp
+from narrowgauge.checks.set_up import NAIVE, NARROW, SetUp, inner_name
+from narrowgauge.checks.step_samples import spread
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import largest_magnitude
 
 
 def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
-    """Yield parameters that are in no optimizer, listed twice, not finite, or without a gradient."""
+    """Yield parameters in no optimizer, listed twice, not finite, or without a gradient; and buffers that were rounded."""
     yield from _missing(set_up)
+    yield from _rounded_buffers(set_up)
     if names := [name for name, p in set_up.parameters.items() if p.dtype in NAIVE and not _is_finite(p)]:
         yield KINDS["nonfinite-weights"].reading(of_all(names), len(names), 0)
     counts = Counter(id(p.parameter) for p in set_up.stepped)
@@ -42,6 +46,33 @@ def _missing(set_up: SetUp) -> Iterator[Reading]:
         yield KINDS["replaced-parameters"].reading(of_all(replaced), len(replaced), 0)
     elif lost:
         yield KINDS["missing-parameters"].reading(of_all(lost), len(lost), 0)
+
+
+def _rounded_buffers(set_up: SetUp) -> Iterator[Reading]:
+    """Yield buffers of 16 bits that were probably rounded, and the angle by which rotary positions may turn."""
+    names, turns = [], ""
+    for owner, module in set_up.model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if any(not b.is_floating_point() and b.dtype is not torch.bool for b in buffers.values()):
+            continue  # statistics of a batch norm beside their count; scales beside their codes
+        for name, buffer in buffers.items():
+            if buffer.dtype not in NARROW or buffer.is_meta or not _is_rounded(values := spread(buffer)):
+                continue
+            names.append(inner_name(f"{owner}.{name}".lstrip(".")))
+            if name == "inv_freq" and not turns:
+                position = getattr(getattr(module, "config", None), "max_position_embeddings", 4096)
+                # The first frequency, 1, is exact. Half an ulp of the next is the largest error.
+                exponent = math.frexp(float(values[values != 1].abs().max()))[1]
+                angle = position * math.ldexp(torch.finfo(buffer.dtype).eps / 4, exponent)
+                turns = f" Rotary frequencies turn position {position:,} by up to {angle:.2g} rad then."
+    if names:
+        yield KINDS["rounded-buffers"].reading(of_all(names), len(names), 0, turns=turns)
+
+
+def _is_rounded(x: Tensor) -> bool:
+    """Return whether a value needs the last bit of its 16-bit format. Masks and small integers do not: they are exact."""
+    is_exact = (x.view(torch.int16) % 2 == 0) | (x == x.round()) & (x.abs() <= 256)
+    return bool((~is_exact & x.isfinite() & (x.abs() < torch.finfo(x.dtype).max)).any())
 
 
 def _is_finite(parameter: Tensor) -> bool:

@@ -203,6 +203,6 @@ def _generators() -> dict[str, Entry]:
     numpy_words = np.append(numpy_state[1].astype(np.int64), numpy_state[2])  # the position counts, too
     states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_words)}
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
-    states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
+    states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu")
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
     return {f"generators|generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}

@@ -18,6 +18,7 @@ from narrowgauge.checks.step_samples import spread
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import plain_name
@@ -160,8 +161,9 @@ def set_up_of(model: Any, optimizer: Any) -> SetUp:
 
 
 def described(set_up: SetUp) -> list[str]:
-    """Return a line with the formats of weights, gradients and states."""
+    """Return a line with the formats of weights, gradients, states and buffers, and the stacks that matrix rules step."""
     by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
+    stacks: dict[str, list[str]] = {}
     for p in set_up.stepped:
         states = [s for s in p.state.values() if isinstance(s, Tensor) and s.ndim and s.is_floating_point()]
         if not states and type(p.optimizer).__module__.startswith("torch.optim"):
@@ -171,7 +173,13 @@ def described(set_up: SetUp) -> list[str]:
         by_kind["weights"][dtype_name(p.parameter.dtype)] = None
         by_kind["gradients"][dtype_name(gradient.dtype)] = None
         by_kind["states"] |= {p.storage.name: None} if is_ours else {dtype_name(s.dtype): None for s in states}
-    return ["; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())]
+        rule = p.optimizer.rule_in(p.group, p.parameter) if isinstance(p.optimizer, Optimizer) else None
+        if isinstance(rule, MatrixRule) and len(matrix_shape(p.parameter.shape)) == 3:
+            stacks.setdefault(rule.name, []).append(p.name)
+    if buffers := {dtype_name(b.dtype): None for b in set_up.model.buffers() if b.is_floating_point()}:
+        by_kind["buffers"] = buffers
+    formats = "; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())
+    return [formats, *(f"{rule} steps each matrix of {of_all(names)} alone (3 dims)" for rule, names in stacks.items())]
 
 
 def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:

@@ -188,7 +188,7 @@ def _truncated(set_up: SetUp) -> Iterator[Reading]:
         eps, betas, dtype = p.group.get("eps"), p.group.get("betas"), p.parameter.dtype
         # Fused kernels compute in float32.
         computes_short = dtype in NARROW and p.is_short and not p.group.get("fused")
-        if computes_short and isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=dtype):
+        if computes_short and isinstance(eps, float) and eps > 0 and not torch.tensor(eps, dtype=dtype, device="cpu"):
             cure = "Where the second moment is zero too, the step divides by zero. Take eps=1e-4, or fused=True."
             settings.setdefault("eps", (p.name, 0.0, eps, dtype, cure))
         for place, beta in enumerate(betas if isinstance(betas, (tuple, list)) else ()):

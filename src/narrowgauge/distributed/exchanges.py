@@ -10,6 +10,7 @@ whole gradient, in ``shards`` pieces, and gets the sum of its column's piece:
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class Exchange:
     Attributes:
         step, place: optimizer steps done, and this exchange's number in its model. They key random bits.
         on_gradient: called with this rank's gradient before it is sent.
+        spans: when each sum of this step began and ended: seconds, or events of a GPU.
     """
 
     step = 0
@@ -110,12 +112,15 @@ class Exchange:
 
     def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:
         self.grid, self.row, self.average, self.seed = grid, row, average, seed
+        self.spans: list[tuple[Any, Any]] = []
 
     def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """:meth:`add`, after a call of ``on_gradient``."""
+        """:meth:`add`, after a call of ``on_gradient``. Note when it begins and ends."""
         if self.on_gradient is not None:
             self.on_gradient(gradient)
+        began = _now(gradient.device)
         self.add(gradient, output, is_last=is_last)
+        self.spans.append((began, _now(gradient.device)))
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
@@ -133,6 +138,15 @@ class Exchange:
     def num_bytes(self) -> int:
         """Return the bytes kept between micro-batches and steps, counted from live tensors."""
         return 0
+
+
+def _now(device: torch.device) -> Any:
+    # A GPU's queue runs behind the host.
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class BackendSum(Exchange):

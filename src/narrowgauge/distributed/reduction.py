@@ -78,15 +78,20 @@ def reduce_gradients_with(
             f"no reduction is named '{name}'.",
             suggestion(str(name), REDUCTIONS) or f"There are {', '.join(REDUCTIONS)}.",
         )
-    inner = inner_of(model)
-    if (reference := _installed.get(inner)) and (installed := reference()) and installed.is_installed:
+    if (installed := reduction_of(model)) is not None:
         raise RecipeError(
             f"reduction '{row.name}' was requested for a model whose gradients are summed by '{installed.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
     reduction = GradientReduction(model, row, average, seed, mesh)
-    _installed[inner] = weakref.ref(reduction)
+    _installed[inner_of(model)] = weakref.ref(reduction)
     return reduction
+
+
+def reduction_of(model: nn.Module) -> GradientReduction | None:
+    """Return the reduction that takes part in a model's backward passes, if there is one."""
+    reference = _installed.get(inner_of(model))
+    return reduction if reference and (reduction := reference()) and reduction.is_installed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +267,17 @@ class GradientReduction:
         total = sum(exchange.num_bytes() for exchange in self._exchanges)
         return total / max(1, sum(local_of(p).numel() for p in self._trainable))
 
+    def seconds(self) -> float:
+        """Return how long this rank took for this step's sums: to send, to wait for other ranks, and to add."""
+        total = 0.0
+        for began, ended in (span for exchange in self._exchanges for span in exchange.spans):
+            if isinstance(ended, float):
+                total += ended - began
+            else:
+                ended.synchronize()
+                total += began.elapsed_time(ended) / 1000
+        return total
+
     def sums_exactly(self, gradients: Set[int]) -> bool:
         """Return whether it sums exactly and a tensor with one of these ids is among its gradients."""
         return self.row.order_invariant and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
@@ -328,6 +344,8 @@ class GradientReduction:
                     "Call zero_grad(set_to_none=True) after each step.",
                 )
             self._require_known()
+            for exchange in self._exchanges:
+                exchange.spans.clear()
         self._in_step = True
         self._arrived.clear()
 

@@ -32,7 +32,7 @@ class Replicated:
     def __init__(self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]) -> None:
         self.parameters, self.grid = list(parameters), grid
         self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
-        self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
 
     @torch.no_grad()
     def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
@@ -40,7 +40,7 @@ class Replicated:
         if not self.parameters:
             return
         gradients = {p: None if is_absent else p.grad for p in self.parameters}
-        self._used |= torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8)
+        self._used |= torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu")
         used = self._used_anywhere() if is_last else {}
         for bucket, exchange in self.buckets:
             sizes = [local_of(p).numel() for p in bucket]

@@ -144,7 +144,9 @@ def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, i
     totals = dict(local)
     for group, names in names_of.items():
         # As signed numbers, whose sums wrap modulo 2^64 like the fingerprints'.
-        signed = torch.tensor([local[name] - (local[name] >> 63 << 64) for name in names], dtype=torch.int64)
+        signed = torch.tensor(
+            [local[name] - (local[name] >> 63 << 64) for name in names], dtype=torch.int64, device="cpu"
+        )
         total = signed.to(named[names[0]].device)
         torch.distributed.all_reduce(total, group=group)
         totals.update({name: number % (1 << 64) for name, number in zip(names, total.tolist(), strict=True)})

@@ -84,7 +84,7 @@ class Recorder:
         index = len(self.watched)
         self.watched.append(WatchedTensor(kind, name))
         self._index[self.watched[-1]] = index
-        entry = self.entries[index] = torch.tensor([self.number, index], dtype=torch.int64)
+        entry = self.entries[index] = torch.tensor([self.number, index], dtype=torch.int64, device="cpu")
         return entry
 
     def index(self, kind: str, name: str) -> int:

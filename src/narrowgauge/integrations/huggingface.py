@@ -1,7 +1,7 @@
 """Hugging Face's Trainer, and TRL's: a callback that records and warns.
 
-The Trainer accepts our optimizers like any: ``optimizer_cls_and_kwargs=(ng.AdamW, {"lr": 1e-3})``, for a model loaded in
-bfloat16.
+The Trainer accepts our optimizers like any: ``optimizer_cls_and_kwargs=(ng.AdamW, {"lr": 1e-3})``, for a model loaded with
+``dtype=torch.bfloat16``.
 """
 
 from __future__ import annotations

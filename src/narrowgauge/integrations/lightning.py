@@ -1,6 +1,7 @@
 """Lightning's Trainer: a callback that records a fit, also in Lightning's own loggers.
 
-Lightning needs nothing else: ``Trainer(precision="bf16-true")``, and ``ng.AdamW`` from ``configure_optimizers``.
+Lightning needs nothing else: ``ng.cast_parameters`` in the module's ``__init__``, and ``ng.AdamW`` from
+``configure_optimizers``.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class NarrowgaugeOptimizers(OptimizersContainer):
         """Return torchtitan's flat state by parameter name, with the step and the delayed scales of narrow layers."""
         state: dict[str, Any] = super().state_dict()
         for place, linears in self._layers().items():
-            state[f"{_STEP}.{place}"] = torch.tensor(linears.step)
+            state[f"{_STEP}.{place}"] = torch.tensor(linears.step, device="cpu")
             state |= {f"{_HISTORY}.{place}.{plain_name(n)}": history for n, history in linears.histories().items()}
         return state
 

@@ -51,7 +51,7 @@ def grouped_linear(
         keys: with a key for each expert. Needed for random bits or delayed scales.
         history: for computes with delayed scales, see :class:`GroupedLinear`.
         sequence_length: rows by which the index of the first sequence advances the random bits. A mixture passes all its rows,
-            so that micro-batches never share any.
+            so that micro-batches of equal size never share any.
         record: write the amax of this step into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
@@ -142,10 +142,13 @@ class _Permuted(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
+    def forward(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         return x[order // copies]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, _, inverse, ctx.copies = inputs
+        ctx.save_for_backward(inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -160,7 +160,7 @@ def _multiply_widened(
     a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Return ``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and rounded once."""
-    result = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
+    result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     for (rows, columns), values in float32_tiles(a, b):
         scales = _part(by_row, rows, 0), _part(by_column, columns, 1)
         _scale_into(result[rows, columns], values, *scales, None if bias is None else bias[columns])
@@ -178,7 +178,7 @@ def _multiply_integers(
     """Return the exact integer product, scaled. On a CPU, work in panels of rows and scale their sums in the cache."""
     if a.is_cuda:
         return _scaled(native.sum_integers(a, b), by_row, by_column, bias, dtype)
-    result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
+    result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     is_turned = a.stride(0) == 1 and a.shape[0] > b.shape[1] and bias is None
     if is_turned:
         # The kernel is slower with a long transposed left side: compute the transposed product.
@@ -206,7 +206,7 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
         # In a loop with bfloat16 stores, a compiled kernel converts integers one by one. PyTorch's copy is four times faster.
         return values.copy_(sums)
     parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for lhs, rhs in parts:
         total = total + torch._int_mm(lhs, rhs)
     return values.copy_(total)

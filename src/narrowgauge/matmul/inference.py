@@ -4,7 +4,8 @@ In training, a narrow linear layer casts its weight after every step, so the 16-
 is enough. The layer multiplies its input by the stored codes as a compute's ``output`` does.
 
 ``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a magnitude of 6 or more multiply the widened
-codes in 16 bits, all others multiply in int8.
+codes in 16 bits, all others multiply in int8. ``int8-outlier`` is the paper's form: those features multiply the 16-bit weight.
+Which features they are depends on the input. So the layer keeps the whole weight beside the codes: three bytes a parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.quantization import quantize
 from narrowgauge.numerics.widening import bias_gradient, matmul
-from narrowgauge.spec.computes import COMPUTES, Cast, Compute, stores_codes
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute, keeps_outlier_weights, stores_codes
 from narrowgauge.spec.notation import get_compute
 
 # ── the product ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -33,19 +34,21 @@ from narrowgauge.spec.notation import get_compute
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str) -> Tensor:
-        ctx.save_for_backward(codes, scales)
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str, weight: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(codes, scales, weight)
         registered = REGISTERED[compute]
         lhs, rhs = cast_to_slot(x, registered, "output.left"), Operand(codes, scales)
         y = multiply_slots(lhs, rhs, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
-        return add_outliers(y, x, registered, None, rhs) if registered.output.left.outliers else y
+        return add_outliers(y, x, registered, weight, rhs) if registered.output.left.outliers else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        codes, scales = ctx.saved_tensors
-        weight = (codes.float() * scales).to(grads[0].dtype)
+        codes, scales, weight = ctx.saved_tensors
+        weight = codes.float() * scales if weight is None else weight
         by_bias = bias_gradient(grads[0]) if ctx.needs_input_grad[3] else None
-        return matmul(grads[0], weight), None, None, by_bias, None
+        return matmul(grads[0], weight.to(grads[0].dtype)), None, None, by_bias, None, None
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -53,7 +56,7 @@ def multiply_codes(*arguments: Any) -> Tensor:
     """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]`` in the dtype of ``x``.
 
     The arguments are those of :meth:`_Product.forward`; ``compute`` is the name of a registered compute. The gradient of ``x`` is
-    the output's gradient times the widened codes, as of a frozen weight.
+    the output's gradient times the weight, or the widened codes, as of a frozen weight.
     """
     return cast(Callable[..., Tensor], _Product.apply)(*arguments)
 
@@ -89,7 +92,8 @@ class QuantizedLinear(ExactBuffers):
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], self.out_features)
         rows = x.reshape(-1, self.in_features)
-        y: Tensor = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name)
+        weight = getattr(self, "weight", None)
+        y: Tensor = multiply_codes(rows, self.weight_codes, self.weight_scales, self.bias, self.registered_name, weight)
         return y.view(*x.shape[:-1], self.out_features)
 
     @classmethod
@@ -112,6 +116,22 @@ class QuantizedLinear(ExactBuffers):
         self.registered_name = register(self.compute)  # another process does not know it yet
 
 
+class OutlierLinear(QuantizedLinear):
+    """A :class:`QuantizedLinear` that keeps its weight ``[out, in]``, too, for input features with outliers."""
+
+    exact = (*QuantizedLinear.exact, "weight")
+    weight: Tensor
+
+    @classmethod
+    def codes_of(cls, weight: Tensor, right: Cast) -> tuple[Tensor, ...]:
+        """Return codes, scales and the weight."""
+        return *super().codes_of(weight, right), weight.contiguous()
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32."""
+        return self.weight.float()
+
+
 def _check_formats(module: QuantizedLinear, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Refuse codes of another format: PyTorch would load them as numbers and round them to the layer's format."""
     for name in module.exact:
@@ -130,7 +150,7 @@ def _check_formats(module: QuantizedLinear, state_dict: dict[str, Tensor], prefi
 def quantize_for_inference(
     model: nn.Module, compute: str | Compute = "int8-outlier-codes", keep: tuple[str, ...] | None = None
 ) -> nn.Module:
-    """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a parameter.
+    """Replace the weights of a model's linear layers by one-byte codes, in place: 1 byte a parameter (3 in ``int8-outlier``).
 
     Invariant: a layer's output is the compute's matmul of the cast input and the codes. Eager and compiled bits are equal.
     Loading the ``state_dict`` into a model quantized in the same way gives the same bits. Outliers and a per-tensor scale
@@ -140,7 +160,7 @@ def quantize_for_inference(
         model: any module with ``nn.Linear`` or transformers' ``Conv1D``. On the meta device, codes are empty: load them with
             ``load_state_dict(…, assign=True)``.
         compute: a compute, or its name, whose weights are 8-bit codes with their own scales: ``int8-outlier-codes``,
-            ``int8-row``, ``float8-row``, ``float8-tensor``.
+            ``int8-row``, ``float8-row``, ``float8-tensor``. ``int8-outlier`` keeps the weights beside the codes.
         keep: name patterns (shell wildcards) of layers to leave alone. ``None``: the compute's own (the language model's head).
     Returns:
         The model, in evaluation mode. It computes in the dtype of its input. Its weights are frozen.
@@ -154,7 +174,7 @@ def quantize_for_inference(
         (262144, 2048)
     """
     require_float64(model.parameters())
-    compute = with_codes(compute)
+    compute = with_codes(compute, with_weight=True)
     choose = chooser(compute, keep)
     for name, module in model.named_modules():
         if is_experts(module) and choose(name) is not None:
@@ -176,20 +196,20 @@ def quantize_for_inference(
     keep_from_fused_kernels(model)
     shared: dict[Tensor, tuple[Tensor, ...]] = {}
     for layer in layers:
-        quantize_layer(layer, compute, shared)
+        quantize_layer(layer, compute, shared, OutlierLinear if keeps_outlier_weights(compute) else QuantizedLinear)
     warn_if_emulated(compute, cast(QuantizedLinear, layers[0]).weight_codes.device)
     return model.eval()
 
 
-def with_codes(compute: str | Compute) -> Compute:
-    """Return the compute of that name, if its weights can be stored as one-byte codes.
+def with_codes(compute: str | Compute, with_weight: bool = False) -> Compute:
+    """Return the compute of that name, if its weights can be stored as one-byte codes, with the weights beside them or not.
 
     Raises:
         RecipeError: an unknown compute, or its weights are not such codes.
     """
     compute = get_compute(compute)
-    if not stores_codes(compute):
-        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
+    if not stores_codes(compute, with_weight):
+        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row, with_weight))
         raise RecipeError(
             f"Cannot store weights as codes of compute '{compute.name}' because its output takes more than 8-bit codes with "
             f"a scale per row or tensor: it multiplies ({compute.output.left}) by ({compute.output.right}).",

@@ -8,6 +8,7 @@ A narrow linear layer is an ``nn.Linear`` (or transformers' ``Conv1D``) whose ma
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -109,17 +110,15 @@ class NarrowLayer(ExactBuffers):
             self.amax_history.copy_(history)
 
     def cast_stream(self, x: Tensor) -> Tensor:
-        """Return the input in the model's dtype around the layer: autocast's, which must be the compute's."""
-        if not torch.is_autocast_enabled(x.device.type):
-            return x
-        dtype = torch.get_autocast_dtype(x.device.type)
-        if dtype != getattr(torch, self.compute.dtype):
+        """Return the input in autocast's dtype. Refuse that, and float16 (it needs a loss scale), in another dtype's compute."""
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+        if (is_cast or dtype is torch.float16) and dtype != getattr(torch, self.compute.dtype):
             raise RecipeError(
-                f"a layer of compute '{self.compute.name}' computes in {self.compute.dtype}, and was called under autocast "
-                f"to {dtype_name(dtype)}.",
-                f"Use torch.autocast(…, torch.{self.compute.dtype}).",
+                f"Cannot call layer '{self.names[0]}' of compute '{self.compute.name}' in {dtype_name(dtype)}.",
+                f"Use float32 weights with torch.autocast(…, torch.{self.compute.dtype}), or {self.compute.dtype} weights.",
             )
-        return x.to(dtype)
+        return x.to(dtype) if is_cast else x
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
@@ -169,7 +168,12 @@ class Linear(NarrowLayer, nn.Linear):
         x = self.cast_stream(x)
         if not x.numel() or x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
-        length = x.shape[-2] if x.ndim > 2 else 1
+        if x.ndim < 3 and self.clock.first_sequence and self.compute.is_stochastic and torch.is_grad_enabled():
+            raise RecipeError(
+                f"Cannot key the random bits of layer '{self.names[0]}' by sequence because its input is {list(x.shape)}.",
+                "Call linears.set_first_token(index) with the index of the micro-batch's first row in the whole batch.",
+            )
+        length = math.prod(x.shape[1:-1])  # rows per sequence
         y: Tensor = layer_matmuls.multiply_layer(
             x.reshape(-1, x.shape[-1]), weight, bias, self.registered_name, self.clock_words, self.key, self.amax_history,
             length, torch.is_grad_enabled() and self.training, unit,

@@ -248,12 +248,18 @@ def specimen(cast: Cast, rows: int, terms: int) -> Operand:
     is_packed = cast.element.bits == 4
     data = packed_pairs(four_bit_codes(values), 1) if is_packed else values.to(getattr(torch, cast.format))
     if cast.block is None:
-        outer = torch.tensor([[2.0]], dtype=torch.float32) if cast.granularity == "tensor" else _powers(rows, 1)
+        outer = (
+            torch.tensor([[2.0]], dtype=torch.float32, device="cpu")
+            if cast.granularity == "tensor"
+            else _powers(rows, 1)
+        )
         return Operand(data, outer)
     inner = _powers(math.ceil(rows / cast.block[0]), math.ceil(terms / cast.block[1]))
     has_outer = cast.scale == "float8_e4m3fn"
     dtype = getattr(torch, cast.scale) if cast.scale.startswith("float8") else torch.float32
-    return Operand(data, torch.tensor([[2.0]], dtype=torch.float32) if has_outer else None, inner.to(dtype))
+    return Operand(
+        data, torch.tensor([[2.0]], dtype=torch.float32, device="cpu") if has_outer else None, inner.to(dtype)
+    )
 
 
 def _powers(rows: int, columns: int) -> Tensor:
@@ -263,7 +269,10 @@ def _powers(rows: int, columns: int) -> Tensor:
 
 def _scattered(rows: int, columns: int) -> Tensor:
     """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
-    row, column = torch.arange(rows, dtype=torch.int64)[:, None], torch.arange(columns, dtype=torch.int64)
+    row, column = (
+        torch.arange(rows, dtype=torch.int64, device="cpu")[:, None],
+        torch.arange(columns, dtype=torch.int64, device="cpu"),
+    )
     return (row * 37 + column * 101 + row * column * 7) % 251
 
 

@@ -145,9 +145,9 @@ def _cast_blocks(
 #
 # A pure function of seed, step, layer, operand and logical position. Equal gradients must not round equally. So the bits come
 # from counters, and not from the values as the optimizer's do. The row counter counts tokens of the whole batch on all ranks.
-# The clock holds the index of the micro-batch's first sequence.
+# The clock holds the index of the micro-batch's first sequence, or of its first token.
 
-STEP_SEED, STEP, FIRST_SEQUENCE = range(3)
+STEP_SEED, STEP, FIRST_SEQUENCE, FIRST_TOKEN = range(4)
 """Places in the words of a clock."""
 
 
@@ -155,7 +155,7 @@ class Keys(NamedTuple):
     """The keys of a layer's random bits.
 
     Attributes:
-        clock: int32 ``[3]``: seed of the step, step, index of the batch's first sequence; see :class:`Clock`.
+        clock: int32 ``[4]``: seed of the step, step, index of the batch's first sequence or token; see :class:`Clock`.
         layer: int32 ``[]``: from the layer's name.
     """
 
@@ -164,25 +164,24 @@ class Keys(NamedTuple):
 
 
 class Clock:
-    """The seed, the step and the first sequence of a micro-batch, shared by the narrow layers of a model.
+    """The seed, the step and the place of a micro-batch in the batch, shared by the narrow layers of a model.
 
+    The place is the index of the first sequence or of the first token. The other index is 0.
     A change is written to each device once for all layers, and only if a layer reads it.
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self.seed, self.step, self.first_sequence = seed, 0, 0
+        self.seed, self.step, self.first_sequence, self.first_token = seed, 0, 0, 0
         self._words: dict[torch.device, Tensor] = {}
 
-    def set(self, *, step: int | None = None, seed: int | None = None, first_sequence: int | None = None) -> None:
-        """Set the given numbers."""
+    def set(self, **numbers: int) -> None:
+        """Set some of seed, step, first sequence and first token."""
         before = self._numbers()
-        self.step = self.step if step is None else step
-        self.seed = self.seed if seed is None else seed
-        self.first_sequence = self.first_sequence if first_sequence is None else first_sequence
+        vars(self).update(numbers)
         if self._words and self._numbers() != before:
             with torch.inference_mode(False):
                 for words in self._words.values():
-                    words.copy_(torch.tensor(self._numbers(), dtype=torch.int32), non_blocking=True)
+                    words.copy_(torch.tensor(self._numbers(), dtype=torch.int32, device="cpu"), non_blocking=True)
 
     def words(self, device: torch.device) -> Tensor:
         """Return the tensor on a device that always holds these numbers, see :attr:`Keys.clock`."""
@@ -192,7 +191,7 @@ class Clock:
         return self._words[device]
 
     def _numbers(self) -> list[int]:
-        return [step_seed(self.seed, self.step), self.step, self.first_sequence]
+        return [step_seed(self.seed, self.step), self.step, self.first_sequence, self.first_token]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_words": {}}  # a copy of a layer asks for them again
@@ -227,15 +226,15 @@ def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tens
     return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, sequence_length: int) -> Words | None:
+def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, length: int | None) -> Words | None:
     """Return the random words for a cast of ``x [rows, columns]``; ``None`` if it rounds to nearest.
 
-    ``operand`` is the slot's ``random_key``. ``sequence_length`` is the number of rows per sequence.
+    ``operand`` is the slot's ``random_key``. ``length`` is the number of rows per sequence; ``None`` for a weight.
     """
     if cast.rounding == "nearest":
         return None
     rows, columns = (-(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True))
-    first_row = keys.clock[FIRST_SEQUENCE] * sequence_length
+    first_row = 0 if length is None else keys.clock[FIRST_SEQUENCE] * length + keys.clock[FIRST_TOKEN]
     return quantization.random_words(rows, columns, key_of(keys, operand), first_row)
 
 

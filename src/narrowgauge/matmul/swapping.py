@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,13 +37,16 @@ class NarrowLayers:
     The seed and the step key stochastic casts. The step orders delayed scales. It advances with every step of any optimizer, or
     only of the optimizer given to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
 
+    ``str()`` says which part of the model's matrices the layers multiply, and which matrices stay wide.
+
     Attributes:
+        model: the model.
         layers: the layers by name.
-        clock: seed, step, and first sequence of the micro-batch.
+        clock: seed, step, and place of the micro-batch in the batch.
     """
 
-    def __init__(self, layers: Mapping[str, Layer], clock: Clock) -> None:
-        self.layers, self.clock = dict(layers), clock
+    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], clock: Clock) -> None:
+        self.model, self.layers, self.clock = model, dict(layers), clock
         self._hook: Any = None
         for layer in self.layers.values():
             if layer.clock is not clock:
@@ -57,8 +62,47 @@ class NarrowLayers:
         self.clock.set(step=step)
 
     def set_first_sequence(self, index: int) -> None:
-        """Set the index of the next micro-batch's first sequence in the whole batch, which keys its random bits."""
-        self.clock.set(first_sequence=index)
+        """Set the index in the whole batch of the next micro-batch's first sequence, for inputs ``[sequences, …, in]``.
+
+        It keys random bits: sequences of equal length round alike however the batch is divided into micro-batches.
+        """
+        self.clock.set(first_sequence=index, first_token=0)
+
+    def set_first_token(self, index: int) -> None:
+        """Set the index in the whole batch of the next micro-batch's first token, for packed inputs ``[(1,) tokens, in]``.
+
+        It keys random bits: tokens round alike however the batch is divided. A sample without tokens counts as one.
+        """
+        self.clock.set(first_sequence=0, first_token=index)
+
+    def matrices(self) -> dict[str, str]:
+        """Return what multiplies each matrix of the model: ``narrow``, ``kept`` (by choice), or the class whose code reads it.
+
+        A matrix is a parameter of two or more dims that is no bias and not of an embedding. Choice is a layer without a compute,
+        and what a compute keeps wide, such as routers.
+        """
+        readers: dict[str, str] = {}
+        choosers = [chooser(compute, None) for compute in {layer.compute for layer in self.layers.values()}]
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
+            owner = self.model.get_submodule(owner_name)
+            if parameter.ndim < 2 or "bias" in name.rpartition(".")[2] or isinstance(owner, nn.Embedding):
+                continue
+            layer = self.layers.get(owner_name) or self.layers.get(name)
+            is_choice = (
+                is_linear(owner) or experts.is_experts(owner) or any(choose(owner_name) is None for choose in choosers)
+            )
+            is_narrow = layer is not None and not layer.compute.is_wide
+            readers[name] = "narrow" if is_narrow else "kept" if is_choice else type(owner).__name__
+        return readers
+
+    def __str__(self) -> str:
+        readers = self.matrices()
+        sizes = {name: self.model.get_parameter(name).numel() for name in readers}
+        wide = [f"{name} ({reader})" for name, reader in readers.items() if reader != "narrow"]
+        total, narrow = sum(sizes.values()), sum(sizes[name] for name in readers if readers[name] == "narrow")
+        rest = f"; wide: {', '.join(wide[:4])}{f' and {len(wide) - 4} more' if len(wide) > 4 else ''}" if wide else ""
+        return f"{narrow:,} of {total:,} matrix weights are narrow ({narrow / max(total, 1):.0%}){rest}"
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Continue in other computes. ``choose`` maps a layer's name to its compute."""
@@ -123,7 +167,7 @@ def swap_linears(
             and nothing if ``compute`` is a function.
         seed: of stochastic casts.
     Returns:
-        A handle on the swapped layers.
+        A handle on the swapped layers. A warning names matrices that no ``nn.Linear`` multiplies: they stay wide.
     Raises:
         RecipeError: an unknown compute, no linear layer to swap, or experts that cannot be swapped.
     Cost: none until the layers are used. The first use of a compute compiles its casts, some seconds each.
@@ -151,7 +195,12 @@ def swap_linears(
     slow = _swap_slow_layers(model)
     for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
         warn_if_emulated(used, device)
-    linears = NarrowLayers(layers, Clock(seed))
+    linears = NarrowLayers(model, layers, Clock(seed))
+    if "narrow" in (readers := set(linears.matrices().values())) and not readers <= {"narrow", "kept"}:
+        warnings.warn(
+            f"{linears}. linears.matrices() lists all. Only layers of nn.Linear's own forward are swapped.",
+            stacklevel=2,
+        )
     for layer in slow:
         layer.set_clock(linears.clock)
     linears.clock.count_every_step()
@@ -183,7 +232,7 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
     """
     layers: dict[str, Layer] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     layers |= experts.grouped_layers_of(model)
-    return NarrowLayers(layers, next(iter(layers.values())).clock) if layers else None
+    return NarrowLayers(model, layers, next(iter(layers.values())).clock) if layers else None
 
 
 def linear_names(model: nn.Module) -> list[str]:

@@ -37,24 +37,41 @@ def local_of(tensor: Tensor) -> Tensor:
 def copied_to_cpu(tensor: Tensor) -> Tensor:
     """Copy the local tensor to the CPU."""
     local = local_of(tensor.detach())
-    return torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    return torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
 
 
-def placed_like(owner: Any, part: Tensor) -> Tensor:
+def column_groups(tensor: Any) -> list[Any]:
+    """Return the process groups of the mesh axes that split a tensor's last dimension. Their ranks share its rows."""
+    if not is_sharded(tensor):
+        return []
+    return [
+        tensor.device_mesh.get_group(axis) for axis, p in enumerate(tensor.placements) if _splits_columns(tensor, p)
+    ]
+
+
+def _splits_columns(tensor: Any, placement: Any) -> bool:
+    return _splits(placement) and bool(placement.dim == tensor.ndim - 1)
+
+
+def placed_like(owner: Any, part: Tensor, *, is_per_row: bool = False) -> Tensor:
     """Return this rank's part of a state as a DTensor placed like its parameter ``owner``. Keep it for a plain parameter.
 
-    A distributed checkpoint can save and reshard the result. Int16 becomes int32. ``part`` is parameter-shaped, or has a last
-    dimension of 1.
+    A distributed checkpoint can save and reshard the result. Int16 becomes int32.
+
+    Args:
+        part: parameter-shaped. With ``is_per_row``, its last dimension is 1, and ranks that share rows hold the same values.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
-    part = sendable(owner, part)
-    shape = owner.shape if part.shape[-1] == local_of(owner).shape[-1] else (*owner.shape[:-1], 1)
+    part, shape, placements = sendable(owner, part), owner.shape, owner.placements
+    if is_per_row:
+        shape = torch.Size((*shape[:-1], 1))
+        placements = [Replicate() if _splits_columns(owner, p) else p for p in placements]
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
-        part, owner.device_mesh, owner.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        part, owner.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
     return result
 

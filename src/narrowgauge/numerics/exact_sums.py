@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import COMPILE_ELEMENTS, can_compile, compiled_for_pattern
+from narrowgauge.compile import can_compile, compiled_for_pattern, is_worth_compiling, place_of
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
@@ -164,7 +164,8 @@ def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
     """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled if that pays, else chunk by chunk."""
-    if compile and len(flat) >= COMPILE_ELEMENTS and can_compile("cpu" if flat.is_cpu else "gpu"):
+    place = place_of([flat])
+    if compile and is_worth_compiling(len(flat), place) and can_compile(place):
         if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
             return torch.stack(compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales))
         return torch.stack(compiled_for_pattern(grid_steps, flat, scales))
@@ -185,7 +186,11 @@ _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExactSums:
-    """Sum up to 4,096 tensors elementwise, in any order.
+    """Sum up to 4,096 tensors elementwise. The result does not depend on their order, as on a parameter server.
+
+    Args:
+        numel: number of elements of each tensor.
+        device: of the sums and of the tensors.
 
     Invariant: :meth:`total` depends only on each element's multiset of values. Each value is rounded to a multiple of 2^-74.
     The total is the float32 nearest to their exact sum. Both round ties to even. It is NaN if a value was NaN, infinite, or
@@ -194,11 +199,12 @@ class ExactSums:
     Cost: 16 bytes per element. On one CPU thread adding takes 2.5 ns an element, rounding the total 4 ns once.
 
     Example:
-        >>> sums = ExactSums(1)
-        >>> for value in (2.0**18, 1.0, -(2.0**18), 2.0**-60):
+        >>> import torch, narrowgauge as ng
+        >>> sums = ng.numerics.ExactSums(1)
+        >>> for value in (2.0**18, 2.0**-60, -(2.0**18)):
         ...     sums.add_(torch.tensor([value]))
-        >>> sums.total()
-        tensor([1.])
+        >>> sums.total() == 2.0**-60
+        tensor([True])
     """
 
     def __init__(self, numel: int, device: torch.device | str = "cpu") -> None:

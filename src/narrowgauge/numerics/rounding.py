@@ -264,7 +264,8 @@ def round_to(
       layout, eager and compiled.
     * Overflow means a rounded value past the largest, or an infinity. It gives infinity if the format has one, else NaN if it
       has that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers). ``saturate=True`` gives
-      the end of the range in every format, for infinities too.
+      the end of the range in every format, for infinities too. ml_dtypes never saturates; PyTorch 2.13 saturates
+      ``float8_e4m3fn`` alone.
     * NaN: It becomes the quiet NaN. In a format without NaN it becomes 0. A scale of such codes must carry the NaN.
     * A zero, or a value that rounds to zero, keeps its sign if the format has −0. Subnormals are values like others.
     * Below zero, an unsigned integer overflows to 0. A scale (``float8_e8m0fnu``) has nothing at or below zero. Such values

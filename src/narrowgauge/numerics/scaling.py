@@ -78,10 +78,10 @@ class LossScaler:
         """Identifies the latest :meth:`scale`. An optimizer compares it to see whether a loss was scaled since its last step."""
         self.stepped: object = None
         """The request of the latest step."""
-        self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32)}
+        self._state: State = {"scale": torch.full((), float(initial), dtype=torch.float32, device="cpu")}
         for name in COUNTERS:
             value = hysteresis if name == "lives" else 0
-            self._state[name] = torch.full((), value, dtype=torch.int32)
+            self._state[name] = torch.full((), value, dtype=torch.int32, device="cpu")
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale, for backward.

@@ -93,15 +93,15 @@ class _Scratch(threading.local):
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        probe = torch.empty(0, dtype=dtype)
+        probe = torch.empty(0, dtype=dtype, device="cpu")
         if type(probe) is not Tensor or not probe.is_cpu:
             # Under FakeTensorMode or another default device: such a buffer must not outlive it.
-            return torch.empty(rows, columns, dtype=dtype)
+            return torch.empty(rows, columns, dtype=dtype, device="cpu")
         buffer = self.buffers.get((name, dtype))
         if buffer is None or buffer.numel() < rows * columns:
             # A tensor made in inference mode cannot be written outside it.
             with torch.inference_mode(False):
-                buffer = self.buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype)
+                buffer = self.buffers[name, dtype] = torch.empty(rows * columns, dtype=dtype, device="cpu")
         return buffer[: rows * columns].view(rows, columns)
 
 
@@ -184,7 +184,7 @@ def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float
 @torch.library.custom_op("narrowgauge::multiply_plain", mutates_args=())
 def multiply_plain(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``a [rows, contraction] · b [contraction, columns] + bias [columns]``, rounded once to ``dtype``."""
-    result = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
+    result = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device)
     wide = None if bias is None else bias.float()
     for tile, values in float32_tiles(a, b):
         result[tile].copy_(values if wide is None else values.add_(wide[tile[1]]))

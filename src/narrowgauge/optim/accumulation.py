@@ -1,17 +1,17 @@
-"""Sum the gradients of micro-batches in float32.
+"""Sum the gradients of micro-batches in float32 or float64.
 
 A batch too large for the memory is split into k micro-batches, and their gradients are added. Autograd adds in the gradient's
 own format. In bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. A
-:class:`GradientAccumulator` keeps the sum in a *buffer* shaped like the parameter, and rounds it once, at the end.
+:class:`GradientAccumulator` keeps the sum in a *buffer* shaped like the parameter, and rounds it at the end.
 
 Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses, relative to its result:
-2^-24. The first gradient is copied. Each of the other k - 1 adds an error of r:
+2^-24 in float32, 2^-53 in float64. The first gradient is copied. Each of the other k - 1 adds an error of r:
 
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
 The last rounding adds half an ulp if the sum has more bits than the gradient. Half an ulp is 2^-8 of the sum for bfloat16, and
-2^-11 for float16. Each micro-batch's gradient is also rounded to its 16 bits before the addition: 2^-8 · A. No accumulation
-removes that error.
+2^-11 for float16. A float64 is first rounded to float32. Each micro-batch's gradient is also rounded to its 16 bits before the
+addition: 2^-8 · A. No accumulation removes that error.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.rounding import cut, float_of, half
 from narrowgauge.optim.validation import gradient_of, refuse_capture
 
+_DROPPED = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
+"""Formats of gradients, and how many bits of a float32 each drops."""
+
 
 class GradientAccumulator:
-    """Sum micro-batch gradients in float32.
+    """Sum micro-batch gradients in float32 or float64.
 
     Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to ``None``. Call :meth:`finish`
     after the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
@@ -39,9 +43,13 @@ class GradientAccumulator:
 
     Args:
         parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped. Autograd itself
-            sums gradients of float32 parameters.
+            sums gradients that are not narrower than ``dtype``.
+        dtype: ``torch.float32`` or ``torch.float64``.
 
-    Cost: 4 bytes per parameter from the first call until :meth:`finish`, and under 16 MiB more during a call.
+    Raises:
+        RecipeError: another dtype.
+
+    Cost: the bytes of ``dtype`` per parameter from the first call until :meth:`finish`, and under 16 MiB more during a call.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -54,11 +62,13 @@ class GradientAccumulator:
         tensor([300., 300., 300.], dtype=torch.bfloat16)
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.parameters = list(dict.fromkeys(parameters))
+    def __init__(self, parameters: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> None:
+        if dtype not in (torch.float32, torch.float64):
+            raise RecipeError(f"Cannot sum gradients in {dtype!r}.", "Take torch.float32 or torch.float64.")
+        self.dtype, self.parameters = dtype, list(dict.fromkeys(parameters))
         require_float64(self.parameters)
         # The parameters whose gradients are summed here, not by autograd.
-        self._summed = [p for p in self.parameters if p.dtype in (torch.bfloat16, torch.float16)]
+        self._summed = [p for p in self.parameters if p.dtype in _DROPPED and p.dtype.itemsize < dtype.itemsize]
         self._buffers: dict[Tensor, Tensor] = {}  # between the first micro-batch of a step and finish
 
     @torch.no_grad()
@@ -76,12 +86,12 @@ class GradientAccumulator:
                 for total, chunk in flat_chunks(self._buffers[parameter], gradient):
                     total += chunk
             else:
-                self._buffers[parameter] = gradient.to(torch.float32, memory_format=torch.contiguous_format)
+                self._buffers[parameter] = gradient.to(self.dtype, memory_format=torch.contiguous_format)
             parameter.grad = None
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Round each sum once, put it into ``p.grad``, and reset. Without any gradient ``p.grad`` stays ``None``.
+        """Round each sum, put it into ``p.grad``, and reset. Without any gradient ``p.grad`` stays ``None``.
 
         Add a pending gradient first.
         """
@@ -91,9 +101,9 @@ class GradientAccumulator:
             buffer = self._buffers[parameter]
             gradient = torch.empty(buffer.shape, dtype=parameter.dtype, device=buffer.device)
             # Ties go away from zero. Sums of float16 values are multiples of 2^-24, so its subnormals are not rounded.
-            dropped = 13 if parameter.dtype is torch.float16 else 16
+            dropped = _DROPPED[parameter.dtype]
             for chunk, total in flat_chunks(gradient, buffer):
-                chunk.copy_(float_of(cut(total, dropped, half(dropped))))
+                chunk.copy_(float_of(cut(total.float(), dropped, half(dropped))))
             parameter.grad = placed_like(parameter, gradient)
             del self._buffers[parameter]  # once its gradient exists
 
@@ -105,5 +115,5 @@ class GradientAccumulator:
 
     def bytes_per_param(self) -> float:
         """Return the bytes per parameter of the buffers."""
-        size = sum(4 * local_of(p).numel() for p in self._summed if p.requires_grad)
+        size = sum(self.dtype.itemsize * local_of(p).numel() for p in self._summed if p.requires_grad)
         return size / max(1, sum(local_of(p).numel() for p in self.parameters))

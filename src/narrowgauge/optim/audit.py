@@ -141,8 +141,8 @@ class Auditor:
     def collect(self) -> Tensor:
         """Move the new sums into the windows and return their total. The host waits for the device here."""
         if not self.fresh:
-            return torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64)
-        host_sums = torch.tensor([counts for _, _, counts in self.fresh], dtype=torch.float64)
+            return torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64, device="cpu")
+        host_sums = torch.tensor([counts for _, _, counts in self.fresh], dtype=torch.float64, device="cpu")
         table = torch.cat([torch.stack([_filled(sums) for _, sums, _ in self.fresh]).cpu(), host_sums], 1)
         for (parameter, *_), row in zip(self.fresh, table, strict=True):
             self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)
@@ -186,10 +186,11 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], li
 
     def join(sums: list[Sums]) -> list[Sums]:
         local = {
-            parameter: torch.cat([_filled(s).cpu(), torch.tensor(n, dtype=torch.float64)]) for parameter, s, n in sums
+            parameter: torch.cat([_filled(s).cpu(), torch.tensor(n, dtype=torch.float64, device="cpu")])
+            for parameter, s, n in sums
         }
         joined: dict[Tensor, Tensor] = {}
-        zeros = torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64)
+        zeros = torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64, device="cpu")
         for groups, members in by_group(parameters):
             if members:
                 table = torch.stack([local.get(parameter, zeros) for parameter in members])

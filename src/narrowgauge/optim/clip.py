@@ -57,10 +57,10 @@ def decide(norm: Tensor, options: Tensor) -> Tensor:
 class StepControl:
     """Decide for each step the factor of the gradients and whether to skip.
 
-    ``worth_compiling`` returns whether to compile the norm for a number of elements.
+    ``worth_compiling`` returns whether to compile the norm for a number of elements on a device.
     """
 
-    def __init__(self, worth_compiling: Callable[[int], bool]) -> None:
+    def __init__(self, worth_compiling: Callable[[int, torch.device], bool]) -> None:
         self._worth_compiling = worth_compiling
         self._request: object = None
 
@@ -101,7 +101,7 @@ class StepControl:
                 options[place] = scalar.to(options).view(())
         if not needs_norm:
             return Decision(decide(options.new_zeros(()), options)[:2], None, finite)
-        compile = self._worth_compiling(sum(g.numel() for g in gradients))
+        compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
         squares = exact_squares(gradients, peaks=peaks, compile=compile)
         decided = decide(sqrt(squares).to(options.dtype), options)
         if is_ours and scaler is not None:

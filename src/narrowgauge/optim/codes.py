@@ -1,6 +1,7 @@
 """Codes: float32 values rounded to the bits of a storage, and decoded.
 
 Everything here is written once, in int32 and float32 operations. It gives the same bits eagerly, compiled, on CPUs and on GPUs.
+A storage of float64 masters has int64 words and float64 values, and is never compiled.
 
 A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several codes share a 32-bit word, each at its own
 ``shift``. Encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``. Decoding is a shift and a mask.
@@ -15,6 +16,7 @@ memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,25 +39,33 @@ from narrowgauge.numerics.rounding import (
 from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_of
 
 SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
-INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+QUIET_NAN64 = 0x7FF8 << 48
+INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def dropped_bits(code: Code) -> int:
     """Return how many low mantissa bits of a float32 a code drops."""
-    return 23 - code.mantissa_bits
+    return max(0, 23 - code.mantissa_bits)
+
+
+def value_dtype(storage: Storage) -> torch.dtype:
+    """Return the dtype in which a rule computes."""
+    return torch.float64 if storage.arithmetic == "float64" else torch.float32
 
 
 # ── one code ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
-    """Round ``x`` to a code: int32, zero outside the code's bits.
+    """Round ``x`` to a code: int32, zero outside the code's bits. A float64 code gives int64.
 
     Args:
         addend: added before cutting (:func:`narrowgauge.numerics.rounding.cut`).
         shift: position of the code's lowest bit in the word.
         scale: for a scaled code, the first result of :func:`multipliers`.
     """
+    if code.bits == 64:
+        return torch.where(x.isnan(), QUIET_NAN64, x.double().view(torch.int64))
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
     # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a mask clears the sign copies
@@ -66,6 +76,8 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
     """Return the float32 values of codes at ``shift`` in words. ``scale`` is the second result of :func:`multipliers`."""
+    if code.bits == 64:
+        return word.view(torch.float64)
     if code.is_window:
         return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
     mask = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
@@ -184,14 +196,14 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, or ``None``; and the value of both
         together.
     """
+    _, below, exponent = VISIBLE[storage.visible]
+    if storage.master:
+        bits = encode(storage.weight, x, 0, 0)
+        return encode_visible(storage, x.float(), half(below)), bits, decode(storage.weight, bits, 0)
     if storage.visible == "float32":
         bits = cut(x, 0, 0)
         return bits, None, float_of(bits)
-    _, below, exponent = VISIBLE[storage.visible]
     scaled = x * 2.0**exponent if exponent else x
-    if storage.master:
-        bits = cut(x, 0, 0)
-        return _in_range(storage, cut(scaled, below, half(below))), bits, float_of(bits)
     if not storage.tail_bits:
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)
@@ -219,14 +231,19 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
     """Return the stored weight of visible bits and their field: the inverse of :func:`encode_weight`.
 
     If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail is added to any
-    visible weight. It moves a weight that other code wrote by at most half an ulp.
+    visible weight. It moves a weight that other code wrote by at most half an ulp. It does not move a written zero: a negative
+    tail would borrow from the sign, and make a NaN.
     """
     if storage.master:
         assert field is not None
         seen, stored = visible_value(storage.visible, visible), decode(storage.weight, field, 0)
         is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
         return torch.where(is_outdated, seen, stored)
-    return visible_value(storage.visible, visible if field is None else visible + field)
+    if field is None:
+        return visible_value(storage.visible, visible)
+    total = visible + field
+    # The exclusive or is negative where the sign changes, and turns the sum back into the visible weight.
+    return visible_value(storage.visible, total ^ (total ^ visible).clamp(max=0))
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
@@ -266,7 +283,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Hold the float32 values of a lane.
+    """Hold the values of a lane, float32 or :func:`value_dtype`.
 
     Args:
         weight: the input of the rule: the stored weight, or the visible one if ``low`` is its compensation.
@@ -448,7 +465,7 @@ def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: 
     for place, part in enumerate(names):
         shift = lane.fields[part][1]
         into = _into(code, lane.scales, name, place)
-        fields[part] = encode(code, rest, addend, shift, into)
+        fields[part] = encode(code.part(place), rest, addend, shift, into)
         if part != names[-1]:
             rest = rest - decode(code, fields[part], shift, _inverse(into))
     return fields
@@ -471,7 +488,7 @@ def write_parts(
         for place, (part, value) in enumerate(zip((name, *low_parts(name, code)), values, strict=True)):
             shift = lane.fields[part][1] if part in lane.fields else 0
             into = _into(code, lane.scales, name, place)
-            bits = encode(code, value, half(dropped_bits(code)), shift, into)
+            bits = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
             if name == "weight":
                 stored.append(_stored(code, bits, shift, into, value))
             if part != "weight":
@@ -495,8 +512,8 @@ def _inverse(into: Tensor | None) -> Tensor | None:
 
 
 # ── a tensor of its own ─────────────────────────────────────────────────────────────────────────────────────────────────
-# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, which is in one part
-# and has no scales by row.
+# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, which has one part. If
+# the code is scaled by row, the largest magnitude of each row is its bound.
 
 
 def alone_dtype(code: Code) -> torch.dtype:
@@ -509,21 +526,26 @@ def saved_as(name: str, code: Code) -> str:
     return name if alone_dtype(code).is_floating_point else f"{name}_codes"
 
 
-def alone_value(code: Code, tensor: Tensor) -> Tensor:
-    """Return the float32 values. For a float32 state this is its own memory, not a copy."""
-    return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0)
+def alone_value(code: Code, tensor: Tensor, bound: Tensor | None = None) -> Tensor:
+    """Return the float32 values. For a float32 state this is its own memory, not a copy. A scaled code needs its bound."""
+    back = None if bound is None else multipliers(code, bound)[1]
+    return decode(code, tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0, back)
 
 
-def encode_alone(code: Code, values: Tensor, seed: Tensor) -> Tensor:
-    """Encode values as a tensor of :func:`alone_dtype`.
+def encode_alone(code: Code, values: Tensor, seed: Tensor, bound: Tensor | None = None) -> Tensor:
+    """Encode values as a tensor of :func:`alone_dtype`. A scaled code needs the ``bound`` of each row, ``[…, rows, 1]``.
 
-    A stochastic code rounds stochastically under ``seed`` (0-d int32). The random bits hash a value's position and mantissa, so
-    a power of two on all values changes nothing.
+    A stochastic code rounds stochastically under ``seed`` (0-d int32). The random bits hash a value's mantissa and its position
+    in its matrix (the last two dims), so a power of two on all values changes nothing.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
     addend: Tensor | int = half(dropped)
     if code.rounding == "stochastic":
-        place = torch.arange(value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
+        rows, columns = math.prod(value.shape[-2:-1]), (1, *value.shape)[-1]
+        row, column = (torch.arange(count, dtype=torch.int32, device=value.device) for count in (rows, columns))
+        # Modulo 2^32: the numbers of a matrix of more elements begin again.
+        place = (row[:, None] * columns + column).view(value.shape[-2:])
         addend = dither(random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped)
     dtype = alone_dtype(code)
-    return encode(code, value, addend, 0).to(INTEGER[8 * dtype.itemsize]).view(dtype)
+    into = None if bound is None else multipliers(code, bound)[0]
+    return encode(code, value, addend, 0, into).to(INTEGER[8 * dtype.itemsize]).view(dtype)

@@ -1,9 +1,9 @@
 """Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
 
 :func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An elementwise rule
-runs between reading and writing. It computes in float32. In a storage of Collage, AdamW runs in the published expansions, which
-round every operation to the visible format. A matrix rule runs outside the kernel, on whole matrices. The kernel only
-writes its result. Eager, this code is the reference. Compiled, it is one fused loop over 32-bit words.
+runs between reading and writing. It computes in float32 or float64. In a storage of Collage, AdamW runs in the published
+expansions, which round every operation to the visible format. A matrix rule runs outside the kernel, on whole matrices. The
+kernel only writes its result. Eager, this code is the reference. Compiled, it is one fused loop over 32-bit words.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ CONTROL = ("gradient_scale", "skip")
 
 
 def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """Run the rule in float32 and round the result. ``scalars`` are ``gradient_scale`` and the rule's."""
-    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    """Run the rule in its scalars' dtype and round the result. ``scalars`` are ``gradient_scale`` and the rule's."""
+    scale = scalars["gradient_scale"]
+    gradient = codes.gradient_value(storage.visible, lane.gradient).to(scale.dtype) * scale
     old = codes.read(storage, lane, rule.states)
     change, *new = rule.update(old.weight, gradient, *old.states, scalars)
     return codes.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
@@ -58,6 +59,7 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
 
 ARITHMETICS: dict[str, Callable[..., Written]] = {
     "float32": in_floats,
+    "float64": in_floats,
     "expansion": in_expansions,
 }
 
@@ -144,7 +146,7 @@ def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | 
         summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words. ``None`` makes a
             step without an audit. Terms of the decay are left out if the rule has none.
     Returns:
-        ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32, all of one shape
+        ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32 (of a float64 int64), all of one shape
         (:func:`narrowgauge.optim.layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
         plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
         the code's window and back. ``decided`` holds a matrix rule's float32 tensors of the first lane, then of the next. On a
@@ -202,8 +204,10 @@ class Kernel:
     AUDIT, AUDIT_ON_GPU = 1 << 18, 1 << 24
     """Words per audited call. A compiled float32 sum of so many is within 1e-5. A float64 sum costs a third more."""
 
-    def __init__(self, rule: Rule | MatrixRule, storage: Storage, *, compile: bool) -> None:
-        self.rule, self.storage, self.compile = rule, storage, compile
+    def __init__(self, rule: Rule | MatrixRule, storage: Storage) -> None:
+        self.rule, self.storage = rule, storage
+        self.compile = False  # the optimizer decides at each step, from the elements that it steps
+        self.ran_compiled = False
         self.is_matrix = isinstance(rule, MatrixRule)
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
         # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
@@ -222,13 +226,14 @@ class Kernel:
 
         Args:
             tensors: tensors of equal length: the words, the multipliers of rows, and the results of a matrix rule.
-            values: the scalars of ``CONTROL`` and of the rule, float32.
+            values: the scalars of ``CONTROL`` and of the rule, float32 or float64.
             seed: 0-d int32.
         """
         first = tensors[0]
         if not first.numel() or (values.is_cpu and values[CONTROL.index("skip")]):
             return values.new_zeros(self.num_sums, dtype=torch.float64) if audited else None
         run = self._version(tensors, values, seed, audited)
+        self.ran_compiled = run is not None
         on_cpu, step = values.is_cpu, self._audited if audited else self._plain
         if run is None:
             size = chunk_size(first.device)
@@ -248,10 +253,10 @@ class Kernel:
     def compiles_for(self, device: torch.device) -> bool:
         """Return whether to use compiled code on a device.
 
-        On a CPU a matrix rule's own products take longer than its write. On a GPU that would be some eighty small operations for
-        each matrix.
+        Float64 is a reference, and runs eagerly. On a CPU a matrix rule's own products take longer than its write. On a GPU that
+        would be some eighty small operations for each matrix.
         """
-        return self.compile and not (self.is_matrix and device.type == "cpu")
+        return self.compile and self.storage.arithmetic != "float64" and not (self.is_matrix and device.type == "cpu")
 
     def _version(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, audited: bool) -> Compiled | None:
         """Return the compiled step, or ``None`` if there is none for such tensors."""
@@ -261,8 +266,8 @@ class Kernel:
         if key not in self._compiled or not ((run := self._compiled[key]) is None or run.accepts(arguments)):
             step = self._audited if audited else self._plain
             # Prove it at scalars that all count: in its first step a run may skip, or have a rate or a decay of 0.
-            proof = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype)
-            proof[: len(CONTROL)] = torch.tensor([1.0, 0.0])
+            proof = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype, device="cpu")
+            proof[: len(CONTROL)] = torch.tensor([1.0, 0.0], device="cpu")
             self._compiled[key] = compiled(
                 step,
                 [*tensors, proof.to(values.device), seed],

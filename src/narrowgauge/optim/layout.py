@@ -5,8 +5,8 @@ read as int32 *words* of two neighbours. Shift and mask give an even and an odd 
 
 A *plane* is one state tensor. It holds one field, or several fields packed into an element of 8, 16 or 32 bits. A 16-bit
 plane has the weight's order. Beside a 16-bit weight, a 32-bit plane is stored as two tensors: all even elements, then all odd
-ones. An 8-bit plane packs four lanes into a word. With such a plane the weight is read in two *parts*, the upper and the lower
-half of its rows. Lanes 0 and 1 come from the first part, 2 and 3 from the second.
+ones. So is a plane of float64 values, in 64-bit words. An 8-bit plane packs four lanes into a word. With such a plane the weight
+is read in two *parts*, the upper and the lower half of its rows. Lanes 0 and 1 come from the first part, 2 and 3 from the second.
 
 A storage with two parts, or with codes scaled by row, is a matrix of rows. Other storages are flat, and their small parameters
 share a :class:`Bucket`. :func:`to_parameter_order` and :func:`from_parameter_order` convert without losing a bit.
@@ -29,7 +29,7 @@ from narrowgauge.spec.storages import VISIBLE, Storage, low_parts, width_of
 
 
 def _share(bits: int) -> int:
-    return 32 // bits
+    return max(1, 32 // bits)
 
 
 # ── planes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -73,8 +73,8 @@ def _is_signed_state(storage: Storage, name: str) -> bool:
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """Return PyTorch's dtype with the bits of a lone field, if there is one."""
-    if width == 32:
-        return torch.float32
+    if width >= 32:
+        return torch.float32 if width == 32 else torch.float64
     codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
     parts = {part: code for state, code in codes.items() for part in (state, *low_parts(state, code))}
     code = parts.get(name)  # a tail and a master copy have none
@@ -129,7 +129,7 @@ def num_tensors(storage: Storage, bits: int) -> int:
 def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch.device) -> Tensor:
     """Return zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape``. Zero encodes 0."""
     full = (num_tensors(storage, plane.bits), *extent(storage, shape))
-    return torch.zeros(full, dtype=torch.int32, device=device)
+    return torch.zeros(full, dtype=INTEGER[max(32, plane.bits)], device=device)
 
 
 # ── the translation ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,7 +192,7 @@ def set_fields(
 
 def _bits_of_plane(storage: Storage, plane: Plane, words: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     values = to_parameter_order(storage, plane, words[plane.name], shape)
-    return values.view(INTEGER[plane.bits]).to(torch.int32)
+    return values.view(INTEGER[plane.bits]).to(INTEGER[max(32, plane.bits)])
 
 
 # ── tensors in memory ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -312,7 +312,7 @@ class Bucket:
     """Step small parameters of one storage in one kernel call: 300 norm gains cost one call.
 
     The members are states (:mod:`narrowgauge.optim.state`) with contiguous words. Weights and gradients are copied in before a
-    step, and weights out after it.
+    step, and weights out after it. A member may come from another bucket: its words move here.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
@@ -329,7 +329,7 @@ class Bucket:
         self._weights: list[Tensor] = []
         self._gradients: list[Tensor] = []
         for member, segment in zip(members, self.segments, strict=True):
-            member.words = {name: plane[:, segment] for name, plane in words.items()}
+            member.move_words({name: plane[:, segment] for name, plane in words.items()})
             member.bucket = self
             shape = member.parameter.shape
             for source, views in ((weights, self._weights), (gradients, self._gradients)):
@@ -347,17 +347,27 @@ class Bucket:
 
 def allocate_all(states: Sequence[Any], *, joined: bool) -> None:
     """Allocate zeroed words for states of one storage and device. Small ones share buckets if ``joined``."""
-    small, total = [], 0
+    small = []
     for state in states:
         parameter, storage = state.parameter, state.storage
         is_odd = parameter.numel() <= BUCKET_WORDS and as_words(parameter) is None
         if joined and not by_rows(storage) and (parameter.numel() <= SMALL or is_odd):
             small.append(state)
-            total += extent(storage, parameter.shape)[0]
-            if total >= BUCKET_WORDS:
-                Bucket(small)
-                small, total = [], 0
         else:
             state.words = {p.name: allocate(storage, p, parameter.shape, parameter.device) for p in planes(storage)}
-    if small:
-        Bucket(small)
+    buckets_of(small)
+
+
+def buckets_of(states: Sequence[Any]) -> list[Bucket]:
+    """Return the buckets of small states that step together. Make those that do not exist: members may have changed."""
+    buckets: list[Bucket] = []
+    members: list[Any] = []
+    total = 0
+    for state in states:
+        members.append(state)
+        total += extent(state.storage, state.parameter.shape)[0]
+        if total >= BUCKET_WORDS or state is states[-1]:
+            bucket = members[0].bucket
+            buckets.append(bucket if bucket is not None and bucket.members == members else Bucket(members))
+            members, total = [], 0
+    return buckets

@@ -47,7 +47,9 @@ def make_loaded_states(
 def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors. Leave out values ``{}``: torch sets them for what a flattened checkpoint lacks."""
     return {
-        name: torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else local_of(value)
+        name: torch.tensor(value, dtype=torch.float32, device="cpu")
+        if isinstance(value, int | float)
+        else local_of(value)
         for name, value in entry.items()
         if value != {}
     }
@@ -86,12 +88,11 @@ def put_states(optimizer: Any) -> None:
 
 def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
     """Return the saved names of a matrix rule's own states. Every rank has them whole, whatever the sharding."""
-    group = optimizer.group_of(parameter)
-    row, states = (
-        optimizer.storage_of(parameter),
-        extras_of(optimizer.rule_in(group, parameter), parameter.shape, group),
-    )
-    return {codes.saved_as(name, extra_code(row, state.role)) for name, state in states.items()}
+    group, row = optimizer.group_of(parameter), optimizer.storage_of(parameter)
+    states = extras_of(optimizer.rule_in(group, parameter), parameter.shape, group)
+    stored = {name: extra_code(row, state.role) for name, state in states.items()}
+    bounds = {f"{name}_bound" for name, code in stored.items() if code.scaled}
+    return {codes.saved_as(name, code) for name, code in stored.items()} | bounds
 
 
 def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -1,12 +1,13 @@
-"""The step of matrix rules: one rank computes the step of a matrix, and every rank writes its shard.
+"""The step of matrix rules: one rank computes the step of a parameter, and every rank writes its shard.
 
-A batch has one matrix for each rank. The largest matrices come first:
+A batch has one parameter for each rank. The largest come first:
 
 1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
-2. The matrix is gathered on its rank, which computes ``MatrixRule.direction``.
+2. The parameter is gathered on its rank, which computes ``MatrixRule.direction`` of its matrix, or of each in its stack.
 3. The result is scattered, unsharded states are broadcast, and every rank writes its shard.
 
-The bits are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
+A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
+are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
 Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along the one axis of a mesh. Other
 DTensors are gathered and stepped on every rank.
 """
@@ -40,34 +41,37 @@ def step_matrices(
     """
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: -state.owner.numel())
-        count = 1 if ranks is None else ranks.count
+        count = 1 if ranks is None or ranks.has_stacks else ranks.count
         for first in range(0, len(members), count):
             batch = members[first : first + count]
             yield from _step_batch(ranks, [MatrixStep(s, options, numbers_of(s)) for s in batch])
 
 
 def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step at most one matrix per rank. All ranks compute between the last gather and the first scatter."""
-    measures: list[Tensor | None] = []
+    """Step at most one parameter per rank. All ranks compute between the last gather and the first scatter."""
+    measures: list[list[Tensor] | None] = []
     for place, step in enumerate(steps):
         measure = step.rule.measure(step.options)
         weight = None if measure is None else _gather(ranks, place, step.owner, step.weight())
-        measures.append(None if measure is None or weight is None else measure(weight))
+        measures.append(None if measure is None or weight is None else [measure(x) for x in _matrices(weight)])
         del weight
     gradients = [_gather(ranks, place, step.owner, step.averaged()) for place, step in enumerate(steps)]
     changes: list[Tensor | None] = []
     for place, step in enumerate(steps):
         gradient = gradients.pop(0)
-        changes.append(None if gradient is None else step.direction(gradient, measures[place]))
+        first = 0 if ranks is None or not ranks.has_stacks else ranks.rank * ranks.height(len(step.owner))
+        changes.append(None if gradient is None else step.direction(gradient, measures[place], first))
         del gradient
     for place, step in enumerate(steps):
         change, changes[place] = changes[place], None
         part = _scatter(ranks, place, step.owner, change)
         del change
         if ranks is not None:
-            for tensor in step.state.extras.values():
-                # Neither gloo nor NCCL sends integers of 16 bits.
-                torch.distributed.broadcast(tensor.view(-1).view(torch.uint8), group=ranks.group, group_src=place)
+            for tensor in step.state.tensors_of_extras().values():
+                parts = enumerate(tensor.split(ranks.height(len(tensor)))) if ranks.has_stacks else [(place, tensor)]
+                for source, values in parts:
+                    # Neither gloo nor NCCL sends integers of 16 bits.
+                    torch.distributed.broadcast(values.view(-1).view(torch.uint8), group=ranks.group, group_src=source)
         sums = step.write(part)
         if sums is not None:
             yield step.state, sums
@@ -78,21 +82,38 @@ def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tu
 
 @dataclass(frozen=True)
 class Ranks:
-    """Describe the ranks of a mesh that share a parameter's rows: its process group, and this rank's number."""
+    """Describe the ranks of a mesh that share a parameter's rows: its process group, and this rank's number.
+
+    With ``has_stacks``, the rows are whole matrices.
+    """
 
     group: Any
     rank: int
     count: int
+    has_stacks: bool
+
+    def height(self, rows: int) -> int:
+        """Return how many of the rows a rank has. The last ranks may have fewer."""
+        return -(-rows // self.count)
+
+
+def _matrices(values: Tensor) -> Sequence[Tensor]:
+    return values.unbind(0) if values.ndim == 3 else (values,)
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-    """Return a whole tensor shaped like ``owner``, as a matrix, on the rank ``place``. Else return ``None``."""
+    """Return a whole tensor in the ``matrix_shape`` of ``owner`` on the rank ``place``. Else return ``None``.
+
+    Every rank gets its part of a sharded stack.
+    """
     import torch.distributed as dist
 
-    rows, columns = matrix_shape(owner.shape)
     if ranks is None:
-        return gathered(owner, part).reshape(rows, columns)
-    height = -(-rows // ranks.count)
+        return gathered(owner, part).reshape(matrix_shape(owner.shape))
+    if ranks.has_stacks:
+        return part
+    rows, columns = matrix_shape(owner.shape)
+    height = ranks.height(rows)
     buffer = part.new_empty(height * ranks.count, columns) if place == ranks.rank else None
     into = None if buffer is None else list(buffer.split(height))
     dist.gather(_padded(part.reshape(len(part), columns), height), into, group=ranks.group, group_dst=place)
@@ -100,14 +121,14 @@ def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Ten
 
 
 def _scatter(ranks: Ranks | None, place: int, owner: Tensor, matrix: Tensor | None) -> Tensor:
-    """Return this rank's part of a float32 matrix from the rank ``place``."""
+    """Return this rank's part of what :func:`_gather` returned on the rank ``place``."""
     import torch.distributed as dist
 
-    if ranks is None:
+    if ranks is None or ranks.has_stacks:
         assert matrix is not None
-        return own_part(owner, matrix.view(owner.shape))
+        return own_part(owner, matrix.view(owner.shape)) if ranks is None else matrix
     rows, columns = matrix_shape(owner.shape)
-    height, local = -(-rows // ranks.count), local_of(owner)
+    height, local = ranks.height(rows), local_of(owner)
     part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
     pieces = None if matrix is None else list(_padded(matrix, height * ranks.count).split(height))
     dist.scatter(part, pieces, group=ranks.group, group_src=place)
@@ -122,7 +143,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list[ParameterState]]]:
-    """Group states by the mesh that shards their rows; ``None`` for all others. Every rank sees the same order."""
+    """Group states by the mesh that shards their rows, stacks apart. Others have ``None``. Every rank sees the same order."""
     batches: dict[Any, tuple[Ranks | None, list[ParameterState]]] = {}
     for state in states:
         owner: Any = state.owner
@@ -130,14 +151,15 @@ def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Ranks | None, list
             continue
         is_by_rows = is_sharded(owner) and owner.device_mesh.ndim == 1 and owner.placements[0].is_shard(0)
         mesh = owner.device_mesh if is_by_rows else None
-        if mesh not in batches:
-            ranks = None if mesh is None else Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size())
-            batches[mesh] = ranks, []
-        batches[mesh][1].append(state)
+        key = mesh, is_by_rows and len(matrix_shape(owner.shape)) == 3
+        if key not in batches:
+            ranks = None if mesh is None else Ranks(mesh.get_group(), mesh.get_local_rank(), mesh.size(), key[1])
+            batches[key] = ranks, []
+        batches[key][1].append(state)
     return list(batches.values())
 
 
-# ── one matrix ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one parameter ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +207,7 @@ class Piece:
 
 
 class MatrixStep:
-    """Step this rank's shard of one matrix."""
+    """Step this rank's shard of one parameter."""
 
     def __init__(self, state: ParameterState, options: Options, numbers: Any) -> None:
         assert isinstance(state.kernel.rule, MatrixRule)
@@ -210,13 +232,20 @@ class MatrixStep:
             chunk.fill(gradient, [self._average(lane)[0] for lane in lanes_of(self.storage, chunk.tensors, ())])
         return gradient
 
-    def direction(self, gradient: Tensor, measure: Tensor | None) -> Tensor:
-        """Return the step of the whole matrix. Store the states that are not beside the weight."""
-        states = {name: self.state.extra(name) for name in self.state.extras}
-        change, new = self.rule.direction(gradient, measure, states, self.options, self.state.step + 1)
-        for name, values in new.items():
-            self.state.put_extra(name, values, self.numbers.seed, self.skip)
-        return change.contiguous()
+    def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
+        """Return the step of whole matrices, in the gradient's memory. Store the states that are not beside the weight.
+
+        ``first`` is the number of the first matrix in its stack.
+        """
+        for place, matrix in enumerate(_matrices(gradient)):
+            index = (first + place,) if gradient.ndim == 3 else ()
+            measure = None if measures is None else measures[place]
+            states = {name: self.state.extra(name, index) for name in self.state.extras}
+            change, new = self.rule.direction(matrix, measure, states, self.options, self.state.step + 1)
+            for name, values in new.items():
+                self.state.put_extra(name, values, self.numbers.seed, self.skip, index)
+            matrix.copy_(change)
+        return gradient
 
     def write(self, part: Tensor) -> Tensor | None:
         """Write this rank's shard. Return the sums of its audit, if it is audited and this rank has elements."""

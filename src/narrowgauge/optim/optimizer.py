@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.compile import COMPILE_ELEMENTS
+from narrowgauge.compile import is_worth_compiling
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
@@ -25,6 +25,7 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
+from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
@@ -76,7 +77,8 @@ class Optimizer(torch.optim.Optimizer):
             not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
         audit_every: steps between audits; 0 never audits.
-        compile: compile the kernels; ``None`` decides by size.
+        compile: compile the kernels. ``None`` decides at each step: always on a GPU, on a CPU for 2¹⁸ elements or more.
+            :meth:`ran_compiled` tells the outcome.
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too. Do not pass it here.
@@ -208,7 +210,8 @@ class Optimizer(torch.optim.Optimizer):
         """Return the rule and the storage of a parameter. Refuse what they do not support."""
         rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter)
         check_visible(parameter, storage)
-        refuse_pair(rule.name, storage, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
+        kept = storage.keeping(rule.kept)
+        refuse_pair(rule.name, kept, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
         return rule, storage
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -250,19 +253,29 @@ class Optimizer(torch.optim.Optimizer):
     def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> Kernel:
         key = rule.name, storage
         if key not in self._kernels:
-            everyone = [(g, p) for g in self.param_groups for p in g["params"]]
-            alike = [p for g, p in everyone if self._storage_in(g, p).keeping(rule.kept) == storage]
-            compile = self._is_worth_compiling(sum(p.numel() for p in alike))
-            self._kernels[key] = Kernel(rule, storage, compile=compile)
+            self._kernels[key] = Kernel(rule, storage)
         return self._kernels[key]
 
-    def _is_worth_compiling(self, num_elements: int) -> bool:
-        return self.compile if self.compile is not None else num_elements >= COMPILE_ELEMENTS
+    def _is_worth_compiling(self, num_elements: int, device: torch.device) -> bool:
+        return self.compile if self.compile is not None else is_worth_compiling(num_elements, device.type)
+
+    def ran_compiled(self) -> dict[str, bool]:
+        """Return whether the last step ran compiled code, by rule and storage.
+
+        Example:
+            >>> import torch, narrowgauge as ng
+            >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+            >>> weight.grad, optimizer = torch.ones_like(weight), ng.AdamW([weight], lr=1e-3)
+            >>> optimizer.step()
+            >>> optimizer.ran_compiled()  # few elements on a CPU
+            {'adamw/word': False}
+        """
+        return {f"{rule}/{storage.name}": kernel.ran_compiled for (rule, storage), kernel in self._kernels.items()}
 
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
     ) -> None:
-        """Store float32 weights, and perhaps states. Parameters become the visible part of the weights.
+        """Store weights, and perhaps states. Parameters become the visible part of the weights.
 
         Refused values change nothing.
 
@@ -324,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
-        """Return the stored value as float32.
+        """Return the stored value as float32, or float64 if the storage computes in it.
 
         Args:
             parameter: one of the optimizer's parameters.
@@ -343,11 +356,12 @@ class Optimizer(torch.optim.Optimizer):
         shapes = shapes_of_states(rule, parameter.shape, group)
         if name != "weight" and name not in shapes:
             raise KeyError(f"rule '{rule.name}' has {('weight', *shapes)}, not '{name}'")
+        dtype = value_dtype(self._storage_in(group, parameter))
         if name == "weight":
-            return parameter.detach().to(torch.float32, copy=True)
+            return parameter.detach().to(dtype, copy=True)
         if name in extras_of(rule, parameter.shape, group):
-            return torch.zeros(shapes[name], dtype=torch.float32, device=parameter.device)
-        return torch.zeros_like(parameter, dtype=torch.float32)
+            return torch.zeros(shapes[name], dtype=dtype, device=parameter.device)
+        return torch.zeros_like(parameter, dtype=dtype)
 
     def num_steps(self, parameter: Tensor) -> int:
         """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
@@ -376,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
                 since its state was made. In a first step: parameters were replaced since then, or the model lacks them.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
-            largest matrix: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
+            largest parameter: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
         """
         if self._uncompiled is None:  # not earlier, since the import takes a second
             self._uncompiled = torch.compiler.disable(self._close_and_step)
@@ -408,6 +422,11 @@ class Optimizer(torch.optim.Optimizer):
         self._stepped = True
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
+        num_elements: dict[Kernel, int] = defaultdict(int)
+        for state in states:
+            num_elements[state.kernel] += state.parameter.numel()
+        for kernel, count in num_elements.items():
+            kernel.compile = self._is_worth_compiling(count, device)
         decision = self._control(
             [g for g in gradients if g is not None],
             device,
@@ -421,10 +440,11 @@ class Optimizer(torch.optim.Optimizer):
         control, norm = decision.control, decision.norm
         self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
-        for group, members in work:
-            Stepper(group, control, self.auditor, self.audit_every).step(members)
-            for state in members:
-                state.step += 1
+        with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
+            for group, members in work:
+                Stepper(group, control, self.auditor, self.audit_every).step(members)
+                for state in members:
+                    state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.
@@ -489,8 +509,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             A dict as in ``torch.optim``. A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master``
-            (float32), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is a 0-d float32 tensor.
-            Values are DTensors if the parameter is one.
+            (float32 or float64), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is a 0-d float32
+            tensor. Values are DTensors if the parameter is one.
         """
         self.settle()  # a step skipped on a device has not yet reverted its count
         result: dict[str, Any] = super().state_dict()

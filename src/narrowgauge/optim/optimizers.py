@@ -1,8 +1,12 @@
 """The named optimizers: a rule, its options, and their defaults.
 
-:class:`Muon`, :class:`Adafactor`, :class:`GaLore` and :class:`GradNormLoRP` step parameters of two dims or more as matrices.
-AdamW steps parameters of fewer dims, with the same learning rate and the group's ``betas`` and ``eps``. Put embeddings and
-output heads into a group with ``"rule": "adamw"``. Each of their rows is a token, and a batch contains few tokens.
+:class:`Muon`, :class:`Adafactor`, :class:`GaLore` and :class:`GradNormLoRP` step matrices. A parameter of three dims is a stack
+of matrices, such as the experts of a mixture: each matrix steps as if it were a parameter of its own, one after the other. More
+dims (``nn.Conv2d``) are flattened to columns. AdamW steps parameters of fewer than two dims, with the same learning rate and the
+group's ``betas`` and ``eps``.
+
+Put embeddings and output heads into a group with ``"rule": "adamw"``: each of their rows is a token, and a batch contains few
+tokens. Put ``nn.Conv1d`` there too: its weight ``[out, in, kernel]`` is no stack of matrices.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ class AdamW(Optimizer):
 
     Args:
         params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.
-        lr: learning rate, a number or a 0-d tensor.
+        lr: learning rate, a number or a 0-d tensor on the CPU: the host reads it at each step.
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
@@ -173,7 +177,7 @@ class Muon(Optimizer):
     Scaling or clipping all gradients changes nothing. The iteration starts in float32.
 
     Args:
-        params: as in :class:`AdamW`. More than two dims are flattened to columns.
+        params: as in :class:`AdamW`. Three dims are a stack of matrices; more are flattened to columns.
         lr, weight_decay, options: as in :class:`AdamW`. The momentum uses the storage's code for first moments.
         momentum: decay rate of the average of gradients.
         nesterov: look one step ahead of that average.
@@ -290,7 +294,7 @@ class GaLore(Optimizer):
         update_proj_gap: steps between two subspaces.
         scale: factor of the step, but not of the decay.
         betas, eps: decay rates of the moments, and the addend of the denominator. AdamW uses them for fewer dims.
-        options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments.
+        options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments, of 8 bits in ``states8``.
 
     Cost: ``rank · (shorter + 2 · longer side)`` values of states.
         Transient memory holds four float32 copies of the matrix. Every ``update_proj_gap`` steps it computes eigenvectors of a
@@ -329,11 +333,11 @@ class GaLore(Optimizer):
 
 
 class GradNormLoRP(Optimizer):
-    """GradNormLoRP: train column lengths and directions of a weight separately, directions in a low-rank subspace.
+    """After GradNormLoRP: train column lengths and directions of a weight separately, directions in a low-rank subspace.
 
-    The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``. This is its dense form. The direction
-    is the weight itself, and no factor is added to the model. The change is not limited to one rank for the whole run. Weight
-    decay acts on lengths. The authors' released optimizers differ from the paper.
+    The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``, and projects gradients from both sides.
+    Here the direction is the weight itself, projected from one side, and weight decay acts on lengths alone. The authors' code
+    takes lengths of rows of ``[out, in]``, and its README a ``scale`` of 0.25.
 
     Args:
         params, lr, weight_decay, betas, eps, options: as in :class:`GaLore`.

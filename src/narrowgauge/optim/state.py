@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import local_of, placed_like, sendable
+from narrowgauge.numerics.dtensor import add_up, column_groups, local_of, placed_like, sendable
 from narrowgauge.numerics.rounding import half, narrowed
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.kernel import Kernel
@@ -23,7 +24,7 @@ from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
 
-NO_GRADIENT = torch.empty(0, dtype=torch.float32)
+NO_GRADIENT = torch.empty(0, dtype=torch.float32, device="cpu")
 """Replaces the gradient between steps, so that the last one can be freed."""
 PIECE_WORDS = 1 << 16
 """Number of words to copy, or to search for their largest magnitude, at a time."""
@@ -49,6 +50,7 @@ class ParameterState:
         bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A rounded
             value may exceed it: the window ends at 1.7 times the power of two above.
         extras: the tensors of separate states, by state.
+        extra_bounds: the largest magnitude of each row of a separate state whose code is scaled by row, float32 ``[…, rows, 1]``.
         step: number of steps taken.
         multipliers: for each code scaled by row, the factors into and out of its window in this step, float32 ``[rows, 1]``.
         scales: the same memory in the kernel's order.
@@ -76,9 +78,12 @@ class ParameterState:
         self.scales: list[Tensor] = []
         self._extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
+        self.extra_bounds: dict[str, Tensor] = {}
         for name, extra in (extras or {}).items():
             self._extra_codes[name] = code = extra_code(storage, extra.role)
             self.extras[name] = torch.zeros(extra.shape, dtype=codes.alone_dtype(code), device=self.parameter.device)
+            if code.scaled:
+                self.extra_bounds[name] = self.extras[name].new_zeros((*extra.shape[:-1], 1), dtype=torch.float32)
 
     def begin(self) -> None:
         """Set the bounds and the master from the parameter. Allocate words first."""
@@ -98,10 +103,14 @@ class ParameterState:
 
     def saved(self) -> dict[str, Tensor]:
         """Return ``step`` and copies of all tensors in the parameter's shape. They are DTensors if the parameter is one."""
-        saved = {"step": torch.tensor(float(self.step), dtype=torch.float32)}
+        saved = {"step": torch.tensor(float(self.step), dtype=torch.float32, device="cpu")}
         extras = self.tensors_of_extras()
+        bounds = {f"{name}_bound" for name in self.bounds}
         for name, value in self.in_parameter_order().items():
-            saved[name] = sendable(self.owner, value) if name in extras else placed_like(self.owner, value)
+            is_whole = name in extras
+            saved[name] = (
+                sendable(self.owner, value) if is_whole else placed_like(self.owner, value, is_per_row=name in bounds)
+            )
         return saved
 
     def keys(self) -> list[str]:
@@ -148,7 +157,8 @@ class ParameterState:
 
     def tensors_of_extras(self) -> dict[str, Tensor]:
         """Return the tensors of all extras, by saved name."""
-        return {codes.saved_as(name, self._extra_codes[name]): tensor for name, tensor in self.extras.items()}
+        bounds = {f"{name}_bound": bound for name, bound in self.extra_bounds.items()}
+        return {codes.saved_as(name, self._extra_codes[name]): x for name, x in self.extras.items()} | bounds
 
     def tensors(self) -> list[Tensor]:
         """Return all live tensors."""
@@ -206,14 +216,20 @@ class ParameterState:
         part.words = {plane: words[:, :places] for plane, words in self.words.items()}
         return part.stored(name)[: min(count, self.parameter.numel())]
 
-    def extra(self, name: str) -> Tensor:
-        """Return the float32 values of an extra. For a float32 extra this is its own memory, not a copy."""
-        return codes.alone_value(self._extra_codes[name], self.extras[name])
+    def extra(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        """Return the float32 values of an extra, or of its ``index``. For a float32 extra this is its own memory, not a copy."""
+        bound = self.extra_bounds[name][index] if name in self.extra_bounds else None
+        return codes.alone_value(self._extra_codes[name], self.extras[name][index], bound)
 
-    def put_extra(self, name: str, values: Tensor, seed: Tensor, skip: Tensor | None = None) -> None:
-        """Store values of an extra, unless ``skip`` (0-d bool)."""
-        tensor, new = self.extras[name], codes.encode_alone(self._extra_codes[name], values, seed)
-        tensor.copy_(new if skip is None else torch.where(skip, tensor, new))
+    def put_extra(
+        self, name: str, values: Tensor, seed: Tensor, skip: Tensor | None = None, index: tuple[int, ...] = ()
+    ) -> None:
+        """Store values of an extra, or of its ``index``, unless ``skip`` (0-d bool)."""
+        bound = values.abs().amax(-1, keepdim=True) if name in self.extra_bounds else None
+        new = codes.encode_alone(self._extra_codes[name], values, seed, bound)
+        for tensor, value in ((self.extras[name], new), (self.extra_bounds.get(name), bound)):
+            if tensor is not None and value is not None:
+                tensor[index].copy_(value if skip is None else torch.where(skip, tensor[index], value))
 
     def adopt(self, values: Tensor) -> None:
         """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part."""
@@ -252,7 +268,7 @@ class ParameterState:
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
-        value = values.detach().float().contiguous().reshape(matrix)
+        value = values.detach().to(codes.value_dtype(self.storage)).contiguous().reshape(matrix)
         if name in self.bounds:
             peaks = peaks_of_all([self], [value])
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
@@ -260,6 +276,13 @@ class ParameterState:
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
         layout.set_fields(self.storage, self.words, self.parameter.shape, fields)
+
+    def move_words(self, words: dict[str, Tensor]) -> None:
+        """Move the state to other memory, which is zero for a new state."""
+        for name, before in self.words.items():
+            words[name].copy_(before)
+        self.words = words
+        self.__dict__.pop("plane_words", None)
 
     # ── as a kernel takes it ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -298,8 +321,21 @@ def weight_bound(peaks: Tensor) -> Tensor:
 
 
 def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order."""
-    return torch.cat([_peaks(*pair) for pair in zip(states, values, strict=True)]).unsqueeze(1)
+    """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order.
+
+    Ranks that split the columns of a parameter share its rows: all of them call this, and get the same magnitudes.
+    """
+    peaks = [_peaks(*pair) for pair in zip(states, values, strict=True)]
+    shared: dict[tuple[str, ...], tuple[list[Any], list[int]]] = {}
+    for place, state in enumerate(states):
+        if groups := column_groups(state.owner):
+            shared.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(place)
+    for groups, places in shared.values():
+        # As integers, in which a NaN is the largest.
+        bits = add_up(torch.cat([peaks[place] for place in places]).view(torch.int32), groups, "max")
+        parts = bits.view(torch.float32).split([len(peaks[place]) for place in places])
+        peaks = [dict(zip(places, parts, strict=True)).get(place, rows) for place, rows in enumerate(peaks)]
+    return torch.cat(peaks).unsqueeze(1)
 
 
 def _peaks(state: ParameterState, values: Tensor) -> Tensor:

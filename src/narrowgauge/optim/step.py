@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.optim import codes
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.kernel import Kernel, least_decay
-from narrowgauge.optim.layout import Bucket
+from narrowgauge.optim.layout import Bucket, buckets_of
 from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
@@ -29,7 +30,8 @@ from narrowgauge.torch_names import to_device
 class Numbers:
     """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
 
-    ``values`` are the scalars of ``CONTROL`` and of the rule, float32. ``seed`` is the seed of the random bits, 0-d int32.
+    ``values`` are the scalars of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is the seed of the random bits, 0-d
+    int32.
     """
 
     values: Tensor
@@ -38,7 +40,7 @@ class Numbers:
 
 
 def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy a seed, int32 0-d, and float32 ``[n]`` to a device at once. Each begins at a multiple of 16 bytes."""
+    """Copy a seed, int32 0-d, and floats ``[n]`` to a device at once. Each begins at a multiple of 16 bytes."""
     if device.type == "cpu":
         return seed, values
     sent = to_device(torch.cat([seed.view(1), seed.new_zeros(3), values.view(torch.int32)]), device)
@@ -50,18 +52,18 @@ class Stepper:
 
     def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
-        self._numbers: dict[tuple[str, int], Numbers] = {}
+        self._numbers: dict[tuple[str, int, torch.dtype], Numbers] = {}
 
     def numbers(self, state: ParameterState) -> Numbers:
         """Return the scalars and the seed of a state's next step."""
         kernel, count = state.kernel, state.step + 1
-        key = kernel.rule.name, count
+        key = kernel.rule.name, count, codes.value_dtype(state.storage)
         if key not in self._numbers:
             device = self.control.device
             scalars = [1.0, 0.0, *kernel.rule.prepare(self.group, count)]
             seed, values = on_device(
                 torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"),
-                torch.tensor(scalars, dtype=torch.float32, device="cpu"),
+                torch.tensor(scalars, dtype=codes.value_dtype(state.storage), device="cpu"),
                 device,
             )
             values[:2] = self.control
@@ -71,23 +73,22 @@ class Stepper:
     def step(self, states: Sequence[ParameterState]) -> None:
         """Step states of this group once each. They have their gradients.
 
-        A bucket is one kernel call if all its members are in ``states`` and at one step number.
+        Small states of one kernel and step number share buckets: those of the last step, if the same states step together.
         """
-        waiting: dict[ParameterState, None] = dict.fromkeys(states)
-        full_buckets: list[Bucket] = []
-        for bucket in dict.fromkeys(state.bucket for state in states if state.bucket is not None):
-            counts = {member.step if member in waiting else None for member in bucket.members}
-            if len(counts) == 1 and None not in counts:
-                full_buckets.append(bucket)
-                for member in bucket.members:
-                    del waiting[member]
-        elementwise = [state for state in waiting if not state.kernel.is_matrix]
-        matrices = [state for state in waiting if state.kernel.is_matrix]
+        small: dict[tuple[Kernel, int], list[ParameterState]] = {}
+        elementwise: list[ParameterState] = []
+        matrices: list[ParameterState] = []
+        for state in states:
+            if state.bucket is not None:
+                small.setdefault((state.kernel, state.step), []).append(state)
+            else:
+                (matrices if state.kernel.is_matrix else elementwise).append(state)
         for state, sums in step_matrices(matrices, self.group, self.numbers):
             self._note(state, sums, state.parameter.numel())
         self._bound_rows(elementwise)
-        for bucket in full_buckets:
-            self._step_bucket(bucket)
+        for members in small.values():
+            for bucket in buckets_of(members):
+                self._step_bucket(bucket)
         for state in elementwise:
             (tensors, weight), numbers = state.kernel_tensors(), self.numbers(state)
             if numbers.audited:

@@ -120,7 +120,7 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
         if parameter.dtype is torch.float32:
             advice += "; narrowgauge.prepare converts a float32 model without losing the bits that are cut"
         elif parameter.dtype is torch.float64:
-            advice = "Call model.float() first"
+            advice = "Call model.float(). Storage 'float64' keeps float64 masters and moments beside float32 weights"
         elif not rows:
             advice = "Leave it to an optimizer of torch.optim: no storage holds it"
         raise RecipeError(

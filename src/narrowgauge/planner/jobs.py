@@ -128,9 +128,7 @@ class Job:
     def mfu(self) -> float:
         """Return the model's operations per second over the peak of dense 16-bit matmuls (model FLOPs utilization)."""
         operations = self.tokens_per_second * self.architecture.flops_per_token(self.sequence_length)
-        peaks = self.chip.peak_tflops
-        wide = next(name for name in ("bfloat16", "float16", "float32") if name in peaks)
-        return operations / (1e12 * self.cluster.chips * peaks[wide])
+        return operations / (self.cluster.chips * self.chip.peak_flops)
 
     @property
     def limited_by(self) -> str:

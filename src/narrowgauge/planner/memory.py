@@ -14,6 +14,7 @@ from narrowgauge.planner.activations import Kernels, layer_bytes, widths_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.model_state import OPTIMIZER_STATES, bytes_per_parameter, on_stage, shared, state_of
+from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term, Terms
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ OVERHEAD: dict[str, tuple[float, float, float]] = {
 """Memory without a formula, ``(usual, least, most)`` in bytes: driver, collectives (with several ranks), libraries.
 Fragmentation is a fraction of all memory that changes during a step. In published runs the allocator reserves up to a quarter
 more than it allocates, if the chip has the memory."""
-_SUM_BYTES = 4  # of a float32 that sums the gradients of micro-batches
 _EXACT_SUM_BYTES = 16  # of two float64 words that sum them exactly
 _FORMULA_ERROR = 0.05  # measured and counted steps differ by less
 _IN_TRANSIT = "gradients of two layers"
@@ -91,9 +91,10 @@ class _Rank:
         self.is_last = stage == self.layout.pipeline - 1
         storage = job.recipe.storage
         is_exact = job.recipe.reduction.order_invariant
-        is_wide = is_exact or (self.layout.accumulation_dtype == "float32" and storage.visible != "float32")
+        width = bytes_per_number(self.layout.accumulation_dtype)
+        is_wide = is_exact or width > bytes_per_number(storage.visible)
         has_sums = self.layout.micro_batches > 1 and is_wide
-        self.sum_bytes = (_EXACT_SUM_BYTES if is_exact else _SUM_BYTES) if has_sums else 0.0
+        self.sum_bytes = (_EXACT_SUM_BYTES if is_exact else width) if has_sums else 0.0
         self.widths = widths_of(job.recipe)
         self.experts, self.rest = on_stage(job, layers, stage)  # state of the stage before ZeRO
         self.per = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[job.optimizer]))
@@ -168,8 +169,9 @@ class _Rank:
             return ()
         count = gradients.value / self.per.gradients
         where = "beside the last gradients" if self.layout.is_fsdp else "to which each gradient is added"
-        formula = f"{count:.4g} parameters × {self.sum_bytes} B, {where}"
-        kind = "exact sum" if self.job.recipe.reduction.order_invariant else "sum in float32"
+        formula = f"{count:.4g} parameters × {self.sum_bytes:g} B, {where}"
+        is_exact = self.job.recipe.reduction.order_invariant
+        kind = "exact sum" if is_exact else f"sum in {self.layout.accumulation_dtype}"
         return (Term("gradients", kind, count * self.sum_bytes, formula, _SUMS),)
 
     def activation_terms(self) -> tuple[list[Term], Term]:

@@ -117,13 +117,17 @@ def _matrix_state(storage: Storage, optimizer: str, matmul: Matmul, vectors: Byt
 def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
     """Return the bytes of a matrix's basis and of the moments of its coordinates. Every rank holds all of them.
 
-    Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values.
+    Source: :mod:`narrowgauge.optim.rules.matrix`, ``rank · (shorter + 2 · longer side)`` values, and scales of their rows.
     """
     shorter, longer = sorted((matmul.in_features, matmul.out_features))
-    first, second = (width_of([(code.name, code.bits)]) // 8 for code in (storage.exp_avg, storage.exp_avg_sq))
+    moments = storage.exp_avg, storage.exp_avg_sq
+    first, second = (width_of([(code.name, code.bits)]) // 8 for code in moments)
+    first_scale, second_scale = (4 * code.scaled for code in moments)
     lengths = 8 * matmul.in_features if optimizer == "gradnorm_lorp" else 0
     rank = min(int(RANKS[optimizer]), shorter)
-    return rank * (shorter * first + longer * (first + second)) + lengths
+    num_rows = rank if matmul.out_features < matmul.in_features else longer
+    scales = shorter * first_scale + num_rows * (first_scale + second_scale)
+    return rank * (shorter * first + longer * (first + second)) + scales + lengths
 
 
 def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:

@@ -172,7 +172,9 @@ def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str)
 
 
 def _refuse_storage(storage: Storage, optimizer: str) -> None:
-    refuse_pair(optimizer, storage, is_matrix=UPDATE_RULES[optimizer].is_matrix, is_adamw=optimizer == "adamw")
+    rule = UPDATE_RULES[optimizer]
+    kept = storage.keeping(rule.moments or ())
+    refuse_pair(optimizer, kept, is_matrix=rule.is_matrix, is_adamw=optimizer == "adamw")
 
 
 def _native_recipes(chip: Chip, optimizer: str) -> list[Recipe]:

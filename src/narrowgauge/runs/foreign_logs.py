@@ -34,6 +34,12 @@ NAMES: dict[str, tuple[str, ...]] = {
         "val_loss", "eval_loss", "eval/loss", "validation/loss", "validation_loss", "val/loss", "valid_loss", "valid/loss",
         "loss/val", "loss/validation", "val_loss_epoch", "validation_metrics/loss",
     ),
+    "tokens_per_second": (
+        "tokens_per_second", "tokens_per_sec", "tokens/s", "tok/s", "tps", "throughput(tps)", "train/tokens_per_second",
+        "train/tokens_per_sec", "throughput/tokens_per_sec", "throughput/device/tokens_per_second*", "train_tokens_per_second",
+    ),
+    "seconds": ("seconds", "step_time", "iteration-time", "time_metrics/end_to_end(s)", "train/step_time", "iter_time"),
+    "utilization": ("gpu_util", "gpu_utilization", "utilization", "system.gpu.*.gpu", "system/gpu.*.gpu"),
     "loss_scale": ("loss_scale", "train/loss_scale", "loss-scale", "train/samples/loss_scale", "grad_scale"),
 }  # fmt: skip
 """The names of each column, the best first, with shell wildcards. Case does not matter, and a space is an underscore. Sources:

@@ -80,10 +80,13 @@ def _lost_share(edq: float) -> str:
     return f"{max(0.0, 1 - edq):.1%}"  # stochastic storages may store more than all of an update
 
 
+_SHOWN: dict[str, Callable[[Any], str]] = {"lost share": _lost_share, "MiB": lambda size: f"{size / 2**20:,.1f}"}
+
+
 def _column(name: str, row: Row, metrics: Row | None = None) -> Column:
     entries = tuple(_column(metric, entry) for metric, entry in (metrics or {}).items())
     text = row.pop("format", "{}")
-    return Column(name, **row, show=_lost_share if text == "lost share" else text.format, metrics=entries)
+    return Column(name, **row, show=_SHOWN.get(text, text.format), metrics=entries)
 
 
 def _tables(data: Row) -> dict[str, dict[str, Column]]:
@@ -153,7 +156,7 @@ TEXT = frozenset(column.name for column in EVENT.values() if column.type == "tex
 """Columns in which ``"nan"`` is text and not a number."""
 STEPWISE = ("steps", "evals", "gauges", "fingerprints")
 """The kinds of rows that have a step each. A resume rewrites them from its checkpoint on."""
-_TOTALS = ("tokens", "seconds", "peak_memory_bytes")
+_TOTALS = ("tokens", "seconds", "peak_memory_bytes", "step_memory_bytes")
 """Numbers of a step that no curve needs."""
 _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
 

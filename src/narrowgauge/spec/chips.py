@@ -36,6 +36,7 @@ class Chip:
             slot: 8 chips share one port of 200.
         chips_per_node: in usual nodes of this chip.
         official: all values are the vendor's.
+        device: the name that its driver reports, if known.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Chip:
     chips_per_node: int = 8
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
     official: bool = True
+    device: str = ""
 
     @property
     def target(self) -> str:
@@ -71,6 +73,11 @@ class Chip:
             24
         """
         return self.reachable_mib << 20 if self.reachable_mib else self.memory_gb << 30
+
+    @property
+    def peak_flops(self) -> float:
+        """Return the operations per second of dense 16-bit matmuls, of float32's without those: the 100 % of an MFU."""
+        return 1e12 * self.peak_tflops[next(filter(self.peak_tflops.get, ("bfloat16", "float16", "float32")))]
 
     def rate_format(self, format: str) -> str:
         """Return the format whose printed rate applies when the chip multiplies ``format``.

@@ -472,15 +472,15 @@ def first_of_input(layer: str) -> str:
 # ── weights without training: codes and scales ─────────────────────────────────────────────────────────────────────────
 
 
-def stores_codes(compute: Compute) -> bool:
-    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor.
+def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
+    """Return whether a weight can be stored as codes of one byte with a scale per row or tensor, and the weight beside them.
 
     Example:
         >>> [name for name in ("int8-outlier-codes", "int8-outlier", "float8-delayed") if stores_codes(COMPUTES[name])]
         ['int8-outlier-codes']
     """
     left, right = compute.output.left, compute.output.right
-    if keeps_outlier_weights(compute):
+    if keeps_outlier_weights(compute) and not with_weight:
         return False
     is_plain = right.block is None and right.rotation == "none"
     return right.element.bits == 8 and is_plain and right.scaling == left.scaling == "current"

@@ -161,12 +161,13 @@ class Format:
             value = self._magnitude_value(magnitude)
         return -value if negative else value
 
-    def encode(self, value: float) -> int:
+    def encode(self, value: float, *, saturate: bool = False) -> int:
         """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
-        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. NaN
-        becomes NaN, or zero in a format without NaN. For a scale, values at or below zero are out of range. Positive values
-        below the smallest power become it.
+        Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
+        ``saturate`` they become the end of the range in every format. NaN becomes NaN, or zero in a format without NaN. For a
+        scale, values at or below zero are out of range. Positive values below the smallest power become it.
+        ml_dtypes never saturates. PyTorch 2.13 saturates ``float8_e4m3fn`` alone.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))
@@ -179,9 +180,9 @@ class Format:
         limit = self._limit(negative or (value == 0 and not self.signed))
         magnitude = limit + 1 if math.isinf(value) else self._nearest_magnitude(abs(value))
         if magnitude > limit:
-            if self.nans:
+            if self.nans and not saturate:
                 return self._join(negative, limit + 1) if self.infinities else self._nan_code(negative)
-            magnitude = limit
+            magnitude = max(limit, 0)
         return self._join(negative, magnitude)
 
     @property
@@ -240,7 +241,7 @@ _MX = "OCP Microscaling Formats (MX) Specification v1.0"
 _INT = "Two's complement; ISO/IEC 9899:2024, section 6.2.6.2"
 
 _FORMATS = (
-    Format("float64", 64, 11, 52, 1023, "ieee", "for reference computations and long sums", _IEEE),
+    Format("float64", 64, 11, 52, 1023, "ieee", "exact sums, norms, subspaces, audits; masters of float64 and master64", _IEEE),
     Format("float32", 32, 8, 23, 127, "ieee", "the baseline; master weights and accumulation", _IEEE),
     Format("tfloat32", 19, 8, 10, 127, "ieee", "float32 matmuls on tensor cores", "NVIDIA A100 whitepaper, 2020"),
     Format("float16", 16, 5, 10, 15, "ieee", "fine steps, short range: needs loss scaling", _IEEE),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.errors import RecipeError
@@ -100,8 +100,8 @@ class Recipe:
     def compute_of(self, name: str) -> Compute:
         """Return the compute of the linear layer of that dotted name.
 
-        It is that of the last matching override; else, for a layer that the recipe's compute keeps wide, the plain compute of
-        ``dtype``; else the recipe's compute.
+        It is that of the last matching override, in the recipe's ``dtype``; else, for a layer that the recipe's compute keeps
+        wide, the plain compute of ``dtype``; else the recipe's compute.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
@@ -111,7 +111,8 @@ class Recipe:
         """
         for override in reversed(self.overrides):
             if override.matches(name):
-                return override.compute
+                compute = override.compute
+                return compute if compute.dtype == self.dtype else replace(compute, dtype=self.dtype)
         is_kept_wide = _matches_within(name, self.compute.keep)
         return COMPUTES[self.dtype] if is_kept_wide else self.compute
 

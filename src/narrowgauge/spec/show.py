@@ -139,7 +139,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
             "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
             "purpose source",
         ),
-        "min source",
+        "source",
     ),
     "recipes": (
         "Recipes: purpose, bytes, losses.",
@@ -249,8 +249,8 @@ def _stored_parts(storage: Storage) -> list[Row]:
         text = _code_text(code).partition(",")[0] if code.parts == 1 else code.name.split(" ")[0]
         parts[name] = (words, text, rounding(code))
         parts |= {low: (f"low part of the {words}", text, rounding(code)) for low in low_parts(name, code)}
-    visible_bytes, is_wide = VISIBLE[storage.visible][0] / 8, storage.visible == "float32"
-    seen = "" if is_wide else "nearest" if storage.beside else rounding(storage.weight)
+    visible_bytes = VISIBLE[storage.visible][0] / 8
+    seen = "nearest" if storage.beside else rounding(storage.weight)
     held = f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
     stored = [("weight that the model sees", held, visible_bytes, seen)]
     for group in storage.packing:

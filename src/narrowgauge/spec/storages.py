@@ -25,7 +25,8 @@ class Code:
     """How one float32 is rounded: which exponent and mantissa bits are stored, and the rounding mode.
 
     Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself. Fewer exponent bits select a window of
-    binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below and saturation above.
+    binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below and saturation above. The code
+    of 64 bits is a float64, which is not rounded.
 
     Args:
         name: in tables.
@@ -33,7 +34,8 @@ class Code:
         signed: whether a sign bit is stored.
         rounding: ``"nearest"`` (ties away from zero) or ``"stochastic"`` (unbiased).
         lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
-        hold: never round a positive value to zero, since a second moment of zero makes the next step unbounded.
+        hold: never round a positive value to zero, since a second moment of zero makes the next step unbounded. In an
+            expansion this holds for the leading part.
         scaled: the window is relative to a power of two, one per row of a matrix.
         parts: number of words per value, each the remainder that the previous ones leave: an expansion.
     """
@@ -52,6 +54,10 @@ class Code:
     def bits(self) -> int:
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
+    def part(self, place: int) -> Code:
+        """Return the code of one part of an expansion. The leading part is at ``place`` 0."""
+        return replace(self, hold=False) if place and self.hold else self
+
     @property
     def spacings(self) -> float:
         """Return the least number of ulps in a normal value. For an expansion, count ulps of its last part."""
@@ -60,15 +66,16 @@ class Code:
     @property
     def is_window(self) -> bool:
         """Tell whether the code stores a window of binades instead of float32's own exponent."""
-        return self.exponent_bits != 8
+        return self.exponent_bits < 8
 
     @property
     def highest(self) -> int:
         """Exponent of the largest binade in range."""
-        return self.lowest + 2**self.exponent_bits - 2 if self.is_window else 127
+        return self.lowest + (1 << self.exponent_bits) - (2 if self.is_window else 3)
 
 
 CODES: dict[str, Code] = {
+    "float64": Code("float64", 11, 52, lowest=-1022),
     "float32": Code("float32", 8, 23),
     "bfloat16": Code("bfloat16", 8, 7),
     "bfloat16-stochastic": Code("bfloat16", 8, 7, rounding="stochastic"),
@@ -77,8 +84,11 @@ CODES: dict[str, Code] = {
     "tail8": Code("bfloat16 + 8-bit tail", 8, 15, rounding="stochastic"),
     "float16-tail": Code("float16 + 13-bit tail", 8, 23),
     "float16": Code("float16", 5, 10, lowest=-14),
+    "float16-stochastic": Code("float16", 5, 10, rounding="stochastic", lowest=-14),
     # Held: otherwise the square of a gradient under 2^-12 is zero, and the next step divides by epsilon alone.
     "float16-held": Code("float16", 5, 10, signed=False, lowest=-14, hold=True),
+    "float16-pair": Code("float16 + float16", 5, 10, lowest=-14, parts=2),
+    "float16-pair-held": Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2),
     # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
     # from 2^-54 to 2^9 survive.
     "e6m5": Code("e6m5", 6, 5, rounding="stochastic", lowest=-54),
@@ -110,14 +120,14 @@ def low_parts(name: str, code: Code) -> tuple[str, ...]:
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
-    """Return the bits of the word that holds a group of fields: 8, 16 or 32."""
+    """Return the bits of the word that holds a group of fields: 8, 16 or 32. A float64 has a word of 64."""
     bits = sum(bits for _, bits in group)
-    return next(width for width in (8, 16, 32) if bits <= width)
+    return next(width for width in (8, 16, 32, 64) if bits <= width)
 
 
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Pack fields, ``(name, bits)`` each, into words: those of 16 or 32 bits alone, others in the fewest bits, then words.
+    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32, 64 bits alone, others in the fewest bits, then words.
 
     Example:
         >>> packed((("tail", 8), ("exp_avg", 12), ("exp_avg_sq", 12)))
@@ -131,7 +141,7 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
     return (*alone, *best)
 
 
-_ALONE = (16, 32)
+_ALONE = (16, 32, 64)
 
 
 def _partitions(
@@ -150,7 +160,7 @@ def _partitions(
 # ── storages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Arithmetic = Literal["float32", "expansion"]
+Arithmetic = Literal["float32", "expansion", "float64"]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 # A second moment with fewer mantissa bits does not move at a beta2 of 0.999, which changes it by 2^-10.
 _FROZEN_MANTISSA = 10
@@ -166,12 +176,13 @@ class Storage:
         weight: code of the stored weight; its upper part is the visible one.
         exp_avg: code of the first moment, and of every other state of either sign.
         exp_avg_sq: code of the second moment, and of every other state that is never negative.
-        master: store a full float32 copy of the weight instead of a tail.
+        master: store a full copy of the weight, float32 or float64, instead of a tail.
         vectors: the storage of 1-D parameters (norm gains, biases); ``None`` for this one.
         loses: what is lost, in a few words.
         fallback: the storage that an alarm recommends when this one loses updates.
         source: the publication or library.
-        arithmetic: ``"float32"``, or ``"expansion"``: Collage's AdamW, with every operation rounded to the weight's precision.
+        arithmetic: of the update: ``"float32"``, ``"float64"``, or ``"expansion"``: Collage's AdamW, with every operation
+            rounded to the weight's precision.
         states: the optimizer states, each with its code; every update rule has its own.
     """
 
@@ -361,7 +372,17 @@ STORAGES: dict[str, Storage] = {
         _row(
             "naive", "bfloat16", "bfloat16+bfloat16+bfloat16", vectors=None,
             loses="every update below half a spacing (2^-9 of the weight); second moments freeze at beta2 0.999",
-            source="what most optimizers do when given bfloat16 parameters",
+            source="torch.optim.AdamW(fused=True) on bfloat16 weights, up to ties; torch's default also loses decay under 2^-9",
+        ),
+        _row(
+            "float64", "float32", "float64+float64+float64", master=True, arithmetic="float64", vectors=None,
+            loses="2^-53 of every operation of the update; the model sees float32, and gradients are float32",
+            source="IEEE 754: the reference for what float32 loses itself",
+        ),
+        _row(
+            "master64", "bfloat16", "float64+float64+float64", master=True, arithmetic="float64", vectors=None,
+            loses="2^-53 of every operation of the update; the model sees bfloat16, and gradients are bfloat16",
+            source="master, with float64 in place of float32",
         ),
         _row(
             "float16/master", "float16", "float32+float32+float32", master=True, vectors="float16/master",
@@ -381,9 +402,27 @@ STORAGES: dict[str, Storage] = {
             source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
         ),
         _row(
+            "float16/collage-light", "float16", "float16-pair+float16+float16-held", vectors=None, fallback="float16/split",
+            arithmetic="expansion",
+            loses="2^-12 of every operation; parts end at 2^-24, as float16 does; second moments are held there",
+            source="Yu et al. 2024, Collage (2405.03637), which names half precision",
+        ),
+        _row(
+            "float16/collage-plus", "float16", "float16-pair+float16+float16-pair-held", vectors=None, fallback="float16/split",
+            arithmetic="expansion",
+            loses="2^-12 of every operation; parts end at 2^-24, as float16 does; second moments are held there",
+            source="Yu et al. 2024, Collage (2405.03637), which names half precision",
+        ),
+        _row(
             "float16-throughout/naive", "float16", "float16+float16+float16-held", vectors=None, fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
+        ),
+        _row(
+            "float16-throughout/stochastic", "float16", "float16-stochastic+float16+float16-held", vectors=None,
+            fallback="float16/split",
+            loses="13 bits of the weight, stochastic: no bias, noise of 2^-11; second moments are held at 2^-24 or more",
+            source="Narrowgauge; stochastic rounding as in Ozkara et al. 2025 (2502.20566), in float16",
         ),
         # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below relevant weights.
         _row(
@@ -396,7 +435,7 @@ STORAGES: dict[str, Storage] = {
             "float8/collage-plus", "bfloat16", "float8-row-triple+float8-row+float8-row-triple", fallback="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight",
-            source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",
+            source="Narrowgauge: Yu et al. 2024 (2405.03637) say that Collage extends to 8 bits, and give no formula",
         ),
     )
 }  # fmt: skip

@@ -1,8 +1,8 @@
 """Sums of gradients: over the micro-batches of a rank, and across ranks (reductions).
 
 Floating-point addition is not associative. With few bits it also stalls: if autograd adds gradients of micro-batches in
-bfloat16, a sum of equal gradients stops at 256 of them. ``float32`` keeps the sum in a buffer of the parameter's shape and
-rounds it once, at the end (:mod:`narrowgauge.optim.accumulation`).
+bfloat16, a sum of equal gradients stops at 256 of them. ``float32`` and ``float64`` keep the sum in a buffer of the
+parameter's shape and round it at the end (:mod:`narrowgauge.optim.accumulation`).
 
 Across ranks the sum depends on the number of ranks, on the order of arrival, and on the micro-batches that each rank added
 before. A reduction states how much a sum may lose, and whether it depends on any of these (:mod:`narrowgauge.distributed`).
@@ -16,9 +16,9 @@ from narrowgauge.spec.formats import get_format
 
 SHARDINGS = ("full", "none")
 """How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
-ACCUMULATION_DTYPES = ("float32", "bfloat16")
-"""How a rank sums 16-bit gradients of micro-batches: in a buffer of four bytes per parameter, or autograd in the gradient itself.
-Autograd always sums float32 gradients."""
+ACCUMULATION_DTYPES = ("float32", "bfloat16", "float64")
+"""How a rank sums gradients of micro-batches: in a buffer of this format, if it is wider than the gradient's. Otherwise autograd
+sums in the gradient itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,7 +201,7 @@ _RULES = (
         is_matrix=True, moments=(), source="Zhao et al., ICML 2024 (2403.03507)",
     ),
     UpdateRule(
-        "gradnorm_lorp", "GradNormLoRP", "lengths and low-rank directions of columns apart", _ADAM,
+        "gradnorm_lorp", "GradNormLoRP", "after the paper: lengths and low-rank directions of columns apart", _ADAM,
         (*_SUBSPACE, Option("scale", 1.0, Range())),
         is_matrix=True, moments=(), source="Huang et al., AAAI 2025 (2412.19616)",
     ),
@@ -212,16 +212,22 @@ UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}
 
 
 def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool) -> None:
-    """Refuse a rule, by name, with a storage that cannot hold its states.
+    """Refuse a rule, by name, with a storage that cannot hold its states. The storage has the rule's states.
 
     Raises:
-        RecipeError: Collage's arithmetic is published for AdamW alone. Scales by row must be known before the step, and a
-            matrix rule's result is not.
+        RecipeError: Collage's arithmetic is published for AdamW alone. Matrix rules compute in float32. Scales by row beside a
+            weight must be known before the step, and a matrix rule's result is not.
     """
     if is_matrix and storage.scaled:
         raise RecipeError(
-            f"rule '{rule}' was requested with storage '{storage.name}', which has scales by row; matrix rules have none.",
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because its '{storage.scaled[0]}' has scales by row, which "
+            "a matrix rule does not know before the step.",
             "Take a storage such as 'word' or 'master'.",
+        )
+    if is_matrix and storage.arithmetic == "float64":
+        raise RecipeError(
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because matrix rules compute in float32.",
+            "Take a storage such as 'master'.",
         )
     if storage.arithmetic == "expansion" and not is_adamw:
         raise RecipeError(

@@ -79,7 +79,7 @@ def compare(
     Args:
         train_function: called as ``train_function(recipe, seed, log)``. It trains once and returns the last validation
             loss, or a dict of summary metrics (``val_loss``, ``bytes_per_param``, ``tokens_per_second``,
-            ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``), or nothing if it called
+            ``step_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``), or nothing if it called
             ``log.eval({"val_loss": …})``. ``log.step({"loss": …})`` logs a step, ``log.eval`` a validation;
             ``log.watch(model, optimizer)`` adds gauges and the audit.
         recipes: the function's arguments: names of recipes or any other names.

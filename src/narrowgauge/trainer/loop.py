@@ -24,7 +24,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.record import GO_BACK, Record
-from narrowgauge.gauges.recording.step_row import peak_memory_bytes, symptom
+from narrowgauge.gauges.recording.step_row import symptom
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import counted
@@ -155,6 +155,7 @@ def _watch(session: Session, record: Record, console: Console) -> None:
         f"warning: {min(alarms, key=lambda alarm: alarm.reading.edq).message}"
     )
     record.watch(session.model, session.optimizer, every=session.config.gauges_every)
+    record.reader.peak_tokens_per_second = session.peak_tokens_per_second()
 
 
 def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Dataset:
@@ -237,7 +238,6 @@ def _summary(session: Session, record: Record) -> Row:
     return record.summary(
         recipe=session.config.recipe.to_value(),
         model=session.config.model,
-        peak_memory_bytes=peak_memory_bytes(),
         bytes_per_param=session.bytes_per_param(),
         weights_fingerprint=session.weights_fingerprint(),
     )

@@ -162,7 +162,7 @@ def rounding_places(
         last = {"step": step, "batch_crc": session.batch_crc, "loss": of_run[0]}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
         bad = None
-        if not all(torch.isfinite(x).all() for x in (torch.tensor(of_run[0]), *of_run[1].values())):
+        if not all(torch.isfinite(x).all() for x in (torch.tensor(of_run[0], device="cpu"), *of_run[1].values())):
             bad = first_bad_value(session.model, partial(differentiate, session))
     rows = [_row(name, result, exact) for name, result in {"run": of_run, "all": every, **alone}.items()]
     total = rows[1]["gradient"]

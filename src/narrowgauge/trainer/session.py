@@ -8,8 +8,10 @@ continues with the same bits as an uninterrupted one.
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowgauge.assembly.preparation import is_matrix, prepare
@@ -34,12 +37,15 @@ from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
+from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.planner.model import read_model
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import Run
+from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
@@ -63,6 +69,8 @@ class Session:
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
         step: optimizer steps done.
         batch_crc: checksum of the last step's tokens, of all ranks together.
+        loader_seconds: how long the slowest rank waited for them.
+        saved_bytes: what the counted forward pass saved for backward; ``None`` before it.
     """
 
     config: TrainConfig
@@ -76,6 +84,8 @@ class Session:
     here: Ranks = ALONE
     step: int = 0
     batch_crc: str = ""
+    loader_seconds: float = 0.0
+    saved_bytes: int | None = None
     saver: Saver = field(init=False)
     fingerprints: Fingerprints = field(init=False)
     linears: NarrowLayers | None = field(init=False)
@@ -105,13 +115,15 @@ class Session:
 
     def batch(self) -> list[Tensor]:
         """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
-        c, batch, sums = self.config, [], []
+        c, batch, sums, began = self.config, [], [], time.perf_counter()
         for part in self.micro_batches:
             rows = slice(part.number * c.micro_batch_size, (part.number + 1) * c.micro_batch_size)
             batch.append(torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed, rows)))
             if not part.is_absent:
                 sums.append(batch_checksum(batch[-1].numpy()))
-        total = sum(int(checksum, 16) for sums_of_rank in self.here.gather(sums) for checksum in sums_of_rank)
+        of_ranks = self.here.gather((time.perf_counter() - began, sums))
+        self.loader_seconds = max(seconds for seconds, _ in of_ranks)
+        total = sum(int(checksum, 16) for _, sums_of_rank in of_ranks for checksum in sums_of_rank)
         self.batch_crc = f"{total % 2**64:016x}"
         return [tokens.to(self.device) for tokens in batch]
 
@@ -128,6 +140,40 @@ class Session:
         """Return the bytes of weights, gradients, optimizer states and sums of micro-batches per parameter of this rank."""
         sums = (self.accumulator, self.reduction)
         return self.optimizer.bytes_per_param() + sum(part.bytes_per_param() for part in sums if part is not None)
+
+    @contextmanager
+    def count_saved(self) -> Iterator[None]:
+        """Count the bytes that a forward pass saves for backward: each storage once, without parameters and buffers."""
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            # A DTensor or a scaled tensor has parts, and no storage.
+            names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+            for part in [getattr(tensor, name) for name in names] or [tensor]:
+                storage = part.untyped_storage()
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            storages.pop(local_of(tensor).untyped_storage().data_ptr(), None)
+        self.saved_bytes = sum(storage.nbytes() for storage in storages.values())
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of this rank in a step: weights, gradients, states, sums of micro-batches, and the saved ones."""
+        numel = sum(local_of(p).numel() for p in self.model.parameters())
+        return round(self.bytes_per_param() * numel) + (self.saved_bytes or 0)
+
+    def peak_tokens_per_second(self) -> float | None:
+        """Return the tokens per second at the peak rate of all ranks' devices, if the device and the model's shape are known."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        for chip in CHIPS.values():
+            with suppress(DataError):
+                if name and chip.device == name:
+                    model = read_model(self.config.model)
+                    return self.here.size * chip.peak_flops / model.flops_per_token(self.config.sequence_length)
+        return None
 
     def save(self, rows: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint; the previous one stays until it is complete. On ranks, all call it at the same step.
@@ -217,8 +263,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
-    if parts > 1 and not is_order_invariant and config.accumulation_dtype == "float32":
-        accumulator = GradientAccumulator(model.parameters())
+    if parts > 1 and not is_order_invariant and config.accumulation_dtype != "bfloat16":
+        accumulator = GradientAccumulator(model.parameters(), dtype=getattr(torch, config.accumulation_dtype))
     # One process sums its micro-batches alone, unless the result must not depend on their order.
     reduction = optimizer.reduction if mesh is not None or is_order_invariant else None
     if reduction is not None:

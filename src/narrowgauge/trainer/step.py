@@ -21,13 +21,15 @@ from torch import Tensor
 
 from narrowgauge.analysis.spikes import SpikeJudge
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.gauges.recording.step_row import peak_memory_bytes
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.put_back import generators_put_back
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.micro_batches import micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.session import Session
+
+COUNTED_STEP = 2
+"""The step whose memory is counted: all optimizer states exist, and the first has compiled."""
 
 
 def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
@@ -60,11 +62,12 @@ def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
     norm = optimizer.grad_norm
     columns: Row = {
         "loss": float(total),
-        "lr": optimizer.param_groups[0]["lr"],
         "grad_norm": None if norm is None else float(norm),
-        "peak_memory_bytes": peak_memory_bytes(),
         "batch_crc": session.batch_crc,
+        "loader_seconds": session.loader_seconds,
     }
+    if session.step == COUNTED_STEP:
+        columns["step_memory_bytes"] = session.memory_bytes()
     if judge is not None and (spike := spike or judge.norm(columns["grad_norm"])) is not None:
         columns["spike"] = asdict(spike)
     return columns
@@ -108,11 +111,13 @@ def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> 
         first = part.number * config.micro_batch_size
         if linears is not None:
             linears.step = session.step
-            linears.set_first_sequence(first)
+            linears.set_first_token(first * config.sequence_length)
         with nullcontext() if reduction is None else reduction.micro_batch(part.is_last, part.is_absent):
+            is_counted = session.step == COUNTED_STEP - 1 and session.saved_bytes is None
             with (
                 random_numbers(config.seed, session.step, part.number),
                 session.fingerprints.micro_batch(tokens, first, is_absent=part.is_absent),
+                session.count_saved() if is_counted else nullcontext(),
             ):
                 total = (loss or session.loss)(tokens)
             yield total / config.tokens_per_step

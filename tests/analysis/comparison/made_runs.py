@@ -11,7 +11,7 @@ from narrowgauge.runs.record import Run
 
 COLUMNS = [
     "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds",
-    "peak_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds",
+    "step_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds",
 ]  # fmt: skip
 SIZES = {"bfloat16/master": 16.0, "bfloat16/word": 8.0, "bfloat16/naive": 8.0, "bfloat16/compact": 7.0}
 
@@ -37,7 +37,7 @@ def made(
     for row, value in zip(rows[len(rows) - len(edq) :], edq, strict=True):
         row |= {"edq": value, "noise": noise, "lost_fraction": 0.25}
     summary = {
-        "val_loss": loss, "steps": steps, "tokens_per_second": 100 / step_seconds, "peak_memory_bytes": 1 << 20,
+        "val_loss": loss, "steps": steps, "tokens_per_second": 100 / step_seconds, "step_memory_bytes": 1 << 20,
         "bytes_per_param": SIZES.get(recipe, 8.0), "edq": 1.0 if edq else None, "noise": noise, "lost_fraction": 0.25,
         "num_skipped": skipped,
     }  # fmt: skip

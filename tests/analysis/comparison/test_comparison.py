@@ -19,7 +19,7 @@ def test_a_row_has_the_documented_columns() -> None:
     assert [list(row) for row in found.rows] == [COLUMNS] * 2
     row = found.rows[1]
     assert row["val_loss"] == pytest.approx(4.2) and row["val_loss_std"] == pytest.approx(0.2)
-    assert row["tokens_per_second"] == 400 and row["bytes_per_param"] == 8 and row["peak_memory_bytes"] == 1 << 20
+    assert row["tokens_per_second"] == 400 and row["bytes_per_param"] == 8 and row["step_memory_bytes"] == 1 << 20
     assert [row[n] for n in ("edq", "noise", "lost_fraction", "diverged", "num_seeds")] == [1, 0.01, 0.25, False, 3]
 
 
@@ -67,3 +67,19 @@ def test_among_equal_sizes_the_baseline_is_the_wider_compute_then_the_first(
 def test_what_loses_its_updates_is_no_baseline() -> None:
     runs = [*seeds("bfloat16/master", (4.0, 4.1), edq=(0.2, 0.2, 0.2)), *seeds("bfloat16/word", (4.0, 4.1))]
     assert compare_runs(runs).baseline == "bfloat16/word"
+
+
+def test_the_verdict_says_when_nothing_is_smaller() -> None:
+    wide = [*seeds("float32/float32", (4.0, 4.1, 4.2)), *seeds("bfloat16/float32", (4.3, 4.1, 4.0))]
+    for run in wide:
+        assert run.summary is not None
+        run.summary["bytes_per_param"] = 16.0
+    (first, *_) = compare_runs(wide).verdict
+    assert first == "No recipe takes fewer bytes than float32/float32: 16.00 bytes per parameter."
+    (first, *_) = compare_runs([*wide, *seeds("bfloat16/word", (4.9, 4.1, 3.5))]).verdict
+    assert first == "No smaller recipe is known to be as good as float32/float32: 16.00 bytes per parameter."
+    fast = seeds("bfloat16/master", (4.0, 4.1, 4.2), step_seconds=0.25)
+    (first, *_) = compare_runs([*wide, *fast]).verdict
+    assert (
+        first.startswith("bfloat16/master is the cheapest") and "16.00 bytes per parameter, as float32/float32" in first
+    )

@@ -114,6 +114,10 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "bfloat16/word", steps(1, loss=lambda row: 5.0 + 0.06 * (row["step"] * 7 % 11 - 5) + 0.01 * row["step"]), NUM_STEPS,
         "loss", "", "divergence",
     ),
+    "steps that became slower": ("bfloat16/word", steps(seconds=0.4), AT, "between steps", "", "slower-steps"),
+    "steps that were slower for a while": (
+        "bfloat16/word", steps(AT, AT + 39, seconds=1.0), AT, "between steps", "", "slower-steps",
+    ),
     # recorded events
     "a step that is not the rule's": (
         "bfloat16/word", event("warning", 2, detector="rate", tensor="a"), 2, "optimizer step", "a", "rate",
@@ -180,6 +184,13 @@ HEALTHY: dict[str, tuple[str, Fault]] = {
     "second moments that are off once": (
         "bfloat16/word", lambda run: run.gauges[-1]["moments"].update({WEIGHT: [2.0, 0.0]}),
     ),
+    "first steps that compile": ("bfloat16/word", steps(1, 25, seconds=30.0)),
+    "every fourth step evaluates or saves": (
+        "bfloat16/word", steps(1, seconds=lambda row: 9.0 if row["step"] % 4 == 0 else 0.1),
+    ),
+    "a slow file system for a few steps": ("bfloat16/word", steps(AT, AT + 18, seconds=20.0)),
+    "short steps that other programs slow down": ("bfloat16/word", steps(1, seconds=lambda row: 0.01 * (1 + (row["step"] > AT)))),
+    "throughput that falls by a quarter": ("bfloat16/word", steps(seconds=0.132)),
     "a resume with the same state": ("bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W})),
     "routine": ("bfloat16/word", both(*(event(kind) for kind in ("start", "resume", "stop", "finish", "checkpoint", "note")))),
 }  # fmt: skip
@@ -229,6 +240,21 @@ def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
     assert "the optimizer's step" in found.areas and not any("compared" in area for area in found.unseen)
     run.steps[1]["recomputed"] = "damaged"
     assert ng.diagnose(run).ok
+
+
+def test_a_fall_of_throughput_in_a_table_names_the_columns_that_changed(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("step,loss,tokens_per_second,gpu_util\n1,3.2,1000,0.9\n2,3.1,1000,0.9\n3,3,500,0.4\n4,2.9,500,0.4\n")
+    (reading,) = ng.diagnose(log).readings
+    assert (reading.step, reading.what, reading.value, reading.expected) == (3, "slower-steps", 500, 1000)
+    assert "utilization went from 0.9 to 0.4" in reading.advice
+    run = struck("bfloat16/word", steps(seconds=1.0, loader_seconds=0.9, communication_seconds=0.01))
+    for row in run.steps[:80]:
+        row.update(loader_seconds=0.001, communication_seconds=0.01)
+    (reading,) = ng.diagnose(run).readings
+    assert "loader_seconds went from 0.001 to 0.9" in reading.advice and "communication" not in reading.advice
+    log.write_text("step,loss\n1,3.2\n2,3.1\n")
+    assert ng.diagnose(log).unseen["throughput"] == "a column tokens_per_second"
 
 
 # ── the command, and damaged records ─────────────────────────────────────────────────────────────────────────────────────

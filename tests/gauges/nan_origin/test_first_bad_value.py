@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.spec.computes import COMPUTES
 from tensors import bits
 
 INF, NAN = math.inf, math.nan
@@ -180,7 +182,7 @@ def test_a_narrow_layer_names_its_row_and_what_went_in() -> None:
     model = chain(first=nn.Linear(32, 32), narrow=nn.Linear(32, 32), last=nn.Linear(32, 32)).half()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)
-        swap_linears(model, "float8-row", keep=())
+        swap_linears(model, replace(COMPUTES["float8-row"], dtype="float16"), keep=())
     step = step_of(model, torch.ones(16, 32).half())
     assert first_bad_value(model, step) is None
     with torch.no_grad():

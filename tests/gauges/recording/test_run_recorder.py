@@ -18,7 +18,7 @@ from narrowgauge.numerics.widening import float32_attention
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
-    "seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums",
+    "seconds", "tokens_per_second", "loader_seconds", "step_memory_bytes", "audit_sums",
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Comparison:
 
         Columns: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std`` (between seeds),
         ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median),
-        ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``.
+        ``step_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``.
         Unknown values are ``None``.
         """
         return tuple(recipe.row for recipe in self.classes.values())
@@ -100,11 +100,7 @@ class Comparison:
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
             *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
-            Column(
-                "peak MiB",
-                lambda row: f"{memory / 2**20:,.1f}" if (memory := row["peak_memory_bytes"]) else "–",
-                right=True,
-            ),
+            Column("MiB a step", SUMMARY["step_memory_bytes"].cell, right=True),
             Column("late EDQ", lambda row: self._shown_edq(row["recipe"]), right=True),
             Column("seeds", "num_seeds", right=True),
             Column(
@@ -194,7 +190,7 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
         # Few steps compile, so they do not move a median.
         "step_seconds": statistics.median(durations) if durations else None,
-        "peak_memory_bytes": over(ended, "peak_memory_bytes", max),
+        "step_memory_bytes": over(ended, "step_memory_bytes", max),
         **{key: over(counted, key, statistics.fmean) for key in ("edq", "noise", "lost_fraction")},
         "diverged": any(run.divergence for run in group),
         "num_seeds": len(losses),

@@ -48,16 +48,22 @@ def _cheapest(comparison: Comparison) -> str:
             "none of known bytes per parameter is fit for use" if has_bytes else "no record holds bytes per parameter"
         )
         return f"No recipe is named the cheapest: {reason}."
-    reference = comparison.classes[base].row["bytes_per_param"]
-    size = f"{best.row['bytes_per_param']:.2f} bytes per parameter"
-    if best.label != base and reference is not None:
-        size += f" instead of the {reference:.2f} of {base}"
+    reference, size = comparison.classes[base], f"{best.row['bytes_per_param']:.2f} bytes per parameter"
+    hint = "" if comparison.has_intervals else "One seed each, so a difference may be chance: take 3. "
+    if best.label == base:
+        is_least = all(recipe.cost[0] >= best.cost[0] for recipe in comparison.classes.values())
+        words = "No recipe takes fewer bytes than" if is_least else "No smaller recipe is known to be as good as"
+        return f"{hint}{words} {base}: {size}."
+    if best.cost[0] == reference.cost[0]:
+        size += f", as {base}, and more tokens per second"
+    elif reference.row["bytes_per_param"] is not None:
+        size += f" instead of the {reference.row['bytes_per_param']:.2f} of {base}"
     loss, difference = "", best.difference
     if difference is not None:
         seeds = f" (95 % interval over {difference.num_pairs} seeds)" if difference.num_pairs > 1 else ""
         loss = f" Its loss differs from that of {base} by {difference.text}{seeds}."
-    if not comparison.has_intervals:
-        return f"One seed each, so a difference may be chance: take 3. {best.label} costs least: {size}.{loss}"
+    if hint:
+        return f"{hint}{best.label} costs least: {size}.{loss}"
     is_cheaper = [r.usable_rank is Rank.INCONCLUSIVE and r.cost < best.cost for r in comparison.classes.values()]
     place = "of those that these seeds can rank" if any(is_cheaper) else "within the noise"
     return f"{best.label} is the cheapest {place}: {size}.{loss}"

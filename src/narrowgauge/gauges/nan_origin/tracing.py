@@ -354,7 +354,7 @@ def summary(name: str, x: Tensor) -> Operand:
         num_bad, start = num_bad + len(bad), start + len(chunk)
         highs += [finite.max().item()] if len(finite) else []
         lows += [finite[finite > 0].min().item()] if bool((finite > 0).any()) else []
-    place = torch.unravel_index(torch.tensor(first), x.shape) if num_bad else ()
+    place = torch.unravel_index(torch.tensor(first, device="cpu"), x.shape) if num_bad else ()
     low, high = min(lows, default=None), max(highs, default=None)
     return Operand(name, tuple(x.shape), dtype_name(x.dtype), low, high, num_bad, tuple(map(int, place)))
 

@@ -241,17 +241,21 @@ class Record(AbstractContextManager["Record"]):
     def summary(self, **columns: Any) -> Row:
         """Return ``summary.json`` with these ``columns``, from the folder's rows. So resuming does not change it."""
         run = self.here.of_first(lambda: read_run(self.folder))
-        total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
+        total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device="cpu")
         for row in run.steps:
             if sums := row.get("audit_sums"):
-                total += torch.tensor([sums.get(name, math.nan) for name in UPDATE_SUMS], dtype=torch.float64)
+                total += torch.tensor(
+                    [sums.get(name, math.nan) for name in UPDATE_SUMS], dtype=torch.float64, device="cpu"
+                )
         rates = [row["tokens_per_second"] for row in run.steps if row.get("tokens_per_second") is not None]
+        memory = [row["step_memory_bytes"] for row in run.steps if row.get("step_memory_bytes") is not None]
         losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
         values = {
             "val_loss": losses[-1] if losses else None,
             "steps": self.num_steps,
             "tokens": self.tokens or None,
             "bytes_per_param": self.reader.bytes_per_param(),
+            "step_memory_bytes": max(memory, default=None),
             "num_skipped": sum(bool(row.get("skipped")) for row in run.steps),
             "wall_seconds": self._seconds_before + time.perf_counter() - self._began,
             **columns,

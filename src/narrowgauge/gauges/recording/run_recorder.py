@@ -30,7 +30,7 @@ from narrowgauge.gauges import hooks
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.record import OnRow, Record
-from narrowgauge.gauges.recording.step_row import FirstNonfinite, batch_checksum, is_finite, peak_memory_bytes
+from narrowgauge.gauges.recording.step_row import FirstNonfinite, batch_checksum, is_finite
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.optim.audit import unwrapped
@@ -204,7 +204,6 @@ class RunRecorder:
             )
         entries: Row = {
             "loss": loss,
-            "peak_memory_bytes": peak_memory_bytes(),
             "tokens": None if tokens is None else self._record.tokens + tokens,
             "batch_crc": None if batch is None else batch_checksum(_integers(batch.detach().cpu())),
             "recomputed": self._recomputed or None,
@@ -340,7 +339,6 @@ class RunRecorder:
         return self._record.summary(
             recipe=config.get("recipe"),
             model=str(config.get("model", self._run["model"]["class"])),
-            peak_memory_bytes=peak_memory_bytes(),
             weights_fingerprint=fingerprint_whole(stored),
             moved=self._moved(),
         )

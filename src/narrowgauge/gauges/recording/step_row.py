@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import resource
-import sys
 import time
 from contextlib import ExitStack
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.analysis.spikes import Spike
-from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.gauges.hooks import follow_gradients
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import local_of
@@ -41,11 +41,13 @@ class StepReader:
         ours: the optimizer, if it is one of Narrowgauge's.
         was_skipped: our optimizer skipped the last step itself; torch's changed no weight.
         scale: the loss scale of the current step.
+        peak_tokens_per_second: the rate at the peak of the devices' matmuls, if known; a row then has ``mfu``.
     """
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None) -> None:
         self.optimizer: torch.optim.Optimizer | None = None if optimizer is None else unwrapped(optimizer)
-        self.linears = None if model is None else linears_of(model)
+        self.model, self.linears = model, None if model is None else linears_of(model)
+        self.peak_tokens_per_second: float | None = None
         self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         self.was_skipped, self._num_taken = False, 0
         self._follower: Follower | None = None
@@ -83,6 +85,8 @@ class StepReader:
         row: Row = {"step": step, "seconds": seconds, **self._read(), **columns}
         if row.get("tokens") is not None and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
+            if self.peak_tokens_per_second:
+                row["mfu"] = row["tokens_per_second"] / self.peak_tokens_per_second
         first = {name: row[name] for name in STEP if name in row}
         return first | row
 
@@ -101,6 +105,12 @@ class StepReader:
             return {}
         group = self.optimizer.param_groups[0]
         row: Row = {} if group["lr"] is None else {"lr": float(group["lr"])}  # Adafactor may have none
+        if torch.cuda.is_available():
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        reduction = None if self.model is None else reduction_of(self.model)
+        if reduction is not None and reduction.size > 1:
+            seconds = all_ranks().gather(reduction.seconds())
+            row |= {"communication_seconds": fmean(seconds), "wait_seconds": fmean(seconds) - min(seconds)}
         if self.ours is None:
             self.was_skipped = self._before == self._num_changes()
             return row | {"skipped": self.was_skipped}
@@ -170,14 +180,6 @@ def batch_checksum(batch: np.ndarray) -> str:
     """
     hashes = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in np.atleast_2d(batch).astype(np.uint32))
     return f"{sum(int.from_bytes(number, 'big') for number in hashes) % 2**64:016x}"
-
-
-def peak_memory_bytes() -> int:
-    """Return the peak memory so far: the device's tensors on CUDA, the process elsewhere."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # ── messages about a step ───────────────────────────────────────────────────────────────────────────────────────────

@@ -1,8 +1,9 @@
 """Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
 One rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`); a storage keeps the weight and the
-states beside it in its own codes. A parameter of more than two dims is the matrix of its first dim against all others. A
-parameter of fewer is stepped by AdamW.
+states beside it in its own codes. A parameter of three dims is a stack of matrices, such as a mixture's experts. Each is
+stepped as if it were a parameter of its own. A parameter of more dims, such as a convolution, is the matrix of its first dim
+against all others. A parameter of fewer than two is stepped by AdamW.
 
 | rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
@@ -39,7 +40,7 @@ NEGATIVE_DECAY = "negative_decay"
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """One state tensor of a matrix rule, of a shape of its own. Every rank has the whole of it.
+    """One state tensor of a matrix rule, of a shape of its own. Every rank has the whole of it. A stack has one per matrix.
 
     Args:
         role: ``"exp_avg"`` (for values of either sign) or ``"exp_avg_sq"`` (for values that are never negative): stored in the
@@ -55,7 +56,7 @@ class MatrixRule:
     """An update rule for whole matrices; all tensors are float32, all states begin as zeros.
 
     Args:
-        states: ``(shape of the parameter, options) -> states by name``.
+        states: ``((rows, cols), options) -> states by name``.
         direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new states)``; steps count from
             1. The gradient may be overwritten, states may not.
         decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`. With it, ``lr · weight_decay · weight`` is subtracted
@@ -67,7 +68,7 @@ class MatrixRule:
     """
 
     name: str
-    states: Callable[[tuple[int, ...], Options], dict[str, MatrixState]]
+    states: Callable[[tuple[int, int], Options], dict[str, MatrixState]]
     direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
     decay: str = ""
     beside: tuple[str, ...] = ()
@@ -88,9 +89,9 @@ class MatrixRule:
         return tuple((name, "exp_avg") for name in self.beside)
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of a parameter: its first dim, and all others together."""
-    return shape[0], math.prod(shape[1:])
+def matrix_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape in which a parameter is stepped: ``(number, rows, cols)`` for three dims, else ``(rows, cols)``."""
+    return tuple(shape) if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
 
 def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
@@ -102,7 +103,11 @@ def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Opt
 
 def extras_of(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, MatrixState]:
     """Return the states of a rule that are separate from the weight, by name."""
-    return rule.states(tuple(shape), options) if isinstance(rule, MatrixRule) else {}
+    if not isinstance(rule, MatrixRule):
+        return {}
+    *number, rows, cols = matrix_shape(shape)
+    states = rule.states((rows, cols), options)
+    return {name: MatrixState((*number, *state.shape), state.role) for name, state in states.items()}
 
 
 def decay_of(options: Options) -> float:
@@ -180,8 +185,8 @@ def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, s
 # ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
-    rows, cols = matrix_shape(shape)
+def _adafactor_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
+    rows, cols = shape
     return {"exp_avg_sq_row": MatrixState((rows,)), "exp_avg_sq_col": MatrixState((cols,))}
 
 
@@ -226,8 +231,8 @@ def adam_step(
     return change, *moments
 
 
-def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
-    rows, cols = matrix_shape(shape)
+def _galore_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
+    rows, cols = shape
     rank = min(options["rank"], rows, cols)
     coordinates = (rows, rank) if is_tall(rows, cols) else (rank, cols)
     return {
@@ -246,8 +251,8 @@ def _galore(g: Tensor, measure: Tensor | None, states: States, options: Options,
     return lifted, {"projector": basis, "projected_exp_avg": m, "projected_exp_avg_sq": v}
 
 
-def _gradnorm_lorp_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
-    lengths = MatrixState((matrix_shape(shape)[1],))
+def _gradnorm_lorp_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
+    lengths = MatrixState(shape[1:])
     return {**_galore_states(shape, options), "magnitude_exp_avg": lengths, "magnitude_exp_avg_sq": lengths}
 
 

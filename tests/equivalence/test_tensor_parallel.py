@@ -1,0 +1,73 @@
+"""Tensor parallelism gives the bits of one process: every storage, by rows and by columns, saved and loaded half way.
+
+Gradients are known and shared out: the products of two ranks add up in another order than those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import narrowgauge as ng
+from equivalence.ways import HALF, STEPS, Training, fingerprint, load_dcp, save_dcp
+from narrowgauge.spec.storages import STORAGES
+from ranks import run_ranks
+
+
+def start(storage: str, mesh: Any = None, seed: int = 0) -> Training:
+    """Return an MLP whose first weight is split by rows and the second by columns, and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(getattr(torch, STORAGES[storage].visible))
+    if mesh is not None:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    options: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 3.0, "audit_every": 2, "compile": False}
+    return Training(model, ng.AdamW(model.named_parameters(), storage=storage, **options))
+
+
+def train(training: Training, steps: Iterable[int]) -> Training:
+    """Take steps whose gradients are a thousand times larger in the last columns, which the last rank has."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in training.model.parameters():
+            gradient = torch.randn(p.shape, generator=generator) * torch.logspace(-2, 1, p.shape[-1])
+            gradient = gradient.to(p.dtype)
+            p.grad = (
+                distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+                if isinstance(p, DTensor)
+                else gradient
+            )
+        training.optimizer.step()
+    return training
+
+
+def on_a_rank(rank: int, folder: Path) -> dict[str, dict[str, str]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fingerprints = {}
+    for storage in STORAGES:
+        training = train(start(storage, mesh), range(HALF))
+        save_dcp(training, folder / storage)
+        resumed = load_dcp(train(start(storage, mesh, seed=1), range(50, 51)), folder / storage)
+        fingerprints[storage] = fingerprint(train(resumed, range(HALF, STEPS)))
+    return fingerprints
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, str]]]:
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    return run_ranks(on_a_rank, 2, folder, folder)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_two_tensor_parallel_ranks(storage: str, results: list[dict[str, dict[str, str]]]) -> None:
+    whole = fingerprint(train(start(storage), range(STEPS)))
+    for result in results:
+        assert result[storage] == whole

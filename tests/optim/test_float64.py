@@ -1,0 +1,140 @@
+"""Storages of float64: the update in float64 against numpy and torch, and what users read, write and load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.spec.storages import STORAGES
+from tensors import bits, gaussian
+
+Doubles = NDArray[np.float64]
+STATES = ("exp_avg", "exp_avg_sq")
+SHAPES = [(33, 17), (5,)]
+both = pytest.mark.parametrize("storage", ["float64", "master64"])
+
+
+def start(storage: str, **options: Any) -> tuple[list[nn.Parameter], ng.AdamW]:
+    """Parameters of odd sizes and their optimizer, at a rate of which float32 would round each step."""
+    dtype = getattr(torch, STORAGES[storage].visible)
+    parameters = [nn.Parameter(gaussian(*shape, seed=k, dtype=dtype)) for k, shape in enumerate(SHAPES)]
+    return parameters, ng.AdamW(parameters, lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1, storage=storage, **options)
+
+
+def step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, number: int) -> None:
+    for k, p in enumerate(parameters):
+        narrow = gaussian(*p.shape, seed=100 * number + k, scale=0.01, dtype=torch.bfloat16)
+        p.grad = narrow.to(p.dtype)
+    optimizer.step()
+
+
+def adamw(w: Doubles, m: Doubles, v: Doubles, g: Doubles, t: int) -> tuple[Doubles, Doubles, Doubles]:
+    """Take one step in numpy's float64, operation by operation as the rule is written."""
+    lr, beta1, beta2, decay = 1e-5, 0.9, 0.999, 0.1
+    m = m + (g - m) * (1 - beta1)
+    v = v + (g * g - v) * (1 - beta2)
+    ratio = m / (np.sqrt(v) * (1 / (1 - beta2**t) ** 0.5) + 1e-8)
+    return w + (ratio * (-lr / (1 - beta1**t)) + -lr * decay * w), m, v
+
+
+@both
+def test_steps_are_float64s_bit_for_bit(storage: str) -> None:
+    parameters, optimizer = start(storage, audit_every=3)
+    exact = [(p.detach().double().numpy(), *(np.zeros(p.shape) for _ in STATES)) for p in parameters]
+    for t in range(1, 25):
+        step(parameters, optimizer, t)
+        for k, p in enumerate(parameters):
+            assert p.grad is not None
+            exact[k] = adamw(*exact[k], p.grad.double().numpy(), t)
+    for p, values in zip(parameters, exact, strict=True):
+        for name, value in zip(("weight", *STATES), values, strict=True):
+            stored = optimizer.stored(p, name)
+            assert stored.dtype is torch.float64 and np.array_equal(stored.numpy(), value), name
+        assert torch.equal(p, torch.from_numpy(values[0]).float().to(p.dtype))
+    assert all(reading.edq == pytest.approx(1, abs=1e-12) for reading in ng.audit(optimizer).values())
+
+
+@both
+@pytest.mark.parametrize(
+    ("name", "options"), [("AdamW", {}), ("Adam", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9})]
+)
+def test_torch_in_float64_is_equal_to_fourteen_digits(storage: str, name: str, options: dict[str, Any]) -> None:
+    parameters, _ = start(storage)
+    wide = [nn.Parameter(p.detach().double()) for p in parameters]
+    optimizer = getattr(ng, name)(parameters, lr=1e-3, storage=storage, **options)
+    reference = getattr(torch.optim, name)(wide, lr=1e-3, **options)
+    for t in range(20):
+        step(parameters, optimizer, t)
+        step(wide, reference, t)
+    for p, exact in zip(parameters, wide, strict=True):
+        torch.testing.assert_close(optimizer.stored(p), exact.detach(), rtol=0, atol=1e-14)
+
+
+@both
+def test_a_state_dict_has_float64_tensors_and_goes_on_from_them(storage: str) -> None:
+    parameters, optimizer = start(storage)
+    step(parameters, optimizer, 1)
+    saved = optimizer.state_dict()
+    for k, p in enumerate(parameters):
+        shown = {name: (value.dtype, value.shape) for name, value in saved["state"][k].items() if name != "step"}
+        assert shown == dict.fromkeys(("master", *STATES), (torch.float64, p.shape))
+    others, loaded = start(storage)
+    loaded.load_state_dict(saved)
+    for one, other in zip(parameters, others, strict=True):
+        other.data.copy_(one.data)
+    for some, each in ((parameters, optimizer), (others, loaded)):
+        step(some, each, 2)
+    for one, other in zip(parameters, others, strict=True):
+        assert torch.equal(bits(optimizer.stored(one)), bits(loaded.stored(other)))
+
+
+@both
+def test_a_written_weight_replaces_its_master_and_no_other(storage: str) -> None:
+    (weight, _), optimizer = parameters, _ = start(storage)
+    for t in range(5):
+        step(parameters, optimizer, t)
+    master = optimizer.stored(weight)
+    assert (master != weight.double()).float().mean() > 0.9
+    weight.data[0, 0] = 3.0
+    expected = master.clone()
+    expected[0, 0] = 3.0
+    assert torch.equal(optimizer.stored(weight), expected)
+
+
+@both
+def test_adopted_values_are_kept_in_float64_nan_included(storage: str) -> None:
+    (weight, _), optimizer = start(storage)
+    values = torch.randn(33, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values.view(-1)[:4] = torch.tensor([-torch.nan, torch.inf, -0.0, 1e-300], dtype=torch.float64)
+    optimizer.adopt({weight: values}, {weight: {"step": 3, "exp_avg": values, "exp_avg_sq": values.square()}})
+    assert weight.isnan().sum() == 1
+
+    def of(name: str) -> Tensor:
+        return bits(optimizer.stored(weight, name)).view(-1)[1:]
+
+    assert torch.equal(of("weight"), bits(values).view(-1)[1:]) and torch.equal(of("exp_avg"), of("weight"))
+    assert bits(optimizer.stored(weight)).view(-1)[0] == 0x7FF8 << 48
+    # A state of torch's float64 AdamW arrives whole.
+    wide = nn.Parameter(values.nan_to_num(posinf=1.0))
+    torch_adamw = torch.optim.AdamW([wide])
+    wide.grad = torch.full_like(wide, 1 / 3)
+    torch_adamw.step()
+    parameters = [nn.Parameter(wide.detach().to(weight.dtype))]
+    ours = ng.AdamW(parameters, storage=storage)
+    ng.load_states(ours, torch_adamw.state_dict())
+    assert torch.equal(ours.stored(parameters[0], "exp_avg"), torch_adamw.state[wide]["exp_avg"])
+
+
+def test_float64_parameters_are_refused_with_the_way_that_works() -> None:
+    model = nn.Linear(4, 4).double()
+    with pytest.raises(ng.errors.RecipeError, match=r"model\.float\(\).*'float64'"):
+        ng.AdamW(model.parameters())
+    assert ng.AdamW(model.float().parameters(), storage="float64").param_groups
+    with pytest.raises(ng.errors.RecipeError, match="compute in float32"):
+        ng.Muon(nn.Linear(4, 4).parameters(), storage="float64")
