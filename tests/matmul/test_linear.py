@@ -480,9 +480,3 @@ def test_a_product_is_plain_if_its_operands_are_and_lie_as_they_are() -> None:
         model = nn.Sequential(layer).bfloat16()
         swap_linears(model, compute, keep=())
         assert has_plain_product(model[0]) is is_plain
-
-
-def test_autocast_to_another_dtype_is_refused() -> None:
-    layer, _ = make_layer(COMPUTES["int8-row"])
-    with torch.autocast("cpu", torch.float16), pytest.raises(RecipeError, match="was called under autocast to float16"):
-        layer(gaussian(4, 65))
