@@ -127,7 +127,7 @@ def layer_row(compute: str, device: torch.device) -> Row:
         x = torch.randn(128, 256, generator=torch.Generator().manual_seed(2)).to(place, torch.bfloat16).requires_grad_()
         y = model(x)
         y.backward(torch.randn(128, 512, generator=torch.Generator().manual_seed(3)).to(place, torch.bfloat16))
-        return [y, x.grad, model[0].weight.grad]
+        return [y.detach(), x.grad, model[0].weight.grad]
 
     pairs = zip(results(torch.device("cpu")), results(device), strict=True)
     error = max(float((a.float() - b.cpu().float()).norm() / a.float().norm()) for a, b in pairs)
@@ -221,7 +221,7 @@ def layer_contenders(side: int, tokens: int, device: torch.device) -> Iterator[t
         return change
 
     yield BFLOAT16, lambda: passes(nothing_to)
-    for compute in TIMED_COMPUTES:
+    for compute in TIMED_COMPUTES[: None if device.type == "cuda" else 2]:
         yield compute, lambda compute=compute: passes(lambda model: ng.swap_linears(model, compute, keep=()))
     for recipe in ("tensorwise", "rowwise"):
         yield f"torchao float8 {recipe}", lambda recipe=recipe: passes(torchao(recipe))

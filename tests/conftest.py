@@ -61,20 +61,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "update_golden" in getattr(item, "fixturenames", ())]
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write the curves that tests recorded; xdist calls this hook in its workers too, which see only their own."""
-    if not config.getoption("--update-golden") or hasattr(config, "workerinput"):
-        return
-    from golden_files import CURVES, update_curves
-
-    passed = terminalreporter.stats.get("passed", [])
-    found = [value for report in passed for name, value in report.user_properties if name == "golden_curve"]
-    if found:
-        terminalreporter.section("golden curves")
-        for line in update_curves(CURVES, found):
-            terminalreporter.write_line(line)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(_OFFLINE)
     os.environ.update(_QUIET)

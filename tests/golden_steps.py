@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from golden_files import machine_key
 from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import optimizers
 from narrowgauge.spec import show
@@ -29,7 +28,7 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import UPDATE_RULES
-from processors import pretending
+from processors import machine_key, pretending
 
 STEPS = 12
 SHAPES = {"matrix": (33, 17), "tall": (129, 3), "vector": (5,), "scalar": (1,), "still": (7, 9)}

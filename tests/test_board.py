@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark_modules import benchmark_module
 from narrowgauge.trainer.data.dataset import Dataset
+from script_modules import benchmark_module
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,28 @@
-"""Without a GPU ``benchmarks/gpu.py`` ends with status 2 and one line."""
+"""``benchmarks/gpu.py``: without a GPU it ends with status 2; on a CPU its rehearsal runs, whatever peers are missing."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmark_modules import benchmark_module
+from script_modules import benchmark_module
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_script_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark_module("gpu").main([]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
+def test_the_rehearsal_fails_nowhere_but_at_peers(tmp_path: Path) -> None:
+    gpu = benchmark_module("gpu")
+    assert gpu.main(["--rehearse", "--json", str(tmp_path / "gpu.json")]) == 0
+    tables = json.loads((tmp_path / "gpu.json").read_text())["tables"]
+    assert len(tables) == 5 and all(tables.values())
+    failures = {row[""]: row["why not"] for table in tables.values() for row in table if "why not" in row}
+    ours = {gpu.FUSED, gpu.BFLOAT16, gpu.AUTOCAST, *gpu.TIMED_STORAGES, *gpu.TIMED_COMPUTES, *gpu.RECIPES}
+    assert not failures.keys() & ours, failures

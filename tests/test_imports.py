@@ -151,3 +151,20 @@ def test_tables_records_and_command_line_load_no_torch_in_fact() -> None:
     lines.append(f"print([name for name in {sorted(TORCH_BOUND)!r} if name in sys.modules])")
     result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
+
+
+EXPENSIVE = ("accelerate", "datasets", "lightning", "scipy", "torch.distributed.checkpoint", "transformers")
+"""They take 0.3 to 3 CPU-seconds each. ``torch._dynamo`` is not here: PyTorch imports it with the first optimizer."""
+ABOUT_THEM = ("checkpoints.dcp_files", "integrations", "profiling", "transforms.scal")
+"""Modules that subclass or change what these packages define: functions import them."""
+
+
+def test_no_other_module_imports_what_takes_seconds() -> None:
+    """In one process, so that a module also pays for what it imports."""
+    modules = [module for module in imports() if module and module != "__main__" and not module.startswith(ABOUT_THEM)]
+    lines = ["import importlib, sys", f"for name in {modules}:", "    importlib.import_module(f'narrowgauge.{name}')"]
+    lines.append(
+        f"    if names := [name for name in {EXPENSIVE} if name in sys.modules]: sys.exit(f'{{name}}: {{names}}')"
+    )
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmark_modules import benchmark_module
 from narrowgauge.planner.efficiency import SOFTWARE
+from script_modules import benchmark_module
 
 MEASURED = {
     "iteration_seconds", "tokens_per_second_per_chip", "model_tflops_per_chip", "hardware_tflops_per_chip",

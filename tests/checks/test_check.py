@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.kinds import KINDS, kind_rows
+from narrowgauge.checks.set_up import set_up_of
+from narrowgauge.checks.updates import change_of
 from narrowgauge.spec.significance import MIN_EDQ
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -292,6 +294,36 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
             optimizer.step()
     measured = ng.audit(optimizer).total.edq
     assert measured < MIN_EDQ and abs(predicted - measured) < 0.1, (predicted, measured)
+
+
+@pytest.mark.parametrize(("value", "needed"), [(1.0, 2.0**-9), (1.5, 2.0**-8)])
+def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(value: float, needed: float) -> None:
+    model = nn.LayerNorm(8).bfloat16()
+    nn.init.constant_(model.weight, value)
+    (reading,) = [
+        r for r in ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-4)) if r.what == "stands-still"
+    ]
+    assert reading.bound == needed
+
+
+@pytest.mark.parametrize(("factor", "storage"), [(1.0, "master"), (1 + 2.0**-9, "master"), (1.1, "naive")])
+def test_a_state_is_a_master_if_it_is_within_a_rounding_of_the_weight(factor: float, storage: str) -> None:
+    weight = nn.Parameter(torch.linspace(1, 2, 64).bfloat16())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["copy"] = factor * weight.detach().float()
+    assert set_up_of(nn.ParameterList([weight]), optimizer).stepped[0].storage.name == storage
+
+
+def test_the_predicted_change_is_adams_next_step() -> None:
+    model, optimizer = torch_adamw(torch.float32, lr=0.01, weight_decay=0.0)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, -0.5)
+        optimizer.step()
+    for stepped in set_up_of(model, optimizer).trained:
+        change = change_of(stepped, stepped.parameter.detach().flatten())
+        assert change is not None
+        torch.testing.assert_close(change, torch.full_like(change, 0.01))
 
 
 def test_what_is_no_model_or_optimizer_is_refused() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import narrowgauge as ng
 from checks.audited_loop import Loop
+from narrowgauge.checks.step_check import StepCheck
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.spec.storages import STORAGES
 
@@ -191,6 +192,18 @@ def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) 
     assert math.isclose(loop.numbers()["clip-norm"], 0.25, rel_tol=1e-3)
     assert not Loop(clip=0.25, watch={"max_grad_norm": 0.25}).run(2).readings
     assert [r.what for r in Loop(watch={"max_grad_norm": 0.25}).run(2).readings] == ["clip-norm"]
+
+
+def test_a_clipped_norm_that_its_format_rounds_up_is_no_reading() -> None:
+    model, readings = nn.Linear(1, 1, bias=False).bfloat16(), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    StepCheck(model, optimizer, 1, lambda step, found, row: readings.extend(found), max_grad_norm=0.3)
+    for _ in range(3):
+        model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)  # the nearest bfloat16 is 0.3008
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not readings
 
 
 @pytest.mark.parametrize("by", ["ours", "torch"])

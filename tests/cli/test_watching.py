@@ -25,7 +25,13 @@ def test_the_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
             with urllib.request.urlopen(address, timeout=30) as answer:
                 assert "llama-1m in bfloat16/word" in answer.read().decode()
             parent = address[: address.rindex("/", 0, -1)] + "/"
-            for wrong, host in ((parent, {}), (address + "file", {}), (address, {"Host": "evil.example"})):
+            requests = (
+                (parent, {}),
+                (f"{parent}{'x' * 32}/", {}),
+                (address + "file", {}),
+                (address, {"Host": "evil.example"}),
+            )
+            for wrong, host in requests:
                 with pytest.raises(urllib.error.HTTPError, match="403"):
                     urllib.request.urlopen(urllib.request.Request(wrong, headers=host), timeout=30)
         finally:

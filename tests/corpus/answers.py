@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from corpus.faults import Apply, Fault
-from corpus.healthy import Healthy
-from corpus.loop import Loop, Settings
+from corpus.loop import Loop
+from corpus.rows import Row
 from narrowgauge.analysis.reading import Reading
 
 STEPS = 6
@@ -47,24 +46,19 @@ DELIBERATE = {"sharpness-aware", "gradient noise"}
 """Healthy loops that change their gradients on purpose after the passes: the check is given the passes alone."""
 
 
-def answers(row: Fault | Healthy, folder: Path) -> list[Reading]:
+def answers(row: Row, folder: Path) -> list[Reading]:
     """Return every reading, the notes left out."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        readings = [*_checked(row), *_recorded(row.settings, row.apply, folder)]
+        readings = [*_checked(row), *_recorded(row, folder)]
     return [reading for reading in readings if reading.severity != "note"]
 
 
-def _loop(settings: Settings, apply: Apply) -> Loop:
-    loop = Loop(settings, STEPS)
-    apply(loop)
-    return loop
-
-
-def _checked(row: Fault | Healthy) -> list[Reading]:
-    settings, loop = row.settings, _loop(row.settings, row.apply)
+def _checked(row: Row) -> list[Reading]:
+    loop = row.loop(STEPS)
+    settings = loop.settings
     # The objective is the user's own; a fault's is that of the loop without it.
-    objective = loop if isinstance(row, Healthy) else Loop(settings)
+    objective = Loop(row.settings) if row.stage else loop
     parts = [(part, objective.labels(part)) for part in loop.read(0).chunk(settings.micro_batches)]
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -91,9 +85,9 @@ def _checked(row: Fault | Healthy) -> list[Reading]:
         return []
 
 
-def _recorded(settings: Settings, apply: Apply, folder: Path) -> list[Reading]:
-    loop = _loop(settings, apply)
-    limit = settings.clip or None
+def _recorded(row: Row, folder: Path) -> list[Reading]:
+    loop = row.loop(STEPS)
+    limit = loop.settings.clip or None
     with ng.RunRecorder(
         folder, loop.model, loop.optimizer, audit_every=1, max_grad_norm=limit, fingerprints_every=0
     ) as recorder:
@@ -109,7 +103,7 @@ def _recorded(settings: Settings, apply: Apply, folder: Path) -> list[Reading]:
     return list(ng.diagnose(folder).readings)
 
 
-def verdict(row: Fault, readings: list[Reading]) -> str:
+def verdict(row: Row, readings: list[Reading]) -> str:
     """Return ``located``, ``elsewhere`` or ``silent``."""
     named = [name for name, _ in Loop(row.settings).model.named_parameters() if re.search(row.where, name)]
 

@@ -1,4 +1,4 @@
-"""A tiny training loop in plain PyTorch. A row of the corpus changes one stage of it.
+"""A tiny training loop in plain PyTorch, with update rules written by hand. A row of the corpus changes a line or a stage of it.
 
 A two-layer transformer with rotary attention learns a synthetic sequence. Each stage of a step is a method.
 """
@@ -15,11 +15,123 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corpus.optimizers import Groups, torch_adamw
-
 VOCABULARY, WIDTH, LENGTH, BATCH, IGNORED, PADDING = 64, 32, 16, 8, -100, 0
 EPOCH = 2
 """Steps per epoch, where a loop has epochs."""
+
+# ── update rules ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Group = dict[str, Any]
+Groups = list[Group]
+BETAS = (0.9, 0.95)
+
+
+def torch_adamw(groups: Groups) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=BETAS)
+
+
+def adamw(groups: Groups) -> torch.optim.Optimizer:
+    return AdamW(groups, betas=BETAS)
+
+
+def sgd(groups: Groups) -> torch.optim.Optimizer:
+    return SGD(groups, momentum=0.9)
+
+
+def nesterov(groups: Groups) -> torch.optim.Optimizer:
+    return SGD(groups, momentum=0.9, nesterov=True)
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW. States are float32; bfloat16 and float16 weights have float32 masters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
+
+    def update(self, p: Tensor, group: Group) -> None:
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            zeros = torch.zeros_like(p, dtype=torch.float32)
+            state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
+            if p.dtype != torch.float32:
+                state["master"] = p.detach().float()
+        weight, gradient = state.get("master", p), p.grad.float()
+        state["step"] += 1
+        number = int(state["step"])
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        first, second = state["exp_avg"] / (1 - beta1**number), state["exp_avg_sq"] / (1 - beta2**number)
+        weight.sub_(group["lr"] * self.direction(first, second, gradient, group["eps"]))
+        if weight is not p:
+            p.copy_(weight)
+
+    def direction(self, first: Tensor, second: Tensor, gradient: Tensor, eps: float) -> Tensor:
+        return first / (second.sqrt() + eps)
+
+
+class SGD(torch.optim.SGD):
+    """SGD with momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    gradient, state = p.grad.add(p, alpha=group["weight_decay"]), self.state[p]
+                    if "momentum_buffer" in state:
+                        state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+                    else:
+                        state["momentum_buffer"] = gradient.clone()
+                    velocity = state["momentum_buffer"]
+                    ahead = gradient.add(velocity, alpha=group["momentum"])
+                    p.sub_(ahead if group["nesterov"] else velocity, alpha=group["lr"])
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (https://arxiv.org/abs/2302.06675, Algorithm 2), at a tenth of the rate, as the paper advises."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    gradient, momentum = p.grad, self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - 0.1 * group["lr"] * group["weight_decay"])
+                    p.sub_(momentum.lerp(gradient, 1 - beta1).sign(), alpha=0.1 * group["lr"])
+                    momentum.lerp_(gradient, 1 - beta2)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (https://kellerjordan.github.io/posts/muon/). Vectors take plain momentum."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    buffer.lerp_(p.grad, 1 - group["momentum"])
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    update = p.grad.lerp(buffer, group["momentum"])
+                    if update.ndim == 2:
+                        u, _, v = torch.linalg.svd(update, full_matrices=False)
+                        update = math.sqrt(max(1.0, p.shape[0] / p.shape[1])) * (u @ v)
+                    p.sub_(update, alpha=group["lr"])
+
+
+# ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Norm(nn.Module):
@@ -107,6 +219,9 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         return y if self.is_merged else y + x @ self.lora_a.T @ self.lora_b.T
+
+
+# ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def warm_up(step: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import narrowgauge as ng
 from distributed.models import gradients_of
 from distributed.test_reduction import KINDS, expected, found, placed, step
 from narrowgauge.distributed.block_codes import CAST, RECORD_BYTES
+from narrowgauge.distributed.exchanges import EXCHANGES, ONE_RANK
 from narrowgauge.spec.sums import REDUCTIONS
 from ranks import run_ranks
 
@@ -58,3 +60,11 @@ def test_every_kind_of_model_gets_the_sum(tmp_path: Path) -> None:
                 assert all(torch.equal(value, other[name, kind][place][key]) for other in ranks)
         first, second = seen[0]["head"], seen[1]["head"]
         assert not torch.equal(first, second), "two steps rounded equal gradients alike"
+
+
+def test_every_place_step_and_micro_batch_has_random_bits_of_its_own() -> None:
+    exchange = EXCHANGES["compressed8"](ONE_RANK, REDUCTIONS["compressed8"], True, 0)
+    keys = set()
+    for exchange.step, exchange.place, exchange._micro_batch, rank in itertools.product(range(3), repeat=4):
+        keys |= {exchange._key(stage, rank, 1) for stage in range(2)}
+    assert len(keys) == 3**4 * 2

@@ -106,7 +106,9 @@ def test_ranks_with_other_settings_are_refused_on_all(tmp_path: Path) -> None:
 
 def test_an_order_invariant_run_takes_one_thread() -> None:
     before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
     for number, is_order_invariant in ((None, True), (3, True), (None, False)):
         with threads_of(number, is_order_invariant):
             seen.append(torch.get_num_threads())
-    assert seen == [1, 3, before] and torch.get_num_threads() == before
+    assert seen == [1, 3, 2] and torch.get_num_threads() == 2
+    torch.set_num_threads(before)

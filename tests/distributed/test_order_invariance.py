@@ -62,6 +62,8 @@ def test_passes_outside_micro_batch_are_refused() -> None:
         layer(x)
     with torch.no_grad():
         layer(x)
+    layer.eval()(x)
+    layer.train()
     with reduction.micro_batch():
         loss = layer(x).sum()
         loss.backward(retain_graph=True)
@@ -85,7 +87,8 @@ HEALTHY: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("draw", HEALTHY.values(), ids=HEALTHY)
 def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Callable[[Tensor], Tensor]) -> None:
-    model = Drawing(draw)
+    model, plain = Drawing(draw), Drawing(draw)
+    plain.load_state_dict(model.state_dict())
     reduction = ng.reduce_gradients_with(model, "reproducible")
     batches = DataLoader(list(torch.randn(6, 8)), batch_size=2, shuffle=True)  # draws as it begins
     for _ in range(2):
@@ -93,7 +96,11 @@ def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Cal
         for place, batch in enumerate(batches):
             with reduction.micro_batch(is_last=place == 2):
                 model(batch).sum().backward()
+            plain(batch).sum().backward()
+        for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad)
         model.zero_grad()
+        plain.zero_grad()
 
 
 # ── sums before the sum ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -208,25 +208,9 @@ def dcp_state(training: Training) -> dict[str, Any]:
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def gauged(recipe: str) -> dict[str, str]:
-    """Attach gauges that sample every step."""
-    training = start(recipe)
-    gauges = ng.attach_gauges(training.model, training.optimizer, every=1)
-    train(training)
-    assert gauges.last is not None
-    return fingerprint(training)
-
-
-def audited(recipe: str) -> dict[str, str]:
-    """Audit each step."""
-    training = train(start(recipe, audit_every=1))
-    assert ng.audit(training.optimizer)
-    return fingerprint(training)
-
-
 def recorded(recipe: str) -> dict[str, str]:
-    """Record a run: gauges, fingerprints and an audit of every step."""
-    training, often = start(recipe), {"gauges_every": 1, "fingerprints_every": 1, "audit_every": 1}
+    """Record a run: gauges, fingerprints, an audit and a check of every step."""
+    training, often = start(recipe, audit_every=1), {"gauges_every": 1, "fingerprints_every": 1, "audit_every": 1}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ng.RunRecorder(f"{folder}/run", *training, recipe=recipe, **often) as recorder:
@@ -235,7 +219,8 @@ def recorded(recipe: str) -> dict[str, str]:
                 training.optimizer.step()
                 training.optimizer.zero_grad()
                 recorder.step(loss=loss)
-        assert len(ng.read_run(f"{folder}/run").steps) == STEPS
+        run = ng.read_run(f"{folder}/run")
+        assert len(run.steps) == len(run.gauges) == STEPS and all("edq" in row for row in run.steps)
     return fingerprint(training)
 
 
@@ -302,6 +287,6 @@ def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
 ALONE = {
     way.__name__: way
     for way in (
-        compiled, resumed, through_safetensors, through_dcp, gauged, audited, recorded, checked, checkpointed,
+        compiled, resumed, through_safetensors, through_dcp, recorded, checked, checkpointed,
     )
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import pytest
@@ -79,11 +81,36 @@ def test_readings_are_those_of_the_tensors() -> None:
     )
     rms = weight.float().square().mean().sqrt().item()
     assert metric_of(row, "tensors", "weight:blocks.1.down.weight", "rms") == pytest.approx(rms, rel=2**-8)
+    outlier = weight.float().abs().max().item() / rms
+    assert metric_of(row, "tensors", "weight:blocks.1.down.weight", "outlier") == pytest.approx(outlier, rel=2**-8)
     assert metric_of(row, "tensors", "input:blocks.1.down", "nonfinite") == 0
     # Three inputs of 32 features and two of 64, of 64 tokens each; every third value counts, and hardly one is zero.
     counted = 3 * -(-64 * 32 // tensor_metrics.COUNTED) + 2 * -(-64 * 64 // tensor_metrics.COUNTED)
     assert 0 <= counted - sum(row["histograms"]["input"]) <= 4
     assert set(row["updates"]) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_pass_without_gradients_is_not_read() -> None:
+    model, optimizer = made()
+    gauges = attach_gauges(model, optimizer, every=1)
+    x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    loss = model(x).float().square().mean()
+    with torch.no_grad():
+        model(100 * x)
+    loss.backward()
+    optimizer.step()
+    assert gauges.last is not None
+    amax = metric_of(gauges.last, "tensors", "input:blocks.0.up", "amax")
+    assert amax == pytest.approx(x.abs().max().item(), rel=1e-3)
+
+
+def test_a_loop_that_goes_on_samples_at_the_same_steps() -> None:
+    model, optimizer = made()
+    rows: list[Any] = []
+    gauges = attach_gauges(model, optimizer, every=3, on_row=rows.append)
+    gauges.step = 4
+    trained(model, optimizer, 5)
+    assert [row["step"] for row in rows] == [6, 9]
 
 
 def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
@@ -98,7 +125,10 @@ def test_the_heads_logits_are_those_of_the_sampled_inputs() -> None:
     assert gauges.last is not None and gauges.last["logits"]["head"] == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam])
+DECAYED = functools.partial(torch.optim.Adam, weight_decay=0.1)  # of the gradient and its decay are the moments
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam, DECAYED])
 def test_any_module_and_any_optimizer(kind: Any) -> None:
     torch.manual_seed(0)
     model = Small()
@@ -142,6 +172,16 @@ def test_second_moments_that_freeze_are_seen(storage: str, freezes: bool) -> Non
         assert frozen > 0.9 and abs(bias - 1) > 0.05
     else:
         assert frozen < 0.5 and bias == pytest.approx(1.0, abs=0.05)
+
+
+def test_second_moments_of_clipped_gradients_and_skipped_steps_are_exact() -> None:
+    model, optimizer = made("float32/float32", max_grad_norm=1e-3)
+    gauges = attach_gauges(model, optimizer, every=6)
+    for steps, limit in ((2, math.inf), (1, -1.0), (3, math.inf)):
+        optimizer.skip_above = limit
+        trained(model, optimizer, steps)
+    assert gauges.last is not None and float(optimizer.grad_norm) > 0.01 and optimizer.num_skipped == 1
+    assert metric_of(gauges.last, "moments", "head.weight", "bias") == pytest.approx(1.0, rel=1e-5)
 
 
 # ── what users do ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -44,6 +44,14 @@ def test_a_scale_is_the_largest_of_as_many_steps_as_are_looked_back_on() -> None
         step += draw.choice([1, 1, 1, 2, HISTORY + 1])
 
 
+def test_a_spike_is_forgotten_after_the_history() -> None:
+    history = new_history(CPU)
+    assert [seen(100.0 if step == 0 else 1.0, step, history) for step in range(HISTORY + 3)] == [
+        *[100.0] * (HISTORY + 1),
+        *[1.0] * 2,
+    ]
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_nan_now_and_gone_at_the_next_step(bad: float) -> None:
     history = new_history(CPU)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from matmul.scenarios import (
     EIGHT,
@@ -30,6 +31,7 @@ from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, NarrowLayers, linears_of, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import parse
@@ -449,3 +451,33 @@ def test_encoder_layers_compute_in_evaluation_as_in_training() -> None:
     with torch.no_grad():
         evaluated = model(x)
     torch.testing.assert_close(evaluated, model(x).detach(), rtol=0, atol=1e-5)  # attention itself is fused
+
+
+def test_a_micro_batch_draws_the_random_bits_of_its_place_in_the_batch() -> None:
+    x, grad = gaussian(2, 6, 65, seed=3), gaussian(2, 6, 17, seed=4)
+    whole = passed(make_layer(COMPUTES["int8-row"])[0], x, grad)
+    layer, handle = make_layer(COMPUTES["int8-row"])
+    handle.set_first_sequence(1)
+    assert torch.equal(passed(layer, x[1:], grad[1:]).grad_input, whole.grad_input[1:])
+
+
+def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:
+    layer, _ = make_layer(COMPUTES["int8-row"])
+    x = gaussian(4, 65, seed=3)
+    with cached_weights(), torch.no_grad():
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)
+        assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_product_is_plain_if_its_operands_are_and_lie_as_they_are() -> None:
+    for layer, compute, is_plain in (
+        (nn.Linear(4, 4), "bfloat16", True),
+        (nn.Linear(4, 4), "int8-row", False),
+        (Conv1D(4, 4), "bfloat16", False),
+    ):
+        model = nn.Sequential(layer).bfloat16()
+        swap_linears(model, compute, keep=())
+        assert has_plain_product(model[0]) is is_plain

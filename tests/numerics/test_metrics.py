@@ -52,6 +52,7 @@ def test_only_elements_that_meant_to_move_can_be_lost() -> None:
     sums = update_sums(d, e, v)
     reading = read(sums)
     assert (reading["lost_fraction"], reading["unseen_fraction"]) == (0.25, 0.5)
+    assert reading["imprecision_share"] == pytest.approx(4 / 6)
 
 
 def decayed(intended: Tensor, stored: Tensor, spacings: float = 1e6) -> Tensor:

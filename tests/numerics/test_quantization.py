@@ -21,6 +21,7 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.quantization import (
     TINY,
     Quantized,
+    padded,
     power_of_two_scale,
     quantize,
     random_words,
@@ -459,3 +460,11 @@ def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
     x = torch.cat([neighbours(every_bfloat16()[::7], 1), *(neighbours(numbers(row.name), 1) for row in narrow)])
     u = EVERY_UNIFORM.repeat(4)[: len(x)]
     compiled_equals(rounded, (x, u), (x[:1001], u[:1001]))
+
+
+def test_padding_fills_whole_blocks_and_whole_rotations() -> None:
+    for dim in (0, 1):
+        for block, side in ((32, 64), (16, 48), (8, 48)):
+            cast = Cast("float4_e2m1fn", f"1x{block}", rotation="hadamard")
+            shape = padded(torch.ones(40, 40), cast, dim).shape
+            assert (shape[dim], shape[1 - dim]) == (side, 40)

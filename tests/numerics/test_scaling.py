@@ -62,6 +62,8 @@ def test_the_scale_never_leaves_its_limits_and_never_becomes_zero() -> None:
     assert after(scaler, [True] * 200) == 1.0
     assert after(LossScaler(2.0**23, growth_interval=1), [False] * 50) == 2.0**24
     assert "floor of the loss scale" in (scaler.report() or "")
+    recovered = LossScaler(1.0, growth_interval=1, hysteresis=1)
+    assert after(recovered, [True, False]) == 2.0 and recovered.report() is None
 
 
 # ── what it is for ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -123,10 +123,26 @@ def test_missing_frozen_and_tied() -> None:
     assert all(p.grad is None for p in (sometimes, always, never, frozen))
 
 
+def test_a_gradient_left_at_the_end_counts_and_a_discarded_sum_does_not() -> None:
+    weight, one = torch.nn.Parameter(torch.zeros(3).bfloat16()), torch.ones(3).bfloat16()
+    accumulator = GradientAccumulator([weight])
+    for is_discarded, expected in ((False, 3.0), (True, 2.0)):
+        weight.grad = one
+        accumulator.accumulate()
+        if is_discarded:
+            accumulator.discard()
+        weight.grad = 2 * one
+        accumulator.finish()
+        assert weight.grad.tolist() == [expected] * 3
+        weight.grad = None
+
+
 def test_bytes_are_counted() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in ((64, 3), (5,), ())]
     assert GradientAccumulator(parameters).bytes_per_param() == 4
     assert GradientAccumulator(parameters, dtype=torch.float64).bytes_per_param() == 8
+    parameters[1].requires_grad_(False)
+    assert GradientAccumulator(parameters[:2]).bytes_per_param() == pytest.approx(4 * 192 / 197)
 
 
 def test_shards_are_summed_where_they_lie() -> None:

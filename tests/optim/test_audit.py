@@ -14,7 +14,17 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics.metrics import KERNEL_SUMS, UPDATE_SUMS, update_metrics, update_sums
-from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Sums, joined_over_ranks, read
+from narrowgauge.optim.audit import (
+    AUDIT_SHARE,
+    AUDIT_WHOLE,
+    FEWEST,
+    WINDOW,
+    Auditor,
+    Sums,
+    audited_parts,
+    joined_over_ranks,
+    read,
+)
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, parameters
@@ -156,6 +166,38 @@ def test_the_sums_are_those_of_what_is_kept(storage: str) -> None:
         # Cauchy and Schwarz: the intended change lies along what was taken, and is as long as AdamW's.
         assert 0 < sums["de"] ** 2 <= 1.0001 * sums["dd"] * sums["ee"] or sums["lost"] == sums["nonzero"]
         assert 0.01e-3 < math.sqrt(sums["dd"] / sums["nonzero"]) < 1.01e-3 * 1.2
+
+
+def test_a_restored_window_forgets_its_oldest_step() -> None:
+    auditor, parameter = Auditor(), torch.zeros(1)
+    auditor.restore(parameter, torch.stack(steps([0.5] * WINDOW)))
+    auditor.fresh.append((parameter, kernel_sums(1.0), (1.0, 1.0)))
+    auditor.collect()
+    assert len(auditor.windows[parameter]) == WINDOW
+
+
+def test_a_skipped_step_is_not_audited() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = ng.AdamW([weight], storage="float32", audit_every=1, max_grad_norm=1.0, compile=False)
+    for value in (1.0, math.inf, 1.0):
+        weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+    reading = ng.audit(optimizer)["param 0"]
+    assert (optimizer.num_skipped, reading.num_audits) == (1, 2) and reading.edq == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("length", "row"), [(5, 1), (AUDIT_WHOLE + 16, 1), (3 * AUDIT_WHOLE + 5, 1), (40, 1000), (3, AUDIT_WHOLE)]
+)
+def test_a_turn_audits_one_slice_and_all_turns_audit_the_whole(length: int, row: int) -> None:
+    seen: set[int] = set()
+    for turn in range(2 * AUDIT_SHARE):
+        parts = audited_parts(length, turn, row)
+        assert [part.start for part, _ in parts] == [0, *(part.stop for part, _ in parts[:-1])]
+        assert parts[-1][0].stop == length
+        (audited,) = [part for part, is_audited in parts if is_audited]
+        seen |= set(range(audited.start, audited.stop))
+    assert len(seen) == length
 
 
 # ── weight decay ────────────────────────────────────────────────────────────────────────────────────────────────────

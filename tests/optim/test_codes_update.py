@@ -232,3 +232,12 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
     before, after = centred[:, :, :-1].reshape(3, -1), centred[:, :, 1:].reshape(3, -1)
     across = np.corrcoef(before, after)[:3, 3:]
     assert (np.abs(across) * np.sqrt(before.shape[1]) < limit).all()
+
+
+@exhaustive("row", [name for name, row in STORAGES.items() if row.is_stochastic])
+def test_elements_of_equal_weights_draw_other_random_bits_if_their_gradients_differ(row: str) -> None:
+    one, storage = torch.ones(128), STORAGES[row]
+    mantissas = torch.arange(128, dtype=torch.int32) << (16 if storage.visible == "bfloat16" else 0)
+    for name, drawn in addends(storage, one, bits_of(one) | mantissas, SEED).items():
+        if storage.code(name).rounding == "stochastic" and codes.dropped_bits(storage.code(name)) >= 8:
+            assert len(torch.as_tensor(drawn).unique()) > 64, name

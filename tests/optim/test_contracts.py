@@ -228,3 +228,21 @@ def test_the_bytes_counted_are_those_of_the_tables(rule: str, storage: str) -> N
     optimizer = build(rule, parameters(storage, [(16, 32)]), storage)
     take_steps(optimizer, range(1))
     assert optimizer.bytes_per_param() == size_of(optimizer, 16, 32)
+
+
+@pytest.mark.parametrize("rule", ["muon", "adafactor", "galore", "gradnorm_lorp"])
+def test_a_group_of_a_matrix_rule_may_ask_for_adamw(rule: str) -> None:
+    matrices = [nn.Parameter(torch.ones(6, 4).bfloat16()) for _ in range(2)]
+    same = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    ours = build(rule, [{"params": matrices[:1], "rule": "adamw"}], "word", **same)
+    take_steps(ours, range(3))
+    take_steps(ng.AdamW(matrices[1:], storage="word", compile=False, **same), range(3))
+    assert torch.equal(*(matrix.detach() for matrix in matrices))
+
+
+def test_an_epsilon_of_zero_divides_no_zero_by_zero() -> None:
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = ng.AdamW([weight], storage="float32", eps=0.0, weight_decay=0.0, compile=False)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(4, 4))

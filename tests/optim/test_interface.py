@@ -245,3 +245,10 @@ def test_an_overflow_is_a_step_attempted_and_not_taken(rule: str, storage: str, 
     if "idle" in kind:
         assert scaler is not None and scaler.state_dict() == ng.LossScaler(2.0**6, hysteresis=1).state_dict()
     assert_same_bits(everything(scaled), everything(plain))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains")
+def test_a_parameter_that_is_listed_twice_takes_no_others_name() -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = ng.AdamW([("first", first), ("first", first), ("second", second)], storage="float32", compile=False)
+    assert optimizer.parameter_names() == {first: "first", second: "second"}

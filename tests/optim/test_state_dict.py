@@ -47,3 +47,10 @@ def test_a_damaged_state_is_refused_and_nothing_is_lost(storage: str, place: int
     straight = trained(storage)
     take_steps(straight, range(5, 7), scale=0.01)
     assert_same_bits(kept(straight), kept(optimizer))
+
+
+def test_an_audit_of_all_ranks_stays_one_after_a_load() -> None:
+    optimizer = ng.AdamW([torch.nn.Parameter(torch.ones(2))], storage="float32", compile=False)
+    optimizer.auditor.join = joined = lambda sums: sums
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.auditor.join is joined

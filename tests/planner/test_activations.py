@@ -8,6 +8,10 @@ import pytest
 
 from narrowgauge.planner.activations import layer_bytes
 from narrowgauge.planner.built_models import of_config
+from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.memory import _Rank, stages_of
 from narrowgauge.planner.model import Architecture, read_model
 from narrowgauge.spec.notation import parse
 from planner.layer_memory import layer_memory
@@ -81,3 +85,18 @@ def test_codes_count_one_byte() -> None:
     # Inputs of the projections and of the MLP halve, the product's too; the attention's result is kept twice.
     saved = 2 * llama.hidden_size + llama.intermediate_size - llama.num_heads * llama.value_dim
     assert wide - narrow == pytest.approx(saved, rel=1e-3)
+
+
+def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_has_logits() -> None:
+    llama, layout = read_model("llama-8b"), Layout(pipeline=4, zero=0, micro_batches=2)
+    assert stages_of(llama, layout) == {0: (8, 16), 3: (8, 8)}
+    job = Job(llama, parse("bfloat16/word"), layout, cluster_of("H100-SXM", 4), 4096)
+    assert [bool(_Rank(job, stage, 8, 8).loss_terms()) for stage in (0, 3)] == [False, True]
+
+
+def test_a_single_chip_has_no_buffers_of_communication() -> None:
+    for chips in (1, 8):
+        job = Job(
+            read_model("llama-8b"), parse("bfloat16/word"), Layout(shard=chips), cluster_of("H100-SXM", chips), 4096
+        )
+        assert ("communication buffers" in {term.name for term in job.memory.addends}) == (chips > 1)

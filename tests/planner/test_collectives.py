@@ -16,6 +16,7 @@ from narrowgauge.planner.collectives import (
     hierarchical_seconds,
     path_of,
     ring_seconds,
+    send_seconds,
     tree_seconds,
 )
 from narrowgauge.planner.efficiency import efficiency_of
@@ -30,7 +31,9 @@ def test_rings_by_hand() -> None:
     assert ring_seconds(8e9, NODE) == near(14 * 1e9 / 100e9)
     # Eight cards of a node bring in three quarters of the tensor.
     assert all_gather_seconds(32e9, FOUR) == near(max(24e9 / (8 * 10e9), 31e9 / 100e9))
+    assert send_seconds(1e9, FOUR) == near(1e9 / 100e9)
     lonely = Path(4, 4, math.inf, 10e9)
+    assert send_seconds(1e9, lonely) == near(1e9 / 10e9)
     assert all_gather_seconds(4e9, lonely) == near(3e9 / 10e9)
 
 

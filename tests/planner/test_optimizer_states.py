@@ -79,3 +79,10 @@ def test_states_of_vectors_are_those_that_the_optimizer_keeps(name: str, storage
         for norms in ("none", "head")
     )
     assert normed - plain == 2 * counted
+
+
+def test_a_tied_head_has_no_state_of_its_own() -> None:
+    sizes: dict[str, int] = {"num_layers": 1, "hidden_size": COLS, "num_heads": 1, "vocab_size": ROWS}
+    tied, own = (state_of(decoder("one", **sizes, tie_embeddings=tie), STORAGES["word"]) for tie in (True, False))
+    assert own.embedding == tied.embedding
+    assert own.head.weights - tied.head.weights == 2 * ROWS * COLS and own.head.optimizer > tied.head.optimizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmark_modules import benchmark_module
 from narrowgauge.planner.efficiency import error_of
+from script_modules import benchmark_module
 
 
 @pytest.fixture(scope="module")

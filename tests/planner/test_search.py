@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from narrowgauge.errors import RecipeError
@@ -9,7 +12,7 @@ from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _shapes, search
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _fastest, _shapes, search
 from narrowgauge.planner.state import plan_state
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -132,3 +135,12 @@ def test_chips_of_amd_multiply_float8() -> None:
     for chip in ("MI300X", "MI325X"):
         assert multiplies(COMPUTES["float8-row"], get_chip(chip))
     assert plan("llama-8b", chip="MI300X", chips=8).best.recipe.compute.name == "float8-row"
+
+
+@pytest.mark.parametrize(("slower", "is_ours"), [(1.04, True), (1.06, False)])
+def test_of_layouts_that_are_as_fast_within_the_noise_the_trainers_wins(slower: float, is_ours: bool) -> None:
+    def job(seconds: float, is_fsdp: bool) -> Any:
+        layout = SimpleNamespace(num_sequences=1, is_fsdp=is_fsdp)
+        return SimpleNamespace(step=SimpleNamespace(total=seconds), memory=SimpleNamespace(total=1.0), layout=layout)
+
+    assert _fastest([job(1.0, False), job(slower, True)]).layout.is_fsdp is is_ours

@@ -37,6 +37,11 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, values: Any) -> None:
     assert "Every tensor over time" in page_of([make_run(gauges=[row])])
 
 
+def test_the_lowest_edq_is_of_the_last_sample(make_run: MakeRun) -> None:
+    rows = [{"step": 1, "updates": {"a": [0.25]}}, {"step": 2, "updates": {"a": [1.0], "b": [0.75]}}]
+    assert details_of(make_run(gauges=rows), 0).lowest_edq == 0.75
+
+
 def test_damaged_gauges_of_one_run_are_left_out(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word"}}).close()
     (tmp_path / "run" / "gauges.jsonl").write_text("{]\n")

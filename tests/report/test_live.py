@@ -76,3 +76,8 @@ def test_a_log_of_another_framework_is_watched_and_reported_beside_it(tmp_path: 
     log.write_text(json.dumps({"log_history": [{"step": step, "loss": 3.0 - step} for step in (1, 2)]}))
     assert LivePage([log.parent]).poll()
     assert report([log]) == log.parent / "report.html"
+
+
+def test_a_request_names_this_machine_once() -> None:
+    assert live.is_here(["LOCALHOST:80"]) and not live.is_here(["localhost", "localhost"])
+    assert not live.is_here(["localhost:evil"])

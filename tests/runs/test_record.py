@@ -21,7 +21,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.atomic_io import whole_folder, write_whole
 from narrowgauge.runs.events import KINDS, Event
-from narrowgauge.runs.record import read_run
+from narrowgauge.runs.record import latest_runs, read_run
 from narrowgauge.runs.schema import VERSION
 from narrowgauge.runs.writer import RunWriter
 
@@ -155,6 +155,14 @@ def test_a_missing_damaged_or_newer_run_is_refused(folder: Path, tmp_path: Path)
     (folder / "run.toml").write_text("recipe = 'a'")
     with pytest.raises(RecordError, match=r"run\.toml is damaged"):
         read_run(folder)
+
+
+def test_a_wrong_folder_is_told_its_newest_runs(tmp_path: Path) -> None:
+    for age in range(5):
+        RunWriter.create(tmp_path / f"run-{age}", RUN).close()
+        os.utime(tmp_path / f"run-{age}" / "run.toml", (1e9 - age, 1e9 - age))
+    newest = ", ".join(str(tmp_path / f"run-{age}") for age in range(3))
+    assert latest_runs(tmp_path) == latest_runs(tmp_path / "nowhere") == f" The latest runs there: {newest}."
 
 
 def test_a_second_writer_is_refused_while_the_first_lives(folder: Path) -> None:
@@ -307,6 +315,9 @@ def test_lost_steps_are_refused_and_nothing_is_cut(folder: Path) -> None:
         with pytest.raises(RecordError, match="lacks step 2"):
             writer.rewind(4)
         assert (folder / "steps.jsonl").read_bytes() == before
+    (folder / "steps.jsonl").write_bytes(b"".join(lines[:3]))
+    with RunWriter.open(folder) as writer, pytest.raises(RecordError, match="lacks step 4"):
+        writer.rewind(4)
 
 
 def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

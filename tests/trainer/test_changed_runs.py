@@ -67,6 +67,10 @@ def test_a_setting_that_is_not_named_any_more_is_at_its_default(stopped: Path) -
     assert len(read_run(stopped).steps) == 5
 
 
+def test_a_stop_that_lies_behind_is_refused(stopped: Path) -> None:
+    assert "has done 4 steps, and a stop after step 4 was requested" in refused(stopped, "--stop-after", "4")
+
+
 def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> None:
     edit(stopped, lr=0.007, steps=6)
     assert call("resume", str(stopped)).exit_code == 0
@@ -96,13 +100,21 @@ def test_an_edit_that_makes_another_run_is_refused(stopped: Path, name: str, val
 
 def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, finished: Run) -> None:
     moved = stopped.rename(stopped.with_name("moved"))
-    edit(moved, out=str(moved), stop_after=None)
+    edit(moved, out=str(moved), stop_after=None, verify_every=7)
     loop.resume(moved, stop_after=6)
     loop.resume(moved)
-    assert_same_run(read_run(moved), finished)
+    run = read_run(moved)
+    assert_same_run(run, finished)
+    assert not [event for event in run.events if event.get("detector") == "changed-settings"]
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_same_text_in_another_folder_is_no_change(place: Path, stopped: Path, tmp_path: Path) -> None:
+    edit(stopped, data=str(shutil.copytree(place / "text", tmp_path / "elsewhere")))
+    loop.resume(stopped)
+    assert not [event for event in read_run(stopped).events if event.get("detector") == "changed-settings"]
 
 
 def test_a_lost_evaluation_is_refused(stopped: Path) -> None:

@@ -183,3 +183,14 @@ def test_wrong_settings_files_are_refused_in_one_line(text: str, word: str, else
         TrainConfig.from_toml("mine.toml")
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_settings_of_a_run_are_read_without_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('schema_version = 2\n[config]\nsteps = 7\nout = "runs/a"\n[data]\nseed = 3\n')
+    assert TrainConfig.from_toml(tmp_path / "run.toml") == TrainConfig(steps=7)
+
+
+def test_a_run_may_be_a_warm_up() -> None:
+    config = TrainConfig(steps=5, warmup_steps=5, lr=1.0)
+    config.require_agreement()
+    assert [config.learning_rate(step) for step in (1, 5)] == [0.2, 1.0]

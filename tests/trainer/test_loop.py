@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,6 +184,56 @@ def test_a_lost_update_is_an_event_that_names_tensor_and_cure(
     assert len({(e["step"], e["tensor"]) for e in warnings}) == len(warnings) == len({e["tensor"] for e in warnings})
     assert "warning: " in capsys.readouterr().out
     assert run.summary is not None and run.summary["lost_fraction"] > 0.5
+
+
+# ── a step, and an evaluation ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def built(place: Path, folder: Path, **changes: Any) -> session.Session:
+    config = settings(place, folder, **changes).validated()
+    return session.build(config, folder, session.prepare_tokens(config))
+
+
+def test_the_rate_of_a_step_is_the_schedules(place: Path, tmp_path: Path) -> None:
+    run = built(place, tmp_path, steps=10, warmup_steps=3, schedule="linear", min_lr_ratio=0.0)
+    rates: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        rates.append(*{group["lr"] for group in optimizer.param_groups})
+
+    run.optimizer.register_step_pre_hook(note)
+    for _ in range(10):
+        train_step(run)
+    rises, falls = (number / 3 for number in (1, 2, 3)), (1 - number / 7 for number in range(1, 8))
+    assert rates == pytest.approx([3e-3 * part for part in (*rises, *falls)])
+
+
+def test_an_evaluation_is_in_evaluation_mode_and_a_step_is_not(place: Path, tmp_path: Path) -> None:
+    run = built(place, tmp_path)
+    modes: list[bool] = []
+    for module in run.model.modules():
+        module.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    draws: list[float] = []
+    run.model.register_forward_pre_hook(lambda *_: draws.append(torch.rand(()).item()))
+    loop.evaluate(run)
+    assert modes and not any(modes)
+    loop.evaluate(run)
+    batches = len(draws) // 2
+    assert draws[:batches] == draws[batches:] and len(set(draws)) == batches > 1
+    modes.clear()
+    train_step(run)
+    assert modes and all(modes)
+
+
+def test_matrices_alone_decay(place: Path, tmp_path: Path) -> None:
+    run = built(place, tmp_path, recipe="float32/float32", weight_decay=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    run.optimizer.step()
+    for name, parameter in run.model.named_parameters():
+        factor = 1 if parameter.dim() < 2 else 1 - 0.1 * 3e-3
+        torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-6, atol=0)
 
 
 # ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────

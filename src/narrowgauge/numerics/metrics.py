@@ -271,10 +271,7 @@ def cast_sums(x: Tensor, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
         (rounded == 0) & nonzero,
         nonzero,
     )
-    sums = torch.stack([part.sum(1).double() for part in parts], 1)
-    if len(sums) > len(x):  # a rotation moves values into the padding
-        sums[len(x) - 1] += sums[len(x) :].sum(0)
-        sums = sums[: len(x)]
+    sums = torch.stack([part.sum(1).double() for part in parts], 1)[: len(x)]
     total = torch.full((x.shape[0], 1), float(x.shape[1]), dtype=torch.float64, device=x.device)
     return torch.cat([sums, total], 1)
 

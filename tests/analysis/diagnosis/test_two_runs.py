@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,25 @@ def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
     assert pair(changed, steps=6).is_rounding
 
 
+def test_rounding_may_grow_with_each_step_between_two_rows() -> None:
+    one, other = (made(name, prints=False, steps=3, config={"recipe": "float32/float32"}) for name in "ab")
+    for run in (one, other):
+        del run.steps[1]
+    other.steps[0]["loss"] *= 1 + 8e-7
+    other.steps[1]["loss"] *= 1 + 3e-4
+    assert compare_two(one, other).is_rounding
+    other.steps[1]["loss"] *= 1 + 3e-3
+    assert not compare_two(one, other).is_rounding
+
+
 def test_equal_records_are_the_same_run() -> None:
     found = pair(machine={"num_threads": 1})
     assert found.verdict == "The same in all that both recorded (4 steps)." and not found.readings
     assert "Recorded settings that differ: num_threads 2 and 1." in str(found) and found.to_dict()["same"]
+    ended = made("a", prints=False), made("b", prints=False)
+    for run in ended:
+        run.steps[2]["loss"] = math.nan
+    assert not compare_two(*ended).readings, "the same NaN"
     assert "(1 step)" in compare_two(made("a", steps=1), made("b")).verdict
     assert "no step in common" in compare_two(made("a", steps=0), made("b")).verdict
     paths = made("a", config={"data": "/x/text"}), made("b", config={"data": "/y/text"})

@@ -191,6 +191,16 @@ def test_an_overflow_while_the_loss_scale_is_searched_for_is_no_failure() -> Non
     assert (event.kind, event.step) == ("nonfinite", 300)
 
 
+def test_a_loss_scale_that_settles_at_the_beginning_is_no_failure() -> None:
+    assert run(FLOAT16, [], stepped(lambda s: {"loss_scale": 2.0 ** (16 - sum(s >= k for k in (10, 20, 30)))})) == []
+
+
+def test_spikes_are_no_past_of_the_judge() -> None:
+    alarms = Alarms(NAIVE)
+    alarms.read(stepped(lambda s: {"loss": 9.0} if s > 60 else {}, 100), [])
+    assert alarms.judge.loss(9.0) is not None
+
+
 def test_the_same_trouble_is_told_again_only_after_it_was_over() -> None:
     def raised(*edq: float) -> list[int]:
         rows = [gauges(20 * n, update={"edq": value, "noise": 0.8}) for n, value in enumerate(edq, 1)]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from narrowgauge.analysis.spikes import Spike, SpikeJudge
+from narrowgauge.analysis.spikes import PATIENCE, Spike, SpikeJudge
 
 # The first loss spike of BLOOM-176B as it was logged: iteration, loss, gradient norm
 # (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12).
@@ -84,3 +84,18 @@ def test_what_is_not_finite_is_no_spike_and_no_past() -> None:
     judge.add(2.0, None, spiked=False)
     judge.add(2.0, 0.0, spiked=False)
     assert judge.norm_limit() == pytest.approx(5.0) and judge.loss(2.17) is not None and judge.norm(None) is None
+
+
+def test_the_level_is_that_of_the_recent_steps() -> None:
+    fallen = judge_of([8.0] * 70 + [2.0] * 30, [0.5] * 100)
+    assert fallen.loss(3.0) is not None and fallen.loss(2.1) is None
+
+
+def test_spikes_become_the_level_if_they_last_without_a_break() -> None:
+    broken, lasting = flat(), flat()
+    for step in range(PATIENCE):
+        assert seen(lasting, 9.0, 0.5)
+        if step == PATIENCE - 2:
+            broken.add(2.0, 0.5, spiked=False)
+        assert seen(broken, 9.0, 0.5)
+    assert broken.loss(9.0) is not None and lasting.loss(9.0) is None

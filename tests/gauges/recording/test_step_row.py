@@ -76,3 +76,20 @@ def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     (event,) = [event for event in run.events if event["kind"] == "divergence"]
     assert event["step"] == 2 * FAILURES and "the last 25 steps failed: the loss is nan" in event["message"]
     assert ng.compare_runs([run]).rows[0]["diverged"]
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.gauges.recording.run_recorder.RunNotice")
+def test_overflows_at_the_floor_of_the_loss_scale_are_failures(tmp_path: Path) -> None:
+    """The first step may lower the scale from 2 to 1; no later one may."""
+    model, scaler = nn.Linear(4, 4, bias=False).half(), ng.LossScaler(2.0, hysteresis=1)
+    options: dict[str, Any] = {"storage": "float16/split", "audit_every": 0, "compile": False, "loss_scaler": scaler}
+    optimizer = ng.AdamW(model.named_parameters(), lr=1e-3, **options)
+    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+        for _ in range(FAILURES + 2):
+            scaler.scale(model.weight.float().sum()).backward()
+            model.weight.grad.fill_(math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(1.0)
+    events = ng.read_run(tmp_path / "run").events
+    assert [event["step"] for event in events if event["kind"] == "divergence"] == [FAILURES + 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,17 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     assert load_tokenizer(data.tokenizer_path)[0].decode(whole[:-1].tolist()) == text_of(1, 2000)
 
 
+def test_another_seed_holds_out_other_documents(corpus: Path, dataset: Dataset) -> None:
+    other = prepare_data(corpus, vocab_size=300, held_out=0.2, seed=2)
+    assert set(documents(other, other.valid)) != set(documents(dataset, dataset.valid))
+
+
+def test_the_unigram_loss_guesses_by_the_training_tokens_alone() -> None:
+    data = Dataset(train=np.array([0, 0, 0, 1]), valid=np.array([0, 1, 1, 1, 1]), vocab_size=2)
+    # One is added to each count: 4 and 2 of 6.
+    assert data.unigram_loss() == pytest.approx(-(math.log(4 / 6) + 4 * math.log(2 / 6)) / 5)
+
+
 # ── sources ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -128,6 +140,15 @@ def test_a_given_tokenizer(corpus: Path, tmp_path: Path, dataset: Dataset) -> No
     assert again.end_of_text == dataset.end_of_text and again.num_tokens == dataset.num_tokens
 
 
+def test_the_end_of_text_is_the_one_that_the_model_names(dataset: Dataset, tmp_path: Path) -> None:
+    tokenizer = json.loads((dataset.folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 300, "content": "[DONE]"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_tokenizer(tmp_path)[1] == dataset.end_of_text
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[DONE]"}')
+    assert load_tokenizer(tmp_path)[1] == 300
+
+
 def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Dataset, cache: Path) -> None:
     texts, folder = open_texts(str(corpus)), tmp_path / "map"
     folder.mkdir()
@@ -141,6 +162,9 @@ def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Datase
     with pytest.raises(DataError, match=r"documents\.bin does not fit"):
         prepare_data(folder)
     head = json.loads((folder / "tokens.json").read_text())
+    (folder / "tokens.json").write_text(json.dumps({**head, "schema_version": 99}))
+    with pytest.raises(DataError, match="schema 99; this version reads up to"):
+        prepare_data(folder)
     (folder / "tokens.json").write_text(json.dumps({**head, "dtype": "float16"}))
     with pytest.raises(DataError, match="its tokens are float16, and uint16 or uint32 are read"):
         prepare_data(folder)
