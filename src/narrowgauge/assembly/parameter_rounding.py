@@ -37,7 +37,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         >>> model.weight.dtype, model.frequencies.dtype
         (torch.bfloat16, torch.float32)
     """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if not getattr(dtype, "is_floating_point", False):
         raise RecipeError(
             f"Cannot cast parameters to {dtype!r}.", "Take a floating-point dtype such as torch.bfloat16."
         )
