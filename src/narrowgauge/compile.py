@@ -189,9 +189,9 @@ def _compile_and_compare(
                 matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
                 for number, case in enumerate(_cases(run, tensors))
             ]
-    except (MemoryError, torch.OutOfMemoryError):
-        raise  # not the compiler's fault: another call may have the memory
     except Exception as error:  # a broken compiler or a full disk must not stop a training run
+        if _is_out_of_memory(error):
+            raise  # not the compiler's fault: another call may have the memory
         line = (str(error).splitlines() or [""])[0][:160]
         why = "a signal stopped the compiler" if _is_stopped(error) else f"{type(error).__name__}: {line}"
         _warn_once(f"Cannot compile {_name(function)} ({why})")
@@ -199,6 +199,15 @@ def _compile_and_compare(
     if not all(same):
         _warn_once(f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits")
     return run if all(same) else None
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an allocation failed. On a CPU PyTorch raises a RuntimeError."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _is_stopped(error: BaseException | None) -> bool:

@@ -49,7 +49,7 @@ _CONSECUTIVE = 3
 _SKIPPED_AT_FIRST, _SKIPPED_LATER = 3, 0.05
 """Skipped steps without a reading: so many at first where no loss is scaled, and this share of the later steps."""
 _LASTING, _LEAST_SECONDS = 20, 10.0
-"""Steps in a row that make slower steps a reading, and the lost time below which other programs explain them."""
+"""Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
 FEWEST_STEPS = 50
 """Minimum number of applied steps before an unmoved weight is a reading."""
 STAGE_OF_KIND: dict[str, str] = {
@@ -377,21 +377,29 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
 
 
 def _slower(run: Run) -> Iterator[Reading]:
-    """Yield the first lasting fall of the throughput below its median so far.
+    """Yield the first lasting fall of tokens per second: a block of steps whose median is far below those before.
 
-    All of a block of steps must be slower. So a step that compiles, evaluates or saves is none.
+    It is compared with the median of all blocks before, and of their first quarter, from which a slow fall departs. A median
+    ignores steps that compile, evaluate or save.
     """
-    kind, seconds = KINDS["slower-steps"], column(run, "steps", "seconds")
-    recorded = column(run, "steps", "tokens_per_second")
-    values = recorded if len(recorded) else seconds
-    steps, rates = values.x[values.y > 0], values.y[values.y > 0] ** (1 if len(recorded) else -1)
+    kind, rate, seconds = (
+        KINDS["slower-steps"],
+        column(run, "steps", "tokens_per_second"),
+        column(run, "steps", "seconds"),
+    )
+    steps, rates = rate.x[rate.y > 0], rate.y[rate.y > 0]
     size = min(_LASTING, len(rates) // 2)
-    for begin in range(len(rates) % size + size, len(rates), size) if size > 1 else ():
-        usual = float(np.median(rates[:begin]))
-        is_slow = rates < usual * (1 - kind.bound)
-        if is_slow[begin : begin + size].all():
-            first = begin - int(np.argmin(is_slow[:begin][::-1]))
-            end = first + int(np.argmin([*is_slow[first:], False]))
+    if size < 2:
+        return
+    medians = np.median(rates[len(rates) % size :].reshape(-1, size), 1)
+    for place in range(1, len(medians)):
+        usual = max(float(np.median(medians[:place])), float(np.median(medians[: -(-place // 4)])))
+        is_slow = medians[place:] < usual * (1 - kind.bound)
+        if is_slow[0]:
+            first = len(rates) % size + place * size
+            end = first + size * int(np.argmin([*is_slow, False]))
+            while rates[first - 1] < usual * (1 - kind.bound):
+                first -= 1
             value, begun, last = float(np.median(rates[first:end])), int(steps[first]), int(steps[end - 1])
             lost = seconds.y[(seconds.x >= begun) & (seconds.x <= last)].sum() * (1 - value / usual)
             if lost >= _LEAST_SECONDS or not len(seconds):

@@ -23,8 +23,8 @@ def require_trainable(model: nn.Module, recipe: Recipe, mesh: Any, shard: str) -
     name, kind = recipe.name, type(model).__name__
     if isinstance(model, nn.parallel.DistributedDataParallel) or has_shards(model):
         raise RecipeError(
-            f"Cannot prepare this {kind} by recipe '{name}' because fully_shard or DistributedDataParallel has taken its "
-            "parameters already.",
+            f"Cannot prepare this {kind} by recipe '{name}' because fully_shard, parallelize_module or "
+            "DistributedDataParallel has taken its parameters already.",
             "Prepare the model first: mesh=… shards it, and DistributedDataParallel may wrap it then. Or leave it as it is, and "
             "take ng.swap_linears, ng.AdamW and ng.reduce_gradients_with.",
         )

@@ -207,7 +207,7 @@ class Kernel:
     def __init__(self, rule: Rule | MatrixRule, storage: Storage) -> None:
         self.rule, self.storage = rule, storage
         self.compile = False  # the optimizer decides at each step, from the elements that it steps
-        self.ran_compiled = False
+        self.ran_compiled: bool | None = None  # in the last step
         self.is_matrix = isinstance(rule, MatrixRule)
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
         # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
@@ -280,5 +280,6 @@ class Kernel:
         """Take an audited step of a bucket, uncompiled. Return the audits, float64 ``[segments, num_sums]``."""
         if values.is_cpu and values[CONTROL.index("skip")]:
             return values.new_zeros(len(segments), self.num_sums, dtype=torch.float64)
+        self.ran_compiled = False
         table = self._by_word(*tensors, values, seed)
         return torch.stack([table[:, segment].sum(1) for segment in segments])

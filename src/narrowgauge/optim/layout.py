@@ -298,6 +298,19 @@ def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list
     return result
 
 
+def with_fields(storage: Storage, lanes: Sequence[Any], fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """Return the kernel's words of lanes (:class:`narrowgauge.optim.codes.Lane`), with some fields replaced."""
+    merged = []
+    for lane, replaced in zip(lanes, fields, strict=True):
+        kept = {name: (*lane.fields[name], bits) for name, bits in storage.fields if name not in replaced}
+        masked = {
+            n: word & (((1 << b) - 1) << shift) if b < 8 * word.itemsize else word
+            for n, (word, shift, b) in kept.items()
+        }
+        merged.append({**masked, **replaced})
+    return join_lanes(storage, merged)
+
+
 # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SMALL = 1 << 14
@@ -359,8 +372,12 @@ def allocate_all(states: Sequence[Any], *, joined: bool) -> None:
 
 
 def buckets_of(states: Sequence[Any]) -> list[Bucket]:
-    """Return the buckets of small states that step together. Make those that do not exist: members may have changed."""
+    """Return the buckets of small states that step together. Make those that do not exist: members may have changed.
+
+    States that a bucket loses others from get a bucket of their own: an old one would hold memory for all.
+    """
     buckets: list[Bucket] = []
+    before = {id(state.bucket): state.bucket for state in states if state.bucket is not None}
     members: list[Any] = []
     total = 0
     for state in states:
@@ -370,4 +387,8 @@ def buckets_of(states: Sequence[Any]) -> list[Bucket]:
             bucket = members[0].bucket
             buckets.append(bucket if bucket is not None and bucket.members == members else Bucket(members))
             members, total = [], 0
+    for bucket in before.values():
+        rest = [state for state in bucket.members if state.bucket is bucket]
+        if rest and len(rest) < len(bucket.members):
+            Bucket(rest)
     return buckets

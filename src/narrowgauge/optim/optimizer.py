@@ -78,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         seed: seed of the stochastic rounding.
         audit_every: steps between audits; 0 never audits.
         compile: compile the kernels. ``None`` decides at each step: always on a GPU, on a CPU for 2¹⁸ elements or more.
-            :meth:`ran_compiled` tells the outcome.
+            :meth:`ran_compiled` tells the outcome. Storages in float64 never run compiled.
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too. Do not pass it here.
@@ -260,7 +260,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.compile if self.compile is not None else is_worth_compiling(num_elements, device.type)
 
     def ran_compiled(self) -> dict[str, bool]:
-        """Return whether the last step ran compiled code, by rule and storage.
+        """Return whether the last step ran compiled code, by rule and storage. Nothing runs in a step that a CPU skips.
 
         Example:
             >>> import torch, narrowgauge as ng
@@ -270,7 +270,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.ran_compiled()  # few elements on a CPU
             {'adamw/word': False}
         """
-        return {f"{rule}/{storage.name}": kernel.ran_compiled for (rule, storage), kernel in self._kernels.items()}
+        ran = {f"{rule}/{storage.name}": kernel.ran_compiled for (rule, storage), kernel in self._kernels.items()}
+        return {name: compiled for name, compiled in ran.items() if compiled is not None}
 
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
@@ -423,6 +424,8 @@ class Optimizer(torch.optim.Optimizer):
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
         num_elements: dict[Kernel, int] = defaultdict(int)
+        for kernel in self._kernels.values():
+            kernel.ran_compiled = None
         for state in states:
             num_elements[state.kernel] += state.parameter.numel()
         for kernel, count in num_elements.items():

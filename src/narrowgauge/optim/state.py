@@ -16,10 +16,11 @@ from torch import Tensor
 
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import add_up, column_groups, local_of, placed_like, sendable
 from narrowgauge.numerics.rounding import half, narrowed
 from narrowgauge.optim import codes, layout
-from narrowgauge.optim.kernel import Kernel
+from narrowgauge.optim.kernel import Kernel, lanes_of
 from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
@@ -97,7 +98,13 @@ class ParameterState:
         if "weight" in self.bounds:
             self.bounds["weight"].copy_(weight_bound(peaks_of_all([self], [self.parameter.detach()])))
         if self.storage.master:
-            self.adopt(self.parameter)
+            addend = half(codes.dropped_bits(self.storage.weight))
+            for lanes, words in self.pieces():
+                values = [codes.visible_value(self.storage.visible, lane.visible) for lane in lanes]
+                masters = [
+                    codes.write_weight(self.storage, *pair, addend)[1] for pair in zip(lanes, values, strict=True)
+                ]
+                torch._foreach_copy_(words, layout.with_fields(self.storage, lanes, masters))
 
     # ── what a checkpoint holds ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -303,6 +310,17 @@ class ParameterState:
         weight, weights = layout.copied_words(self.storage, self.parameter.detach())
         _, slopes = layout.copied_words(self.storage, self.gradient)
         return [*weights, *slopes, *beside], weight
+
+    def pieces(self) -> Iterator[tuple[list[codes.Lane], list[Tensor]]]:
+        """Yield the lanes of some elements at a time, and the words of their planes: a walk that takes little memory."""
+        tensors, _ = self.kernel_tensors()
+        if not self.parameter.numel():
+            return
+        first, rows = 2 * layout.num_parts(self.storage), max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
+        end = first + len(self.plane_words)
+        for start in range(0, len(tensors[0]), rows):
+            chunk = [tensor[start : start + rows] for tensor in tensors]
+            yield lanes_of(self.storage, chunk[:end], chunk[end:]), chunk[first:end]
 
     def write_back(self, weight: Tensor | None) -> None:
         """Write the copy of the weight that a step has changed."""
