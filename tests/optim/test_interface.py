@@ -80,7 +80,7 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(rule: str, 
     found = []
     for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
         optimizer = build(rule, parameters(storage), storage, max_grad_norm=0.5, audit_every=3)
-        optimizer.compile = compile
+        optimizer.compile, ran = compile, False
         slopes = [step_gradients(parameters_of(optimizer), step) for step in range(3)]
         torch.set_default_dtype(dtype)
         torch.set_default_device(device)
@@ -90,12 +90,12 @@ def test_steps_have_the_same_bits_under_any_default_dtype_and_device(rule: str, 
                     for p, slope in zip(parameters_of(optimizer), step, strict=True):
                         p.grad = slope
                     optimizer.step()
+                    ran = ran or any(optimizer.ran_compiled().values())  # an audited bucket runs uncompiled
                     optimizer.load_state_dict(optimizer.state_dict())
-                (compiled, *_) = optimizer.ran_compiled().values()
         finally:
             torch.set_default_dtype(torch.float32)
             torch.set_default_device(None)
-        assert compiled == (compile and not compiler_missing())
+        assert ran == (compile and not compiler_missing())
         assert optimizer.num_skipped == 0 and optimizer.grad_norm is not None
         found.append({**everything(optimizer), "norm": optimizer.grad_norm.reshape(1)})
     assert_same_bits(found[0], found[1])
