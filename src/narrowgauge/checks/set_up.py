@@ -179,7 +179,11 @@ def described(set_up: SetUp) -> list[str]:
     if buffers := {dtype_name(b.dtype): None for b in set_up.model.buffers() if b.is_floating_point()}:
         by_kind["buffers"] = buffers
     formats = "; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())
-    return [formats, *(f"{rule} steps each matrix of {of_all(names)} alone (3 dims)" for rule, names in stacks.items())]
+    lines = [f"{rule} steps each matrix of {of_all(names)} alone (3 dims)" for rule, names in stacks.items()]
+    weights = {f"{name}.weight" for name, module in set_up.model.named_modules() if isinstance(module, nn.Conv1d)}
+    if convolutions := [name for names in stacks.values() for name in names if name in weights]:
+        lines.append(f'{of_all(convolutions)} belongs to a convolution: put it into a param group with "rule": "adamw"')
+    return [formats, *lines]
 
 
 def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:
