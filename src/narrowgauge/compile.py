@@ -201,22 +201,16 @@ def _compile_and_compare(
     return run if all(same) else None
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed. On a CPU PyTorch raises a RuntimeError."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return True
-        error = error.__cause__
-    return False
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return is_memory or (error.__cause__ is not None and _is_out_of_memory(error.__cause__))
 
 
-def _is_stopped(error: BaseException | None) -> bool:
+def _is_stopped(error: BaseException) -> bool:
     """Return whether a signal ended the compiler's process: an interruption of the run reaches it too."""
-    while error is not None:
-        if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
-            return True
-        error = error.__cause__
-    return False
+    is_signal = isinstance(error, subprocess.CalledProcessError) and error.returncode < 0
+    return is_signal or (error.__cause__ is not None and _is_stopped(error.__cause__))
 
 
 def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], one_loop: bool) -> Compiled:
