@@ -52,15 +52,6 @@ def test_sums_are_those_written_down(shape: tuple[int, ...], k: int) -> None:
     assert torch.equal(summed(parts).float(), torch.from_numpy(expected).reshape(shape))
 
 
-@pytest.mark.parametrize(("k", "signs"), [(3, "both"), (100, "one")])
-def test_sums_stay_within_their_bounds(k: int, signs: str) -> None:
-    parts = [part.abs() if signs == "one" else part for part in gradients((600,), k, seed=k)]
-    exact = torch.stack(parts).double().sum(0)  # 20 binades and 100 addends: a float64 holds that
-    magnitudes = torch.stack(parts).double().abs().sum(0)
-    allowed = ((1 + 2.0**-24) ** (k - 1) - 1) * magnitudes * (1 + 2.0**-8) + 2.0**-8 * exact.abs()
-    assert ((summed(parts).double() - exact).abs() <= allowed).all()
-
-
 @pytest.mark.parametrize(("dtype", "dropped"), [(torch.float32, 0), (torch.bfloat16, 16), (torch.float16, 13)])
 def test_sums_in_float64_are_the_exact_sums_rounded(dtype: torch.dtype, dropped: int) -> None:
     parts = gradients((600,), 50, dtype=dtype)

@@ -12,29 +12,21 @@ from narrowgauge.spec.models import MODELS, Model, get_model
 
 def count_parameters(model: Model) -> int:
     """Parameters of the real model, built without memory."""
+    gpt2 = {
+        "n_positions": model.max_positions,
+        "n_embd": model.hidden_size,
+        "n_inner": model.intermediate_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+    }
+    llama = {"max_position_embeddings": model.max_positions, "hidden_size": model.hidden_size,
+             "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_layers,
+             "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}  # fmt: skip
+    shared = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_embeddings}
     with torch.device("meta"):
         if model.family == "gpt2":
-            gpt2 = GPT2Config(
-                vocab_size=model.vocab_size,
-                n_positions=model.max_positions,
-                n_embd=model.hidden_size,
-                n_inner=model.intermediate_size,
-                n_layer=model.num_layers,
-                n_head=model.num_heads,
-                tie_word_embeddings=model.tie_embeddings,
-            )
-            return GPT2LMHeadModel(gpt2).num_parameters()
-        llama = LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            num_key_value_heads=model.num_kv_heads,
-            max_position_embeddings=model.max_positions,
-            tie_word_embeddings=model.tie_embeddings,
-        )
-        return LlamaForCausalLM(llama).num_parameters()
+            return GPT2LMHeadModel(GPT2Config(**gpt2, **shared)).num_parameters()
+        return LlamaForCausalLM(LlamaConfig(**llama, **shared)).num_parameters()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama-13b", "llama-70b")])
