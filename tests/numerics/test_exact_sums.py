@@ -67,6 +67,22 @@ def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
         for tie in (1 + 2.0**-24, 1 + 3 * 2.0**-24):
             upper = 1.0
             check([sign * upper, sign * (tie - upper), sign * less * 2.0**-74])
+    check([2.0**-24] * 59 + [2.0**-74] + [-(2.0**-24)] * 59)  # the lower word is carried before its last bit goes
+
+
+def test_a_parameter_server_has_one_sum_in_any_order_of_arrival() -> None:
+    draw = torch.Generator().manual_seed(0)
+    gradients = [1e-3 * torch.randn(1000, generator=draw) for _ in range(8)]
+    exact, rounded = set(), set()
+    for seed in range(20):
+        server, plain = ExactSums(1000), torch.zeros(1000)
+        for worker in random.Random(seed).sample(range(8), 8):
+            server.add_(gradients[worker])
+            plain += gradients[worker]
+        exact.add(tuple(server.total().tolist()))
+        rounded.add(tuple(plain.tolist()))
+    assert exact == {tuple(map(sum_on_grid, torch.stack(gradients, 1).tolist()))}
+    assert len(rounded) == 20
 
 
 def test_sums_of_as_many_as_there_may_be_do_not_overflow() -> None:

@@ -54,3 +54,12 @@ def test_an_audit_of_all_ranks_stays_one_after_a_load() -> None:
     optimizer.auditor.join = joined = lambda sums: sums
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.auditor.join is joined
+
+
+@pytest.mark.parametrize(("key", "entry"), [(99, "of no parameter"), ("another", {})])
+def test_a_state_of_no_parameter_is_refused(key: object, entry: object) -> None:
+    optimizer = trained("word")
+    state = optimizer.state_dict()
+    state["state"][key] = entry
+    with pytest.raises(ng.errors.RecipeError, match=f"no param group lists its entry '?{key}"):
+        optimizer.load_state_dict(state)

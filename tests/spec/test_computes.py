@@ -8,7 +8,8 @@ import pytest
 
 import expectations
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Compute
+from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute
+from narrowgauge.spec.kernels import needs_kernel
 from tables import exhaustive
 
 every_row = exhaustive("row", COMPUTES.values())
@@ -71,3 +72,14 @@ def test_random_bits_differ_between_tensors_and_between_the_two_casts_of_the_gra
         "output.left": 0, "output.right": 1, "grad_input.left": 3, "grad_input.right": 1, "grad_weight.left": 2,
         "grad_weight.right": 0,
     }  # fmt: skip
+
+
+def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
+    for outliers in (0.0, 6.0):
+        row, column = (Cast("int8", granularity, outliers=outliers) for granularity in ("row", "column"))
+        assert row.serves(column) == (not outliers)
+
+
+def test_only_narrow_floats_need_a_row_of_the_kernels() -> None:
+    needed = {name for name, row in COMPUTES.items() if any(map(needs_kernel, row.products.values()))}
+    assert {"float8-row", "mxfp8", "nvfp4"} <= needed and not needed & {"float32", "bfloat16", "float16", "int8-row"}

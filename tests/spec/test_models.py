@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from narrowgauge.errors import RecipeError
-from narrowgauge.spec.models import MODELS, Model, get_model
+from narrowgauge.errors import DataError, RecipeError
+from narrowgauge.spec.models import MODELS, WEIGHTS, Model, get_model, weights_file
 
 
 def count_parameters(model: Model) -> int:
@@ -50,3 +52,9 @@ def test_names() -> None:
     assert get_model("Llama-8M") is MODELS["llama-8m"]
     with pytest.raises(RecipeError, match="Did you mean 'llama-125m'"):
         get_model("llama-120m")
+
+
+def test_weights_that_cannot_be_read_are_no_random_start(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS[0]).symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"model\.safetensors is a link"):
+        weights_file(tmp_path)
