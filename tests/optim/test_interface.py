@@ -6,6 +6,7 @@ None of this looks at what a rule computes or a storage keeps, so it is asked of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -239,3 +240,41 @@ def test_a_parameter_that_is_listed_twice_takes_no_others_name() -> None:
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = ng.AdamW([("first", first), ("first", first), ("second", second)], storage="float32", compile=False)
     assert optimizer.parameter_names() == {first: "first", second: "second"}
+
+
+def learn(optimizer: ng.Optimizer, scale: Callable[[Tensor], Tensor], steps: range) -> None:
+    """Take steps of a loss whose gradients are :func:`step_gradients`."""
+    params = parameters_of(optimizer)
+    for step in steps:
+        optimizer.zero_grad()
+        products = [(p.float() * slope).sum() for p, slope in zip(params, step_gradients(params, step), strict=True)]
+        scale(torch.stack(products).sum()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("storage", ["float16/split", "float16/master", "float32"])
+def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) -> None:
+    """Also between steps that were scaled: a scale is good for one step."""
+    scalers = [ng.LossScaler(2.0**6) for _ in range(2)]
+    optimizer, twin = (build("adamw", parameters(storage), storage, loss_scaler=scaler) for scaler in scalers)
+    for first in (0, 2):
+        before = everything(optimizer)
+        with pytest.raises(
+            ng.errors.RecipeError, match=r"since the last step.*loss_scaler\.scale\(loss\)\.backward\(\)"
+        ):
+            learn(optimizer, lambda loss: loss, range(first, first + 1))
+        assert_same_bits(before, {name: everything(optimizer)[name] for name in before})
+        learn(optimizer, scalers[0].scale, range(first, first + 2))
+    learn(twin, scalers[1].scale, range(4))
+    assert_same_bits(everything(optimizer), everything(twin))
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+
+
+def test_two_optimizers_with_one_scaler_are_refused() -> None:
+    """The first step changes the scale by which the second would divide."""
+    scaler, weights = ng.LossScaler(2.0, growth_interval=1), [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    first, second = (ng.SGD([p], lr=0.5, storage="float32", loss_scaler=scaler) for p in weights)
+    scaler.scale(sum(p.sum() for p in weights)).backward()
+    first.step()
+    with pytest.raises(ng.errors.RecipeError, match="two optimizers with one LossScaler"):
+        second.step()
