@@ -2,15 +2,13 @@
 
 A peer steps the parameters of ``bfloat16/naive``. Published states run over ``bfloat16/master``: after each step, what a formula
 keeps of weight and moments replaces them, so the next step begins with the values that the published optimizer would decode.
-Only matrices are replaced; vectors keep ``master``, as ours do. Formulas: ``tests/oracles/published_states.py``.
+Only matrices are replaced; vectors keep ``master``, as ours do. Formulas: ``benchmarks/_published_states.py``.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
+from _published_states import PUBLISHED, PublishedStates
 from peers import PEERS as ALL_PEERS
 from peers import Peer
 from torch import Tensor, nn
@@ -19,9 +17,6 @@ import narrowgauge as ng
 from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import differentiate
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from oracles.published_states import PUBLISHED, PublishedStates
 
 PEERS = {peer.name: peer for peer in ALL_PEERS}
 FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()}

@@ -6,7 +6,7 @@ beta2 0.999, 400 steps; the figure is the error of the stored weights' displacem
 perfect, 1 a weight that never moved; what is asked of ours stands beside it.
 
 Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
-(``tests/oracles/published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
+(``benchmarks/_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
 the same numbers in float16, which holds all but the smallest of them.
 
 Run: ``./dev bench stall [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run goes on where it was
@@ -18,24 +18,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from _parts import Part, add_out, complete, out_folder
+from _published_states import PUBLISHED, CodedAdamW, PublishedStates
 from peers import PACKAGES, PEERS, Peer, reason
 from timing import NOT_INSTALLED, Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from oracles.published_states import PUBLISHED, CodedAdamW, PublishedStates
 
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50

@@ -35,6 +35,7 @@ SHAPES = {"matrix": (33, 17), "tall": (129, 3), "vector": (5,), "scalar": (1,), 
 """Odd sizes; ``still`` has a zero gradient in every step."""
 WITHOUT_GRADIENT, INFINITE = 4, 7
 """In the one step ``tall`` has no gradient, in the other an element of ``matrix`` is infinite and the step is skipped."""
+ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 MATRIX_OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 4, "update_proj_gap": 5}}
 MATRIX_OPTIONS["gradnorm_lorp"] = MATRIX_OPTIONS["galore"]
 
@@ -104,25 +105,12 @@ def steps(rule: str, storage: str) -> str:
         optimizer.step()
     optimizer.settle()
     saved = optimizer.state_dict()["state"]
-    stored = [
-        optimizer.stored(weight, name)
-        for weight in weights.values()
-        for name in ("weight", *_states(optimizer, weight))
-    ]
+    stored = []
+    for weight in weights.values():
+        states = [name for name in ELEMENTWISE if name in optimizer.state_of(weight).shapes_of_states]
+        stored += [optimizer.stored(weight, name) for name in ("weight", *states)]
     planes = [value for key in sorted(saved) for _, value in sorted(saved[key].items()) if isinstance(value, Tensor)]
     return " ".join(map(fingerprint, (weights.values(), stored, planes)))
-
-
-def _states(optimizer: ng.Optimizer, weight: Tensor) -> list[str]:
-    """The names of the elementwise states of a parameter."""
-    names = []
-    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-        try:
-            optimizer.stored(weight, name)
-        except KeyError:
-            continue
-        names.append(name)
-    return names
 
 
 # ── linear layers ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,14 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.
         for p, gradient in zip(params, step_gradients(params, step, scale), strict=True):
             p.grad = gradient
         optimizer.step()
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most bytes at once of what a call allocates."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
 
 
 def bytes_alone(code: Code, shape: Sequence[int]) -> int:

@@ -104,3 +104,18 @@ def test_code_serves_the_sizes_that_its_trace_holds_for() -> None:
     assert all(
         torch.equal(compiled_for_pattern(of_one_length, torch.ones(n)), torch.full((n,), float(n))) for n in (4, 5)
     )
+
+
+def test_a_compiler_that_fails_is_not_used_but_a_lack_of_memory_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> Compiled:
+        raise error
+
+    monkeypatch.setattr(compile, "_compiled_code", failing)
+    monkeypatch.setattr(compile, "_COMPILED", {})
+    monkeypatch.setattr(compile, "can_compile", lambda place: True)
+    for error in (MemoryError("here"), torch.OutOfMemoryError("there")):
+        with pytest.raises(type(error)):
+            compile._compile_and_compare(of_one_length, [torch.ones(4)], exact=True, one_loop=False)
+    error = RuntimeError("no space left")
+    with pytest.warns(UserWarning, match=r"Cannot compile of_one_length \(RuntimeError: no space left\)"):
+        assert compiled(of_one_length, [torch.ones(4)]) is None

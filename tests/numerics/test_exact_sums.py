@@ -67,6 +67,7 @@ def test_what_lies_between_two_floats_is_rounded_by_its_very_last_bit() -> None:
         for tie in (1 + 2.0**-24, 1 + 3 * 2.0**-24):
             upper = 1.0
             check([sign * upper, sign * (tie - upper), sign * less * 2.0**-74])
+    check([2.0**-24] * 59 + [2.0**-74] + [-(2.0**-24)] * 59)  # the lower word is carried before its last bit goes
 
 
 def test_a_parameter_server_has_one_sum_in_any_order_of_arrival() -> None:

@@ -11,7 +11,7 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.optim import layout, optimizers
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
+from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
@@ -39,16 +39,6 @@ def row_of(storage: str | Storage) -> Storage:
 
 def visible_dtype(storage: str | Storage) -> torch.dtype:
     return getattr(torch, row_of(storage).visible)
-
-
-def storage_error(storage: str | Storage, role: str, dims: int = 2) -> float:
-    """How far from a normal value its code may put it, relative to it; ``dims`` is the parameter's number of dimensions."""
-    row = row_of(storage) if dims > 1 else for_vectors(row_of(storage))
-    code = row.code(role)
-    kept = 2.0 ** -(code.parts * (code.mantissa_bits + 1))
-    # A stochastic code goes either way, and arithmetic in parts rounds each of its two or three operations.
-    kept *= 2.0 if code.rounding == "stochastic" else 1.0
-    return kept + (2.5 * 2.0 ** -(row.weight.mantissa_bits + 1) if row.arithmetic == "expansion" else 2.0**-22)
 
 
 def parameters(

@@ -50,15 +50,8 @@ def test_sums_are_those_written_down(shape: tuple[int, ...], k: int) -> None:
     parts = gradients(shape, k)
     expected = oracle.nearest(oracle.float32_sum(singles(parts)))
     assert torch.equal(summed(parts).float(), torch.from_numpy(expected).reshape(shape))
-
-
-@pytest.mark.parametrize(("k", "signs"), [(3, "both"), (100, "one")])
-def test_sums_stay_within_their_bounds(k: int, signs: str) -> None:
-    parts = [part.abs() if signs == "one" else part for part in gradients((600,), k, seed=k)]
-    exact = torch.stack(parts).double().sum(0)  # 20 binades and 100 addends: a float64 holds that
-    magnitudes = torch.stack(parts).double().abs().sum(0)
-    allowed = ((1 + 2.0**-24) ** (k - 1) - 1) * magnitudes * (1 + 2.0**-8) + 2.0**-8 * exact.abs()
-    assert ((summed(parts).double() - exact).abs() <= allowed).all()
+    turned = [part.movedim(0, -1).contiguous().movedim(-1, 0) if shape else part for part in parts]  # other strides
+    assert torch.equal(summed(turned), summed(parts))
 
 
 @pytest.mark.parametrize(("dtype", "dropped"), [(torch.float32, 0), (torch.bfloat16, 16), (torch.float16, 13)])

@@ -267,3 +267,20 @@ def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors() -> N
             p.grad = torch.ones_like(p)
         optimizer.step()
     assert named == list(ng.audit(outer)) == ["0.weight", "1.weight"]
+
+
+def test_steps_of_all_tensors_are_added_from_the_latest() -> None:
+    old, late = parameters("word", [(8, 8), (4, 4)])
+    optimizer, rows = ng.AdamW([old, late]), steps([1.0, 0.9, 0.0])
+    optimizer.auditor.restore(old, torch.stack(rows))
+    optimizer.auditor.restore(late, torch.stack(rows[:1]))
+    total = ng.audit(optimizer).total
+    assert total is not None and total.edq_error == read([rows[0], rows[1], rows[2] + rows[0]]).edq_error
+
+
+def test_a_slice_counts_its_own_elements() -> None:
+    weight = torch.nn.Parameter(torch.ones(2 * AUDIT_WHOLE))
+    optimizer = ng.AdamW([weight], storage="float32", audit_every=1, compile=False)
+    take_steps(optimizer, range(1))
+    sums = dict(zip(UPDATE_SUMS, optimizer.last_audit.tolist(), strict=True))  # type: ignore[union-attr]
+    assert sums["elements"] == sums["nonzero"] == 2 * AUDIT_WHOLE / AUDIT_SHARE

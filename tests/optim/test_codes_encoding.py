@@ -336,5 +336,7 @@ def test_the_random_bits_of_a_separate_state_number_the_elements_of_each_matrix(
     alone = [codes.encode_alone(code, matrix, seed) for matrix in stack]
     assert torch.equal(codes.encode_alone(code, stack, seed), torch.stack(alone))
     assert torch.equal(codes.encode_alone(code, stack[0].flatten(), seed).view(5, 7), alone[0])
+    values, scaled = (codes.alone_value(code, codes.encode_alone(code, x, seed)) for x in (stack, stack / 32))
+    assert torch.equal(values / 32, scaled)  # a power of two changes no random bit
     repeated = codes.encode_alone(code, torch.full((5, 7), 1 / 3), seed)
     assert len(repeated.unique()) == 2  # neighbours in their window: no element has another's bits

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import expectations
+from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written, addends, read_state, read_weight, write_state, write_weight
@@ -175,15 +176,8 @@ DEALT = {name: row.dealt for name, row in expectations.STORAGES.items() if row.d
 
 
 def seeds(count: int) -> Tensor:
-    """Well mixed seeds of consecutive steps, as the optimizer makes them: splitmix64's stream."""
-    step = np.arange(1, count + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        z = step * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-    low = (z & np.uint64(0xFFFFFFFF)).astype(np.uint32)
-    return torch.from_numpy(low.view(np.int32))
+    """The seeds of consecutive steps."""
+    return torch.tensor([step_seed(0, step) for step in range(1, count + 1)], dtype=torch.int32)
 
 
 def regime(name: str) -> tuple[Tensor, Tensor, Tensor]:

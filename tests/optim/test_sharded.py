@@ -16,10 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -98,13 +94,6 @@ def everything(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
         result[f"{name} weight"] = whole(optimizer.stored(p))
         result |= {f"{name} {what}": whole(value) for what, value in state[k].items()}
     return {name: value.float() if value.element_size() == 1 else value for name, value in result.items()}
-
-
-def gathered(model: nn.Module, optimizer: ng.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's whole state on the first rank, as torch gathers it."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options).get("state", {})
-    return {f"{name} {what}": value for name, entry in state.items() for what, value in entry.items()}
 
 
 # ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────

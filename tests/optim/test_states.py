@@ -50,47 +50,23 @@ def test_an_average_swapped_in_and_out_changes_no_bit(storage: str) -> None:
     assert_same_bits(everything(optimizer), everything(twin))
 
 
-@STORED
-def test_a_tail_moves_a_written_weight_by_half_an_ulp(storage: str) -> None:
-    """Of the format that the model sees; a master gives way to it."""
-    optimizer = trained(storage)
-    for p in parameters_of(optimizer):
-        # Far from all that the optimizer left, so that no element is what it was.
-        before, values = optimizer.stored(p), (4 + torch.rand(p.shape)).to(p.dtype)
-        with torch.no_grad():
-            p.copy_(values)
-        spacing = torch.finfo(p.dtype).eps * torch.exp2(values.double().abs().log2().floor())
-        moved = (optimizer.stored(p).double() - values.double()).abs()
-        if row_of(storage).weight.parts == 1:  # a low part is as large as the weight's last bits were
-            assert bool((moved <= spacing / 2 * (1 + 1e-6)).all())
-        else:
-            assert bool((moved <= torch.finfo(p.dtype).eps * before.double().abs().max()).all())
-        if row_of(storage).master:
-            assert not moved.any()
-    take_steps(optimizer, range(3, 5))
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "mask": lambda p: p.mul_(torch.arange(p.numel()).view(p.shape) % 2),
+    "clamp": lambda p: p.clamp_(min=0),
+    "a row": lambda p: p[3].zero_(),
+    "all": Tensor.zero_,
+}
 
 
-def mask(p: Tensor) -> None:
-    p.mul_(torch.arange(p.numel()).view(p.shape) % 2)
-
-
-def clamp(p: Tensor) -> None:
-    p.clamp_(min=0)
-
-
-def prune_a_row(p: Tensor) -> None:
-    p[3] = 0
-
-
-@pytest.mark.parametrize("write", [mask, clamp, prune_a_row, Tensor.zero_], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
-def test_a_loop_that_writes_zeros_stays_finite(storage: str, write: Callable[[Tensor], object]) -> None:
+def test_a_loop_that_writes_zeros_stays_finite(storage: str, write: str) -> None:
     """And a written zero is a zero to the next step, but for a compensation that is as large as the old weight's last bits."""
     optimizer = trained(storage)
     for step in range(3, 6):
         with torch.no_grad():
             for p in parameters_of(optimizer):
-                write(p.view(1, -1) if p.ndim == 1 and write is not prune_a_row else p)
+                WRITES[write](p)
                 stored = optimizer.stored(p)
                 assert bool(stored.isfinite().all())
                 if row_of(storage).weight.parts == 1:
@@ -204,3 +180,53 @@ def test_adopted_states_of_two_parameters_are_rounded_by_other_random_bits() -> 
     first, second = (optimizer.stored(p, "exp_avg") for p in weights)
     torch.testing.assert_close(first, second, rtol=2.0**-4, atol=0)
     assert not torch.equal(first, second)
+
+
+# ── loads that are refused ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("saved", "mine"), [("naive", "word"), ("compact", "states8")])
+def test_a_state_of_another_storage_is_refused_and_nothing_is_lost(saved: str, mine: str) -> None:
+    optimizer = trained(mine)
+    before = everything(optimizer)
+    with pytest.raises(RecipeError, match=f"storage '{saved}' into an optimizer of storage '{mine}'"):
+        optimizer.load_state_dict(trained(saved).state_dict())
+    assert_same_bits(before, everything(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("storage", "place", "damaged"),
+    [("word", 0, "packed"), ("compact", 0, "exp_avg_sq_bound"), ("collage-plus", 1, "exp_avg_sq_low")],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["shape", "missing"])
+def test_a_damaged_state_is_refused_and_nothing_is_lost(storage: str, place: int, damaged: str, how: str) -> None:
+    optimizer = trained(storage)
+    before, state = everything(optimizer), trained(storage).state_dict()
+    assert damaged in state["state"][place]
+    if how == "missing":
+        del state["state"][place][damaged]
+    else:
+        state["state"][place][damaged] = torch.zeros(3, dtype=state["state"][place][damaged].dtype)
+    with pytest.raises(RecipeError, match="shape" if how == "shape" else f"no '{damaged}'"):
+        optimizer.load_state_dict(state)
+    assert_same_bits(before, everything(optimizer))
+    take_steps(optimizer, range(3, 5))
+    straight = trained(storage)
+    take_steps(straight, range(3, 5))
+    assert_same_bits(everything(straight), everything(optimizer))
+
+
+def test_an_audit_of_all_ranks_stays_one_after_a_load() -> None:
+    optimizer = ng.AdamW([torch.nn.Parameter(torch.ones(2))], storage="float32", compile=False)
+    optimizer.auditor.join = joined = lambda sums: sums
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.auditor.join is joined
+
+
+@pytest.mark.parametrize(("key", "entry"), [(99, "of no parameter"), ("another", {})])
+def test_a_state_of_no_parameter_is_refused(key: object, entry: object) -> None:
+    optimizer = trained("word")
+    state = optimizer.state_dict()
+    state["state"][key] = entry
+    with pytest.raises(RecipeError, match=f"no param group lists its entry '?{key}"):
+        optimizer.load_state_dict(state)

@@ -7,8 +7,6 @@ Source: arXiv:2405.03637, in our own words and code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -46,13 +44,3 @@ def split(value: float, dtype: torch.dtype = torch.bfloat16) -> Pair:
     """A number as two words."""
     high = torch.tensor(value, dtype=torch.float32).to(dtype)
     return high, (torch.tensor(value, dtype=torch.float64) - high.double()).to(dtype)
-
-
-def second_moment(gradients: Iterable[Tensor], beta: float) -> Pair:
-    """The second moment of gradients, one a step, from zero: ``(as kept, exact)``, float64."""
-    v, parts = (torch.zeros((), dtype=torch.bfloat16),) * 2, split(beta)
-    exact = torch.zeros((), dtype=torch.float64)
-    for g in gradients:
-        v = grow(mul(v, parts), ((1 - beta) * g * g).bfloat16())
-        exact = beta * exact + (1 - beta) * g.double() ** 2
-    return v[0].double() + v[1].double(), exact

@@ -8,8 +8,8 @@ import pytest
 
 import expectations
 from narrowgauge.errors import RecipeError
-from narrowgauge.spec import computes
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute
+from narrowgauge.spec.kernels import needs_kernel
 from tables import exhaustive
 
 every_row = exhaustive("row", COMPUTES.values())
@@ -23,7 +23,7 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
     for name, row in COMPUTES.items():
         expected = expectations.COMPUTES[name]
         assert (row.kept_bytes, row.default_storage) == (expected.kept_bytes, expected.default_storage), name
-        reused = {s.tensor: not row.is_wide and row.cast_slots[n] != n for n, s in computes.SLOTS.items() if s.reuses}
+        reused = {s.tensor: not row.is_wide and row.cast_slots[n] != n for n, s in SLOTS.items() if s.reuses}
         assert {slot for slot, is_so in reused.items() if is_so} == set(expected.reused), name
         has = {"stochastic": row.is_stochastic, "delayed": row.is_delayed, "scaled loss": row.scales_loss}
         assert {slot for slot, is_so in has.items() if is_so} == set(expected.has) - {"served"}, name
@@ -51,3 +51,35 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
     }  # fmt: skip
     assert {name: COMPUTES[name].output.left.bits for name in expected} == expected
     assert COMPUTES["float8-block"].output.right.bits == 8 + 32 / 128**2
+
+
+# ── slots ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@exhaustive("tensor", TENSORS)
+def test_each_tensor_enters_two_matmuls_which_contract_different_dimensions(tensor: str) -> None:
+    slots = [slot for slot in SLOTS.values() if slot.tensor == tensor]
+    assert sorted(slot.dim for slot in slots) == [0, 1]
+    assert {slot.history_index for slot in slots} == {TENSORS.index(tensor)}
+    first, second = slots
+    assert (first.reuses, second.reuses) == ("", first.name)
+
+
+def test_random_bits_differ_between_tensors_and_between_the_two_casts_of_the_gradient() -> None:
+    keys = {slot.name: slot.random_key for slot in SLOTS.values()}
+    # These numbers are part of the stored results of stochastic computes.
+    assert keys == {
+        "output.left": 0, "output.right": 1, "grad_input.left": 3, "grad_input.right": 1, "grad_weight.left": 2,
+        "grad_weight.right": 0,
+    }  # fmt: skip
+
+
+def test_codes_beside_outlier_columns_serve_no_other_matmul() -> None:
+    for outliers in (0.0, 6.0):
+        row, column = (Cast("int8", granularity, outliers=outliers) for granularity in ("row", "column"))
+        assert row.serves(column) == (not outliers)
+
+
+def test_only_narrow_floats_need_a_row_of_the_kernels() -> None:
+    needed = {name for name, row in COMPUTES.items() if any(map(needs_kernel, row.products.values()))}
+    assert {"float8-row", "mxfp8", "nvfp4"} <= needed and not needed & {"float32", "bfloat16", "float16", "int8-row"}

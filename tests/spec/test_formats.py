@@ -61,6 +61,7 @@ def test_integers_against_their_limits(name: str) -> None:
     codes = [row.encode(value) for value in range(int(info.min), int(info.max) + 1)]
     assert sorted(codes) == list(range(1 << row.bits))
     assert [row.decode(code) for code in codes] == list(range(int(info.min), int(info.max) + 1))
+    assert [row.decode(row.encode(way * 1e9)) for way in (-1, 1)] == [info.min, info.max]
 
 
 @pytest.mark.parametrize("name", NARROW_ML)
@@ -96,23 +97,6 @@ def test_encode_against_fractions(name: str) -> None:
         nearest = grid.nearest(value)
         if nearest is not None:
             assert row.decode(row.encode(value)) == nearest
-
-
-def test_what_does_not_fit() -> None:
-    cases = [
-        ("float8_e5m2", 1e9, math.inf),
-        ("float8_e5m2", -math.inf, -math.inf),
-        ("float8_e4m3fn", 1e9, math.nan),
-        ("float8_e4m3fnuz", -1e9, math.nan),
-        ("float4_e2m1fn", math.inf, 6.0),
-        ("int8", -1e9, -128.0),
-        ("float8_e8m0fnu", 0.0, math.nan),
-        ("float8_e8m0fnu", -1.0, math.nan),
-        ("float8_e8m0fnu", 1e-300, 2.0**-127),
-    ]
-    for name, value, result in cases:
-        assert same(FORMATS[name].decode(FORMATS[name].encode(value)), result)
-    assert FORMATS["float4_e2m1fn"].encode(math.nan) == 0
 
 
 @pytest.mark.parametrize("name", NARROW_ML)

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from narrowgauge.errors import RecipeError
-from narrowgauge.spec.models import MODELS, Model, get_model
+from narrowgauge.errors import DataError, RecipeError
+from narrowgauge.spec.models import MODELS, WEIGHTS, Model, get_model, weights_file
 
 
 def count_parameters(model: Model) -> int:
     """Parameters of the real model, built without memory."""
+    gpt2 = {
+        "n_positions": model.max_positions,
+        "n_embd": model.hidden_size,
+        "n_inner": model.intermediate_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+    }
+    llama = {"max_position_embeddings": model.max_positions, "hidden_size": model.hidden_size,
+             "intermediate_size": model.intermediate_size, "num_hidden_layers": model.num_layers,
+             "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}  # fmt: skip
+    shared = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_embeddings}
     with torch.device("meta"):
         if model.family == "gpt2":
-            gpt2 = GPT2Config(
-                vocab_size=model.vocab_size,
-                n_positions=model.max_positions,
-                n_embd=model.hidden_size,
-                n_inner=model.intermediate_size,
-                n_layer=model.num_layers,
-                n_head=model.num_heads,
-                tie_word_embeddings=model.tie_embeddings,
-            )
-            return GPT2LMHeadModel(gpt2).num_parameters()
-        llama = LlamaConfig(
-            vocab_size=model.vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            num_key_value_heads=model.num_kv_heads,
-            max_position_embeddings=model.max_positions,
-            tie_word_embeddings=model.tie_embeddings,
-        )
-        return LlamaForCausalLM(llama).num_parameters()
+            return GPT2LMHeadModel(GPT2Config(**gpt2, **shared)).num_parameters()
+        return LlamaForCausalLM(LlamaConfig(**llama, **shared)).num_parameters()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama-13b", "llama-70b")])
@@ -58,3 +52,9 @@ def test_names() -> None:
     assert get_model("Llama-8M") is MODELS["llama-8m"]
     with pytest.raises(RecipeError, match="Did you mean 'llama-125m'"):
         get_model("llama-120m")
+
+
+def test_weights_that_cannot_be_read_are_no_random_start(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS[0]).symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"model\.safetensors is a link"):
+        weights_file(tmp_path)

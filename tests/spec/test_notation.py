@@ -8,12 +8,7 @@ import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import (
-    ALIASES,
-    AMBIGUOUS,
-    full_names,
-    parse,
-)
+from narrowgauge.spec.notation import ALIASES, AMBIGUOUS, full_names, parse
 from narrowgauge.spec.recipes import Override, Recipe
 from narrowgauge.spec.storages import STORAGES
 
@@ -41,27 +36,6 @@ def test_every_pair_that_agrees_is_listed() -> None:
     assert all(parse(name).storage.name == name for name in owned)
 
 
-@pytest.mark.parametrize(
-    ("said", "meant"),
-    [
-        ("BF16/Word", "bfloat16/word"),
-        (" bfloat16 / word ", "bfloat16/word"),
-        ("fp32", "float32/float32"),
-        ("FP8-tensor-e5m2/exact", "float8-tensor-e5m2/exact"),
-        ("fp16-throughout", "float16-throughout/naive"),
-        ("fp16/split", "float16/split"),
-        ("bf16-mixed", "bfloat16/float32"),
-        ("bfloat16-true", "bfloat16/naive"),
-        ("bfloat16/exact/native", "bfloat16/exact"),
-        ("fp16/fp32", "float16/float32"),
-        ("float8/collage-plus", "float8/collage-plus"),
-        ("collage-plus", "bfloat16/collage-plus"),
-    ],
-)
-def test_known_spellings(said: str, meant: str) -> None:
-    assert parse(said).name == meant
-
-
 def test_aliases_lead_to_full_names() -> None:
     assert all(parse(name) == parse(alias["recipe"]) for name, alias in ALIASES.items())
     assert all(parse(name) for name in COMPUTES if name not in AMBIGUOUS)
@@ -70,6 +44,12 @@ def test_aliases_lead_to_full_names() -> None:
 @pytest.mark.parametrize(
     ("said", "meant"),
     [
+        ("BF16/Word", "bfloat16/word"), (" bfloat16 / word ", "bfloat16/word"), ("fp32", "float32/float32"),
+        ("FP8-tensor-e5m2/exact", "float8-tensor-e5m2/exact"), ("fp16-throughout", "float16-throughout/naive"),
+        ("fp16/split", "float16/split"), ("bf16-mixed", "bfloat16/float32"), ("bfloat16-true", "bfloat16/naive"),
+        ("bfloat16/exact/native", "bfloat16/exact"), ("fp16/fp32", "float16/float32"),
+        ("float8/collage-plus", "float8/collage-plus"), ("collage-plus", "bfloat16/collage-plus"),
+        # Names of other libraries.
         ("16-mixed", "float16/float32"), ("16-true", "float16/naive"), ("bf16-true", "bfloat16/naive"),
         ("32-true", "float32/float32"), ("32", "float32/float32"), ("amp", "float16/float32"),
         ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
@@ -79,7 +59,7 @@ def test_aliases_lead_to_full_names() -> None:
         ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
     ],
 )  # fmt: skip
-def test_names_of_other_libraries_mean_what_they_mean_there(said: str, meant: str) -> None:
+def test_names_in_every_spelling_and_of_other_libraries(said: str, meant: str) -> None:
     assert parse(said).name == meant
     assert parse({"recipe": said}) == parse(meant)
 

@@ -19,14 +19,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.cli.main import main
-from narrowgauge.errors import (
-    ChipError,
-    DataError,
-    FormatError,
-    NarrowgaugeError,
-    RecipeError,
-    RecordError,
-)
+from narrowgauge.errors import ChipError, DataError, FormatError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.numerics.scaling import LossScaler
@@ -217,19 +210,14 @@ CLUSTERS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), FILES, ids=[repr(row[0]) for row in FILES])
-def test_a_recipe_file(text: str, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(RecipeError, match=words) as refused:
-        parse(path)
-    assert "\n" not in str(refused.value) and (refused.value.advice or "line 1" in str(refused.value))
-
-
-@pytest.mark.parametrize(("text", "words"), CLUSTERS, ids=[repr(row[0]) for row in CLUSTERS])
-def test_a_cluster_file(text: str, words: str, tmp_path: Path) -> None:
-    path = tmp_path / "cluster.toml"
+@pytest.mark.parametrize(
+    ("read", "text", "words"),
+    [(parse, *row) for row in FILES] + [(lambda path: plan("llama-8b", cluster=path), *row) for row in CLUSTERS],
+    ids=[repr(text) for text, _ in FILES + CLUSTERS],
+)
+def test_a_file(read: Callable[[Path], object], text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / ("mine.toml" if read is parse else "cluster.toml")
     path.write_text(text, encoding="utf-8")
     with pytest.raises((RecipeError, DataError, ChipError), match=words) as refused:
-        plan("llama-8b", cluster=path)
-    assert "\n" not in str(refused.value) and refused.value.advice
+        read(path)
+    assert "\n" not in str(refused.value) and (refused.value.advice or "line 1" in str(refused.value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from narrowgauge.optim.rules.subspaces import leading_basis
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from oracles import matrix_rules as oracle
-from tensors import gaussian, step_gradients
+from tensors import gaussian, peak_bytes, step_gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,6 +133,15 @@ def test_a_gradient_of_zeros_only_decays(rule: MatrixRule, shape: tuple[int, ...
             assert torch.allclose(after, scaled * 0.99**3, rtol=1e-6, atol=0)
 
 
+def test_the_stored_weight_decays_not_the_visible_one() -> None:
+    weight, value = nn.Parameter(torch.ones(4, 6).bfloat16()), torch.full((4, 6), 1 + 2.0**-10)
+    optimizer = optimizers.Muon([weight], lr=1.0, weight_decay=0.5, storage="exact", compile=False)
+    optimizer.adopt({weight: value})
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(optimizer.stored(weight), value / 2)
+
+
 # ── stacks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -217,12 +225,6 @@ COPIES = {"Muon": 4, "GradNormLoRP": 8, "Adafactor": 2, "GaLore": 4}
 """Transient memory of a matrix rule, at most, in float32 copies of the matrix, as the docstrings say."""
 
 
-def peak_bytes(profile: torch.profiler.profile) -> int:
-    """Return the most bytes at once of what was allocated while a profile ran."""
-    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
-
-
 @EVERY
 def test_states_have_their_shapes_before_the_first_step(rule: MatrixRule) -> None:
     weight, options = nn.Parameter(torch.ones(8, 16)), options_of(rule)
@@ -238,9 +240,8 @@ def test_a_matrix_rules_transient_memory(rule: str) -> None:
     optimizer = getattr(optimizers, rule)([weight], storage="word", compile=False, audit_every=2, **options)
     for step in range(2):  # the second is audited
         weight.grad = step_gradients([weight], step)[0]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            optimizer.step()
-    assert peak_bytes(profile) / (4 * weight.numel()) <= COPIES[rule]
+        peak = peak_bytes(optimizer.step)
+    assert peak / (4 * weight.numel()) <= COPIES[rule]
 
 
 # ── subspaces ───────────────────────────────────────────────────────────────────────────────────────────────────────
