@@ -159,6 +159,16 @@ def test_the_first_step_of_a_large_tensor_takes_little_memory(monkeypatch: pytes
     assert optimizer.ran_compiled() == {"sgd/exact": True}
 
 
+@pytest.mark.parametrize("storage", ["master", "float16/master", "float64"])
+def test_masters_begin_in_pieces(storage: str) -> None:
+    (weight,) = parameters(storage, [(1 << 11, 1 << 10)])
+    optimizer = ng.AdamW([weight], storage=storage, compile=False)
+    peak = peak_bytes(lambda: optimizer.make_missing(optimizer.param_groups[0], [weight]))
+    state = optimizer.state_of(weight)
+    assert state is not None and peak < sum(words.nbytes for words in state.words.values()) + weight.nbytes
+    assert torch.equal(optimizer.stored(weight), weight.to(optimizer.stored(weight).dtype))
+
+
 @pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("galore", "states8")])
 def test_a_gradient_freed_after_its_own_step_leaves_the_bits_of_one_optimizer(rule: str, storage: str) -> None:
     """An optimizer for each parameter, in hooks of the backward pass, as on the page of storages."""
