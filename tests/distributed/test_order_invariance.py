@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import narrowgauge as ng
+from distributed.models import mesh_of, whole
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
@@ -106,18 +106,10 @@ def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Cal
 # ── sums before the sum ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def placed(kind: str) -> tuple[nn.Module, nn.Module]:
-    """A model and what is called in its place."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if kind == "ddp":
-        return model, nn.parallel.DistributedDataParallel(model)
-    if kind != "plain":
-        shape = (dist.get_world_size(),) if kind == "sharded" else (dist.get_world_size(), 1)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model, model
+def placed(kind: str) -> Any:
+    model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh_of(kind)
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def refusal(work: Callable[[], object]) -> str:
@@ -129,13 +121,13 @@ def refusal(work: Callable[[], object]) -> str:
 
 
 def two_passes_in_a_micro_batch(rank: int) -> str:
-    _, called = placed("sharded")
-    reduction = ng.reduce_gradients_with(called, "reproducible")
+    model = placed("sharded")
+    reduction = ng.reduce_gradients_with(model, "reproducible")
 
     def run() -> None:
         with reduction.micro_batch():
             for _ in range(2):
-                called(torch.ones(1, 4)).sum().backward()
+                model(torch.ones(1, 4)).sum().backward()
 
     return refusal(run)
 
@@ -149,8 +141,8 @@ def unsent(rank: int) -> list[str]:
     """Backward passes whose gradients stay on their rank."""
     said = []
     for when in ("before", "between", "all-reduce"):
-        model, called = placed("shards of one" if when == "all-reduce" else "sharded")
-        reduction = ng.reduce_gradients_with(called, "reproducible")
+        model = placed("shards of one" if when == "all-reduce" else "sharded")
+        reduction = ng.reduce_gradients_with(model, "reproducible")
 
         def hold(model: nn.Module = model, when: str = when, reduction: Any = reduction) -> None:
             if when != "between":
@@ -186,7 +178,7 @@ class Chosen(nn.Module):
         self.first = nn.Linear(8, 8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS))
         self.head = nn.Linear(8, 2)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh_of("sharded")
         for layer in self.layers if how != "whole" else ():
             fully_shard(layer, mesh=mesh)
         fully_shard(self, mesh=mesh, ignored_params=set(self.layers.parameters()) if how == "whole" else set())
@@ -218,17 +210,12 @@ def trained(model: Chosen, by_rank: bool) -> str:
                 model(torch.full((1, 8), leaf + 1.0), used).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
-    return fingerprint_all({name: value.detach() for name, value in whole.items()})
+    return fingerprint_all({name: whole(p) for name, p in model.named_parameters()})
 
 
 def take_turns(rank: int) -> tuple[str, list[str]]:
     """What is refused of layers that are left out; the weights where each rank uses layers of its own."""
-    refused = ""
-    try:
-        trained(Chosen("left out"), by_rank=False)
-    except RecipeError as error:
-        refused = str(error)
+    refused = refusal(lambda: trained(Chosen("left out"), by_rank=False))
     return refused, [trained(Chosen(how), by_rank=True) for how in ("times 0", "whole")]
 
 

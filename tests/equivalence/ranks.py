@@ -48,17 +48,16 @@ def reproducible(recipe: str, mesh: Any = None, **options: Any) -> Training:
 
 
 def train_in_micro_batches(
-    training: Training, steps: Iterable[int] = range(STEPS), rank: int = 0, size: int = 1, reduction: Any = None
+    training: Training, steps: Iterable[int] = range(STEPS), mesh: Any = None, reduction: Any = None
 ) -> Training:
-    """Take optimizer steps of four micro-batches, of which this rank computes every ``size``-th."""
+    """Take optimizer steps of four micro-batches, which the ranks of the mesh take in turn."""
     reduction = reduction or training.optimizer.reduction
-    rounds = -(-MICRO_BATCHES // size)
+    rank, size = (0, 1) if mesh is None else (mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size())
     for step in steps:
-        for place in range(rounds):
-            number = place * size + rank
-            is_absent = number >= MICRO_BATCHES
-            with reduction.micro_batch(is_last=place == rounds - 1, is_absent=is_absent):
-                differentiate(training, tokens(step, 0 if is_absent else number), 1 / MICRO_BATCHES)
+        for first in range(0, MICRO_BATCHES, size):
+            is_absent = first + rank >= MICRO_BATCHES
+            with reduction.micro_batch(is_last=first + size >= MICRO_BATCHES, is_absent=is_absent):
+                differentiate(training, tokens(step, 0 if is_absent else first + rank), 1 / MICRO_BATCHES)
         training.optimizer.step()
         training.optimizer.zero_grad()
     return training
@@ -77,16 +76,14 @@ def resumed_on_one(recipe: str, folder: Path) -> dict[str, str]:
 
 def fsdp2(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
     """Shard the model, and save half of the way."""
-    where = {"rank": mesh.get_local_rank(), "size": mesh.size()}
-    training = train_in_micro_batches(reproducible(recipe, mesh), range(HALF), **where)
+    training = train_in_micro_batches(reproducible(recipe, mesh), range(HALF), mesh)
     save_dcp(training, folder / recipe, process_group=mesh.get_group())
-    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), **where))
+    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), mesh))
 
 
 def replicated(recipe: str, mesh: Any) -> dict[str, str]:
     """Keep the whole model on each rank."""
-    training = reproducible(recipe, mesh, shard="none")
-    return fingerprint(train_in_micro_batches(training, rank=mesh.get_local_rank(), size=mesh.size()))
+    return fingerprint(train_in_micro_batches(reproducible(recipe, mesh, shard="none"), mesh=mesh))
 
 
 def ddp(recipe: str, mesh: Any) -> dict[str, str]:
@@ -94,22 +91,20 @@ def ddp(recipe: str, mesh: Any) -> dict[str, str]:
     model, optimizer = start(recipe)
     wrapped = DistributedDataParallel(model, process_group=mesh.get_group())
     reduction = ng.reduce_gradients_with(wrapped, "reproducible", average=False)
-    where = {"rank": mesh.get_local_rank(), "size": mesh.size()}
-    train_in_micro_batches(Training(wrapped, optimizer), reduction=reduction, **where)
+    train_in_micro_batches(Training(wrapped, optimizer), mesh=mesh, reduction=reduction)
     return fingerprint(Training(model, optimizer))
 
 
 def hsdp(recipe: str, mesh: Any) -> dict[str, str]:
     """Shard the model over two ranks, and replicate the shards."""
-    return fingerprint(train_in_micro_batches(reproducible(recipe, mesh), rank=dist.get_rank(), size=mesh.size()))
+    return fingerprint(train_in_micro_batches(reproducible(recipe, mesh), mesh=mesh))
 
 
 def resumed_on_three(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
     """Go on with three ranks from what two saved; two of them have no second micro-batch."""
     training = reproducible(recipe, mesh, model=llama(seed=1))
     load_dcp(training, folder / recipe, process_group=mesh.get_group())
-    where = {"rank": mesh.get_local_rank(), "size": mesh.size()}
-    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), **where))
+    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), mesh))
 
 
 def run_rank(rank: int, folder: Path) -> None:

@@ -41,14 +41,11 @@ def test_the_output_is_int8_plus_the_thin_product_in_16_bits(row: Compute, colum
     met = weight if row is ROW else codes.bfloat16()
     wide = product(x[:, list(columns)], met[:, list(columns)])
     u = ROUNDING[torch.bfloat16]
-    assert layer.bias is not None
     first = narrow.value + layer.bias.detach().double()
     # Rounded as it leaves the first matmul, and once more with the second's sum.
     off = narrow.off(0, [2.0**-22]) + u * first.abs()
     value = first + wide.value
-    off = (
-        off + Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u]) + u * off + u * wide.value.abs()
-    )
+    off += Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u]) + u * off + u * wide.value.abs()
     assert ((found - value).abs() <= off).all()
 
 
