@@ -21,8 +21,6 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
 
-# ── random numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 class Drawing(nn.Module):
     """A linear layer, and something that may draw random numbers."""
@@ -103,9 +101,6 @@ def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Cal
         plain.zero_grad()
 
 
-# ── sums before the sum ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def placed(kind: str) -> Any:
     model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh_of(kind)
     fully_shard(model[0], mesh=mesh)
@@ -120,50 +115,33 @@ def refusal(work: Callable[[], object]) -> str:
     return ""
 
 
-def two_passes_in_a_micro_batch(rank: int) -> str:
-    model = placed("sharded")
-    reduction = ng.reduce_gradients_with(model, "reproducible")
-
-    def run() -> None:
-        with reduction.micro_batch():
-            for _ in range(2):
-                model(torch.ones(1, 4)).sum().backward()
-
-    return refusal(run)
-
-
-def test_a_second_pass_in_one_micro_batch_is_refused(tmp_path: Path) -> None:
-    for message in run_ranks(two_passes_in_a_micro_batch, 2, tmp_path / "block"):
-        assert "two backward passes were met in one micro-batch" in message
-
-
 def unsent(rank: int) -> list[str]:
-    """Backward passes whose gradients stay on their rank."""
+    """Two backward passes in a micro-batch, and passes whose gradients stay on their rank."""
     said = []
-    for when in ("before", "between", "all-reduce"):
+    for when in ("twice", "before", "between", "all-reduce"):
         model = placed("shards of one" if when == "all-reduce" else "sharded")
         reduction = ng.reduce_gradients_with(model, "reproducible")
 
         def hold(model: nn.Module = model, when: str = when, reduction: Any = reduction) -> None:
-            if when != "between":
+            if when in ("before", "all-reduce"):
                 (model.set_requires_all_reduce if when == "all-reduce" else model.set_requires_gradient_sync)(False)
             with reduction.micro_batch():
                 loss = model(torch.ones(1, 4)).sum()
                 if when == "between":
                     model.set_requires_gradient_sync(False)
                 loss.backward()
+                model(torch.ones(1, 4)).sum().backward()
 
         said.append(refusal(hold))
     return said
 
 
-def test_gradients_that_are_not_sent_are_refused(tmp_path: Path) -> None:
+def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> None:
     for size in (1, 2):
-        for held in run_ranks(unsent, size, tmp_path / str(size)):
+        for twice, *held in run_ranks(unsent, size, tmp_path / str(size)):
+            assert size == 1 or "two backward passes were met in one micro-batch" in twice
             assert len(held) == 3 and all("set_requires_gradient_sync(False)" in message for message in held)
 
-
-# ── layers that take turns ──────────────────────────────────────────────────────────────────────────────────────────────
 
 LEAVES, LAYERS = 6, 4
 

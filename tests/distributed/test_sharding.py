@@ -78,6 +78,9 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     found["offload"] = learn(*prepared("word", mesh=line, offload=True))
     found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")}
     found["groups"] |= {wide: shapes(sharding.shard(mixed(wide), line)) for wide in ("lm_head", "norm")}
+    blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    blocks[1].weight = blocks[0].weight
+    found["groups"]["tied blocks"] = shapes(sharding.shard(nn.ModuleDict({"blocks": blocks}), line))
     found["unequal"] = learn(*unequal(rank, line))
     found["refusals"] = refusals(line)
     return found
@@ -125,7 +128,7 @@ def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread:
     # A layer in another format has a group of its own; vectors in another format stay whole.
     groups, layers = first["groups"], ["model.layers.0", "model.layers.1"]
     assert groups["word"] == groups["autocast"] == (["", *layers], [])
-    assert groups["lm_head"] == (["", *layers, "lm_head"], [])
+    assert groups["lm_head"] == (["", *layers, "lm_head"], []) and groups["tied blocks"] == ([""], [])
     units, whole = groups["norm"]
     assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
     said = {

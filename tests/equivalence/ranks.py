@@ -6,15 +6,11 @@ three of them go on from what the first two had saved.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,8 +34,6 @@ from equivalence.ways import (
 NUM_RANKS = 4
 WAYS = {"fsdp2": 2, "ddp": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
 """On how many ranks each way trains."""
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"]
-Results = list[dict[tuple[str, str], dict[str, str]]]
 
 
 def reproducible(recipe: str, mesh: Any = None, **options: Any) -> Training:
@@ -107,11 +101,8 @@ def resumed_on_three(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
     return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), mesh))
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    """Train on one of the ranks, and write the fingerprints of each way and recipe that it took part in."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", meeting, timedelta(seconds=300), rank=rank, world_size=NUM_RANKS)
+def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """Train on one of the ranks; return the fingerprints of each way and recipe that it took part in."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     half = grid["shards"]
     fingerprints: dict[tuple[str, str], dict[str, str]] = {}
@@ -128,13 +119,4 @@ def run_rank(rank: int, folder: Path) -> None:
         if rank < 3:
             fingerprints["resumed_on_three", recipe] = resumed_on_three(recipe, three, folder)
     fingerprints |= {("hsdp", recipe): hsdp(recipe, grid) for recipe in MORE}
-    dist.barrier()  # none leaves while another still asks it for something
-    (folder / f"rank{rank}").write_bytes(pickle.dumps(fingerprints))
-    dist.destroy_process_group()
-
-
-def run_ranks(folder: Path) -> Results:
-    """Start the ranks, wait for them, and return their fingerprints; the first that fails ends the others."""
-    mp.set_forkserver_preload(PRELOADED)
-    mp.start_processes(run_rank, (folder,), NUM_RANKS, start_method="forkserver")
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(NUM_RANKS)]
+    return fingerprints

@@ -26,8 +26,6 @@ from oracles import linear as oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 every_one_of_eight = pytest.mark.parametrize("row", EIGHT, **names)
-every_arithmetic = pytest.mark.parametrize("row", ROWS, **names)
-every_stochastic = pytest.mark.parametrize("row", STOCHASTIC, **names)
 # [tokens, in, out]: no whole blocks, one token, more than a block.
 SHAPES = [(33, 65, 17), (1, 40, 3), (140, 34, 20)]
 COMPILED = [COMPUTES[name] for name in ("int8-row", "float8-delayed", "mxfp8")]
@@ -42,7 +40,7 @@ def batch(shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> t
 # ── the arithmetic ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_arithmetic
+@pytest.mark.parametrize("row", ROWS, **names)
 @pytest.mark.parametrize(("shape", "dtype"), [(SHAPES[2], torch.bfloat16), (SHAPES[1], torch.float32)], ids=str)
 def test_output_and_gradients_are_the_straight_through_oracle_s(
     row: Compute, shape: tuple[int, int, int], dtype: torch.dtype
@@ -61,7 +59,7 @@ def test_output_and_gradients_are_the_straight_through_oracle_s(
         assert got.any()
 
 
-@every_stochastic
+@pytest.mark.parametrize("row", STOCHASTIC, **names)
 def test_a_step_s_bits_come_back_and_another_s_differ(row: Compute) -> None:
     layer, linears = make_layer(row)
     x, grad = batch(SHAPES[0])
@@ -89,6 +87,9 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
     assert not torch.equal(whole[:1], whole[8:9])  # equal gradients round differently
     is_packed = shape[0] != 6
     for first, last in ((0, 7), (7, 19), (19, 24)) if is_packed else ((0, 4), (4, 16), (16, 24)):
+        linears.set_first_sequence(99) if is_packed else linears.set_first_token(
+            99
+        )  # another place, which no longer counts
         linears.set_first_token(first) if is_packed else linears.set_first_sequence(first // 4)
         part = (1, last - first, 65) if shape[0] == 1 else (-1, *shape[1:])
         found = passed(layer, x[first:last].reshape(part), grad[first:last].reshape(*part[:-1], 17))
@@ -96,6 +97,13 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
 
 
 # ── as a module ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_packed_tokens_need_no_sequence_to_key_by_in_evaluation() -> None:
+    layer, linears = make_layer("int8-row")
+    linears.set_first_sequence(3)
+    with torch.no_grad():
+        assert layer(gaussian(4, 65)).shape == (4, 17)
 
 
 @every_one_of_eight
@@ -161,6 +169,16 @@ def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
         "q_proj": "mxfp8",
         "k_proj": "int8-row",
     }
+
+
+class Regression(Model):
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        return self.q_proj(x).dtype, x.dtype, labels.dtype
+
+
+def test_inputs_are_cast_and_labels_are_not() -> None:
+    x = torch.ones(2, 64, dtype=torch.float64)
+    assert prepare(Regression(), "float32/word")[0](x=x, labels=x) == (torch.float32, torch.float32, torch.float64)
 
 
 class Halved(nn.Linear):

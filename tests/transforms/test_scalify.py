@@ -166,6 +166,15 @@ def test_a_linear_layer_obeys_the_rule_for_dot_products_in_all_three_matmuls() -
     assert oracle.pair(layer.bias.grad.tolist(), 1).values == oracle.total(oracle.transpose(gradient, 2), 5).values
 
 
+def test_padding_gets_no_gradient_and_zeros_have_no_size() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=0))
+    scalify(model)
+    model(torch.tensor([0, 1])).sum().backward()
+    assert model[0].weight.grad.any(1).tolist() == [False, True, False, False]
+    x = scaled(A, 2.0**-30)
+    assert pair_of(x + torch.zeros(2, 3)) == pair_of(x + 0) == pair_of(x)
+
+
 def function_case(
     plain: Callable[..., Tensor], ruled: Callable[..., Tensor], *inputs: Tensor, parameters: tuple[Tensor, ...] = ()
 ) -> tuple[Any, list[Any]]:
@@ -215,20 +224,6 @@ def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
     assert distance(other_logits, logits) < 1e-12
 
 
-class _Recorded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        seen.update(x=x, weight=weight)
-        ctx.seen = seen
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.seen["gradient"] = gradient
-        rows, columns = gradient.flatten(0, -2), ctx.seen["x"].flatten(0, -2)
-        return gradient @ ctx.seen["weight"], rows.t() @ columns, None
-
-
 class RecordedLinear(nn.Linear):
     """A linear layer that keeps the operands of its three matmuls."""
 
@@ -239,8 +234,10 @@ class RecordedLinear(nn.Linear):
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert type(x) is Tensor
-        self.seen: dict[str, Tensor] = {}
-        y = _Recorded.apply(x, weight.t() if self.is_transposed else weight, self.seen)
+        matrix = weight.t() if self.is_transposed else weight
+        self.seen = {"x": x.detach(), "weight": matrix.detach()}
+        y = x @ matrix.t()
+        y.register_hook(lambda gradient: self.seen.update(gradient=gradient))
         return y if bias is None else y + bias
 
 
