@@ -58,3 +58,8 @@ def test_every_place_step_and_micro_batch_has_random_bits_of_its_own() -> None:
     for exchange.step, exchange.place, exchange._micro_batch, rank in itertools.product(range(3), repeat=4):
         keys |= {exchange._key(stage, rank, 1) for stage in range(2)}
     assert len(keys) == 3**4 * 2
+    resumed, run = (EXCHANGES["compressed8"](ONE_RANK, REDUCTIONS["compressed8"], True, 0) for _ in range(2))
+    for is_last in (False, True):
+        run.add(torch.ones(2), torch.ones(2), is_last=is_last)
+    resumed.step = 1
+    assert run._key(0) == resumed._key(0)
