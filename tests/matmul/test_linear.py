@@ -449,12 +449,6 @@ def test_a_tied_weight_may_be_used_transposed_within_cached_weights() -> None:
         assert torch.equal(model(x), before)
 
 
-def test_a_state_keeps_the_step_that_an_earlier_compute_took_random_bits_by() -> None:
-    model, optimizer = prepare(nn.Sequential(nn.Linear(32, 32)), "int8-row/word", compile=False)
-    linears_of(model).set_compute(lambda _: COMPUTES["bfloat16"])
-    assert optimizer.state_dict()["param_groups"][0]["narrowgauge"]["matmul_step"] == 0
-
-
 def test_a_product_is_plain_if_its_operands_are_and_lie_as_they_are() -> None:
     for layer, compute, is_plain in (
         (nn.Linear(4, 4), "bfloat16", True),
