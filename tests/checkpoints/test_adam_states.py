@@ -80,8 +80,10 @@ def test_fused_adam_keeps_its_masters_and_the_step_of_its_group(master: str) -> 
     weight = ((bits >> 16) + (remainder < 0)).to(torch.int16).view(torch.bfloat16)
     moments = {"exp_avg": torch.randn(40, 30), "exp_avg_sq": torch.rand(40, 30)}
     masters = {"int16": {"master_param": remainder}, "float32": {"master_param": exact}, "none": {}}[master]
-    group = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "step": 7}
-    state = {"state": {0: {**moments, **masters}}, "param_groups": [{**group, "params": [0]}]}
+    state = {
+        "state": {0: {**moments, **masters}},
+        "param_groups": [{"bias_correction": True, "step": 7, "params": [0]}],
+    }
     optimizer, parameters, library = loaded({"model": {"w": weight}, "optimizer": state})
     assert library == "FusedAdam" and int(optimizer.state_dict()["state"][0]["step"]) == 7
     assert torch.equal(optimizer.stored(parameters["w"]), exact if masters else weight.float())
@@ -103,7 +105,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         (state(good, (0, 1)), "has 2 parameters, and the optimizer has 1"),
         # optimi's moments are divided by their bias correction.
         (
-            {**state({"exp_avg": weight, "exp_avg_sq": weight}), "param_groups": [{"params": [0], "step": 3}]},
+            state({"exp_avg": weight, "exp_avg_sq": weight}) | {"param_groups": [{"params": [0], "step": 3}]},
             "lacks 'step'",
         ),
     ):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from checkpoints.test_saving import flip_a_bit, must_not_be_called
 from narrowgauge.checkpoints import dcp_files, saving
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.distributed.ranks import Ranks, all_ranks
@@ -26,13 +27,6 @@ from ranks import run_ranks
 from tensors import assert_same_bits, tensors_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def must_not_be_called(path: Path, why: str) -> None:
-    raise AssertionError(f"{path}: {why}")
-
-
-# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def meet() -> tuple[Any, Ranks]:
@@ -82,9 +76,6 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     return checkpoint.step, told
 
 
-# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("full", "rank"), [("second", 1), ("first", 0)])
 def test_a_full_disk_on_one_rank_is_told_on_all_and_keeps_the_older_checkpoint(
     full: str, rank: int, tmp_path: Path
@@ -103,8 +94,6 @@ def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(
     assert_same_bits(tensors_in(first), expected)
     files = sorted(second.glob("*.safetensors"))
     assert sorted(name for file in files for name in load_file(file)) == ["number", "plain", "w", "w"]
-    data = bytearray(files[-1].read_bytes())
-    data[-1] ^= 1
-    files[-1].write_bytes(data)
+    flip_a_bit(files[-1])
     told = f"{second.name}: {files[-1].name} does not match its checksum"
     assert run_ranks(find_the_newest, 2, tmp_path / "again", tmp_path / "run") == [(1, [told])] * 2

@@ -1,9 +1,13 @@
-"""Small models for tests of ranks, and gradients that are known without a backward pass of a real one."""
+"""Small models and meshes for tests of ranks, and gradients that are known without a backward pass of a real one."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class Leaf(nn.Module):
@@ -41,12 +45,22 @@ class Layer(nn.Module):
 SHAPES = {"layers.0.weight": (5, 4), "layers.1.weight": (8, 4), "head": (7, 3), "gain": (6,)}
 
 
-def gradients_of(leaf: int, scale: float = 1.0) -> dict[str, Tensor]:
+def gradients_of(leaf: int) -> dict[str, Tensor]:
     """The gradients of one micro-batch: of magnitudes so far apart that no two orders of addition agree everywhere."""
     generator = torch.Generator().manual_seed(1000 + leaf)
     return {
-        name: torch.randn(shape, generator=generator)
-        * torch.exp2(torch.randint(-12, 6, shape, generator=generator))
-        * scale
+        name: torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 6, shape, generator=generator))
         for name, shape in SHAPES.items()
     }
+
+
+def mesh_of(kind: str) -> DeviceMesh:
+    """All ranks, as a mesh of that kind."""
+    size = dist.get_world_size()
+    shape = {"sharded": (size,), "replicas": (2, size // 2), "shards of one": (size, 1)}[kind]
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor that may be sharded."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()

@@ -93,15 +93,20 @@ def test_an_error_of_all_ranks_is_printed_by_rank_0(
         assert result.stderr.startswith(expected) and result.stderr.count("\n") == bool(expected)
 
 
-def other_settings(rank: int) -> str:
+def other_settings(rank: int) -> list[str]:
     require_same({"lr": 0.1})
-    with pytest.raises(RankError) as refused:
-        require_same({"lr": 0.1 + rank})
-    return refused.value.message
+    said = []
+    for settings in ({"lr": 0.1 + rank}, {"seed": 1} if rank else {}):
+        with pytest.raises(RankError) as refused:
+            require_same(settings)
+        said.append(refused.value.message)
+    return said
 
 
 def test_ranks_with_other_settings_are_refused_on_all(tmp_path: Path) -> None:
-    assert run_ranks(other_settings, 2, tmp_path) == ["Cannot train: rank 1 has lr = 1.1, and rank 0 has 0.1."] * 2
+    for number, seed in run_ranks(other_settings, 2, tmp_path):
+        assert number == "Cannot train: rank 1 has lr = 1.1, and rank 0 has 0.1."
+        assert seed == "Cannot train: rank 1 has seed = 1, and rank 0 has None."
 
 
 def test_an_order_invariant_run_takes_one_thread() -> None:

@@ -10,18 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import narrowgauge as ng
+from distributed.models import mesh_of, whole
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
-
-# ── random numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Drawing(nn.Module):
@@ -103,21 +101,10 @@ def test_forward_passes_that_depend_on_their_micro_batch_alone_are_not(draw: Cal
         plain.zero_grad()
 
 
-# ── sums before the sum ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def placed(kind: str) -> tuple[nn.Module, nn.Module]:
-    """A model and what is called in its place."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if kind == "ddp":
-        return model, nn.parallel.DistributedDataParallel(model)
-    if kind != "plain":
-        shape = (dist.get_world_size(),) if kind == "sharded" else (dist.get_world_size(), 1)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-        fully_shard(model[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model, model
+def placed(kind: str) -> Any:
+    model, mesh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh_of(kind)
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def refusal(work: Callable[[], object]) -> str:
@@ -128,50 +115,33 @@ def refusal(work: Callable[[], object]) -> str:
     return ""
 
 
-def two_passes_in_a_micro_batch(rank: int) -> str:
-    _, called = placed("sharded")
-    reduction = ng.reduce_gradients_with(called, "reproducible")
-
-    def run() -> None:
-        with reduction.micro_batch():
-            for _ in range(2):
-                called(torch.ones(1, 4)).sum().backward()
-
-    return refusal(run)
-
-
-def test_a_second_pass_in_one_micro_batch_is_refused(tmp_path: Path) -> None:
-    for message in run_ranks(two_passes_in_a_micro_batch, 2, tmp_path / "block"):
-        assert "two backward passes were met in one micro-batch" in message
-
-
 def unsent(rank: int) -> list[str]:
-    """Backward passes whose gradients stay on their rank."""
+    """Two backward passes in a micro-batch, and passes whose gradients stay on their rank."""
     said = []
-    for when in ("before", "between", "all-reduce"):
-        model, called = placed("shards of one" if when == "all-reduce" else "sharded")
-        reduction = ng.reduce_gradients_with(called, "reproducible")
+    for when in ("twice", "before", "between", "all-reduce"):
+        model = placed("shards of one" if when == "all-reduce" else "sharded")
+        reduction = ng.reduce_gradients_with(model, "reproducible")
 
         def hold(model: nn.Module = model, when: str = when, reduction: Any = reduction) -> None:
-            if when != "between":
+            if when in ("before", "all-reduce"):
                 (model.set_requires_all_reduce if when == "all-reduce" else model.set_requires_gradient_sync)(False)
             with reduction.micro_batch():
                 loss = model(torch.ones(1, 4)).sum()
                 if when == "between":
                     model.set_requires_gradient_sync(False)
                 loss.backward()
+                model(torch.ones(1, 4)).sum().backward()
 
         said.append(refusal(hold))
     return said
 
 
-def test_gradients_that_are_not_sent_are_refused(tmp_path: Path) -> None:
+def test_gradients_that_are_not_sent_one_by_one_are_refused(tmp_path: Path) -> None:
     for size in (1, 2):
-        for held in run_ranks(unsent, size, tmp_path / str(size)):
+        for twice, *held in run_ranks(unsent, size, tmp_path / str(size)):
+            assert size == 1 or "two backward passes were met in one micro-batch" in twice
             assert len(held) == 3 and all("set_requires_gradient_sync(False)" in message for message in held)
 
-
-# ── layers that take turns ──────────────────────────────────────────────────────────────────────────────────────────────
 
 LEAVES, LAYERS = 6, 4
 
@@ -186,7 +156,7 @@ class Chosen(nn.Module):
         self.first = nn.Linear(8, 8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS))
         self.head = nn.Linear(8, 2)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh_of("sharded")
         for layer in self.layers if how != "whole" else ():
             fully_shard(layer, mesh=mesh)
         fully_shard(self, mesh=mesh, ignored_params=set(self.layers.parameters()) if how == "whole" else set())
@@ -218,17 +188,12 @@ def trained(model: Chosen, by_rank: bool) -> str:
                 model(torch.full((1, 8), leaf + 1.0), used).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
-    return fingerprint_all({name: value.detach() for name, value in whole.items()})
+    return fingerprint_all({name: whole(p) for name, p in model.named_parameters()})
 
 
 def take_turns(rank: int) -> tuple[str, list[str]]:
     """What is refused of layers that are left out; the weights where each rank uses layers of its own."""
-    refused = ""
-    try:
-        trained(Chosen("left out"), by_rank=False)
-    except RecipeError as error:
-        refused = str(error)
+    refused = refusal(lambda: trained(Chosen("left out"), by_rank=False))
     return refused, [trained(Chosen(how), by_rank=True) for how in ("times 0", "whole")]
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import expectations
 import narrowgauge as ng
-from distributed.models import Leaf, gradients_of
+from distributed.models import Leaf, gradients_of, mesh_of, whole
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.hashing import fingerprint_all
@@ -22,13 +19,6 @@ from narrowgauge.spec.sums import REDUCTIONS
 from ranks import run_ranks
 
 KINDS = ("sharded", "replicas", "replicated", "ddp")
-
-
-def mesh_of(kind: str) -> DeviceMesh:
-    """All ranks, as a mesh of that kind."""
-    size = dist.get_world_size()
-    shape = {"sharded": (size,), "replicas": (2, size // 2), "shards of one": (size, 1)}[kind]
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
 def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
@@ -43,11 +33,6 @@ def placed(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh, ignored_params=vectors)
     return model, model
-
-
-def whole(tensor: Any) -> Tensor:
-    """All of a tensor that may be sharded."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def found(model: nn.Module) -> dict[str, Tensor]:
@@ -156,20 +141,14 @@ def test_a_closed_reduction_leaves_fsdp_and_ddp_as_they_were(tmp_path: Path) -> 
             close(closed, plain, 0.0)
 
 
-def two_steps(model: nn.Module, reduction: GradientReduction) -> None:
-    for leaf in range(2):
-        with reduction.micro_batch(is_last=leaf == 1):
-            model(gradients_of(leaf)).backward()
-
-
 def test_a_failure_discards_the_step() -> None:
     model = Leaf()
     reduction = ng.reduce_gradients_with(model, "reproducible")
     with reduction.micro_batch(is_last=False):
-        model(gradients_of(0)).backward()
+        model(gradients_of(3)).backward()
     with pytest.raises(KeyError), reduction.micro_batch(is_last=False):
         raise KeyError
-    two_steps(model, reduction)
+    step(reduction, model, [0, 1])
     close(found(model), expected(range(2)), 1e-6)
 
 
@@ -178,9 +157,9 @@ def test_what_cannot_be_done_is_refused() -> None:
     with pytest.raises(RecipeError, match="no reduction is named 'reproducable'"):
         ng.reduce_gradients_with(model, "reproducable")
     reduction = ng.reduce_gradients_with(model, "reproducible")
-    two_steps(model, reduction)
+    step(reduction, model, [0, 1])
     with pytest.raises(RecipeError, match="gradients of an earlier one are still there"):
-        two_steps(model, reduction)
+        step(reduction, model, [0])
     model.zero_grad()
     with pytest.raises(RuntimeError, match="within another"), reduction.micro_batch(), reduction.micro_batch():
         pass
@@ -190,29 +169,6 @@ def test_what_cannot_be_done_is_refused() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-# ── outside micro_batch ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def passes_outside(rank: int) -> list[str]:
-    """What is said of a backward pass that nothing surrounds."""
-    said = []
-    for kind in ("sharded", "replicated", "ddp"):
-        _, called = placed(kind)
-        ng.reduce_gradients_with(called, "float32")
-        with pytest.raises(RecipeError) as caught:
-            called(gradients_of(rank)).backward()
-        said.append(str(caught.value))
-    return said
-
-
-def test_a_backward_pass_outside_micro_batch_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(passes_outside, 2, tmp_path):
-        assert all("in a backward pass outside micro_batch()" in message for message in said)
-
-
-# ── installing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
     """What is refused while another reduction is installed, and the gradient with the second in its place."""
     refused, gradients = [], []
@@ -220,7 +176,7 @@ def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
         model = nn.Linear(2, 2, bias=False)
         called: nn.Module = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
         if kind == "sharded":
-            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            fully_shard(model, mesh=mesh_of("sharded"))
         first = ng.reduce_gradients_with(called, "float32", average=False)
         for _ in range(2):
             try:
@@ -233,6 +189,10 @@ def installed_twice(rank: int) -> tuple[list[str], list[Tensor]]:
         with second.micro_batch():
             called(torch.ones(1, 2)).sum().backward()
         gradients.append(whole(model.weight.grad))
+        second.close()
+        ng.reduce_gradients_with(called, "float32")
+        with pytest.raises(RecipeError, match=r"in a backward pass outside micro_batch\(\)"):
+            called(torch.ones(1, 2)).sum().backward()
     return refused, gradients
 
 

@@ -1,92 +1,55 @@
-"""Silent corruption: one flipped bit on one rank, in a weight or a moment, is found within k steps and named."""
+"""Silent corruption: one flipped bit on one rank is found by all ranks and named, in shards that have replicas too."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import narrowgauge as ng
-from narrowgauge.distributed.reduction import reduce_gradients_with
+from distributed.models import mesh_of
 from narrowgauge.distributed.replica_verification import verify_replicas
 from narrowgauge.errors import CorruptionError
-from narrowgauge.optim.loading import kept_tensors
+from narrowgauge.numerics.dtensor import local_of
 from ranks import run_ranks
 
-EVERY, STEPS = 4, 13
-Found = tuple[int, str, int | None, str | None] | None
-"""The step in which it was found, the message, the rank and the tensor; ``None`` where nothing was."""
+Damage = dict[int, str]
+"""The tensor that is damaged on a rank."""
+CASES: dict[int, list[tuple[Damage, Any]]] = {
+    2: [({1: "gain"}, ("gain differs between rank 0 and rank 1 after step 7.", None, "gain"))],
+    3: [({2: "gain"}, ("gain of rank 2 differs from that of 2 other ranks after step 7.", 2, "gain"))],
+    4: [
+        ({}, None),
+        ({3: "weight"}, ("weight differs between rank 1 and rank 3 after step 7.", None, "weight")),
+        # A machine that can be named comes first.
+        ({2: "weight", 3: "gain"}, ("gain of rank 3 differs from that of 3 other ranks after step 7.", 3, "gain")),
+    ],
+}
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
-        self.gain = nn.Parameter(torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(self.second(self.first(x).tanh() * self.gain).tanh())
-
-
-def build(sharding: str, size: int) -> tuple[Net, ng.Optimizer, Any]:
-    torch.manual_seed(0)
-    model = Net()
-    if sharding != "replicated":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        for layer in (model.first, model.second):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params={model.gain})
-    reduction = reduce_gradients_with(model, "float32")
-    optimizer = ng.AdamW(model.named_parameters(), lr=1e-2, storage="float32", audit_every=0, compile=False)
-    return model, optimizer, reduction
-
-
-def flip(optimizer: ng.Optimizer, name: str, bit: int) -> None:
-    """Flip a bit as a fault does: no version counter sees it."""
-    tensor = next(tensor for known, tensor, _ in kept_tensors(optimizer) if known == name)
-    tensor.data.view(-1).view(torch.int32)[2] ^= 1 << bit
-
-
-def train(rank: int, sharding: str, size: int, bad: int, what: str, at: int, bit: int) -> Found:
-    """Train, and flip a bit of a tensor on rank ``bad`` after step ``at``."""
-    model, optimizer, reduction = build(sharding, size)
-    for step in range(1, STEPS + 1):
+def compare(rank: int, damages: list[Damage]) -> list[tuple[str, int | None, str | None] | None]:
+    """What this rank finds in a vector that all have, and on four ranks in two replicas of two shards."""
+    found: list[tuple[str, int | None, str | None] | None] = []
+    for damage in damages:
+        owners = {"gain": torch.ones(6)}
+        if dist.get_world_size() == 4:
+            placements = [Replicate(), Shard(0)]
+            weight = distribute_tensor(torch.arange(8.0), mesh_of("replicas"), placements, src_data_rank=None)
+            owners = {"weight": weight, **owners}
+        if rank in damage:
+            local_of(owners[damage[rank]]).view(torch.int32)[1] ^= 1 << 3
         try:
-            if step % EVERY == 0:
-                verify_replicas(kept_tensors(optimizer), step - 1)
+            verify_replicas([(name, local_of(owner), owner) for name, owner in owners.items()], 7)
+            found.append(None)
         except CorruptionError as error:
-            return step, error.message, error.rank, error.tensor
-        with reduction.micro_batch(is_last=True):
-            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
-            model(inputs).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == bad and step == at:
-            flip(optimizer, what, bit)
-    return None
+            found.append((error.message, error.rank, error.tensor))
+    return found
 
 
-def found_by_all(place: Path, sharding: str, size: int, *fault: Any) -> Any:
-    results = run_ranks(train, size, place, sharding, size, *fault)
-    assert all(result == results[0] for result in results)
-    return results[0]
-
-
-def test_of_two_replicas_that_differ_neither_is_accused(tmp_path: Path) -> None:
-    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 2, 1, "second.weight", 2, 3)
-    assert (step, rank, tensor) == (EVERY, None, "second.weight") and "between rank 0 and rank 1" in message
-
-
-def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
-    step, message, rank, tensor = found_by_all(tmp_path, "hybrid", 4, 3, "second.weight", 2, 30)
-    assert (step, rank, tensor) == (EVERY, None, "second.weight")
-    assert "between rank 1 and rank 3" in message
-
-
-def test_of_three_ranks_the_one_that_differs_is_named(tmp_path: Path) -> None:
-    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 3, 2, "second.weight", 2, 3)
-    assert (step, rank, tensor) == (EVERY, 2, "second.weight") and "2 other ranks" in message
+@pytest.mark.parametrize("size", CASES)
+def test_a_flipped_bit_is_found_on_all_ranks(size: int, tmp_path: Path) -> None:
+    damages, expected = zip(*CASES[size], strict=True)
+    assert run_ranks(compare, size, tmp_path, damages) == [list(expected)] * size

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import narrowgauge as ng
+from distributed.models import mesh_of, whole
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
 from ranks import run_ranks
+from tensors import random_tokens
 
 LEAVES = 6
 
@@ -45,19 +46,9 @@ class Net(nn.Module):
         return self.head(self.frozen(x) * self.gain).float()  # type: ignore[no-any-return]
 
 
-def tokens_of(leaf: int) -> Tensor:
-    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(leaf))
-
-
 def loss_of(model: nn.Module, leaf: int) -> Tensor:
-    tokens = tokens_of(leaf)
+    tokens = random_tokens(2, 5, 11, seed=leaf)
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()) / LEAVES
-
-
-def mesh_of(kind: str) -> Any:
-    size = dist.get_world_size()
-    shape = {"line": (size,), "replicas": (2, size // 2), "shards of one": (size, 1)}[kind]
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def sharded(kind: str, how: str = "", dtype: torch.dtype = torch.float32) -> Net:
@@ -68,14 +59,12 @@ def sharded(kind: str, how: str = "", dtype: torch.dtype = torch.float32) -> Net
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, ignored_params=ignored, **options)
-    if how == "evaluated":
-        with torch.no_grad():
-            model(tokens_of(0))
-    elif how == "run":
-        model(tokens_of(0))
-    elif how == "trained":
-        loss_of(model, 0).backward()
-        model.zero_grad()
+    if how in ("evaluated", "run", "trained"):
+        with torch.set_grad_enabled(how != "evaluated"):
+            loss = loss_of(model, 0)
+        if how == "trained":
+            loss.backward()
+            model.zero_grad()
     return model
 
 
@@ -85,13 +74,12 @@ def learn(model: nn.Module) -> list[str]:
     reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = ng.AdamW(named, lr=1e-2, storage="word", compile=False, max_grad_norm=1.0)
-    rounds, seen = -(-LEAVES // size), []
+    seen = []
     for step in range(3):
-        for turn in range(rounds):
-            leaf = turn * size + rank
-            absent = leaf >= LEAVES
-            with reduction.micro_batch(is_last=turn == rounds - 1, is_absent=absent):
-                loss_of(model, 100 * step + (0 if absent else leaf)).backward()
+        for first in range(0, LEAVES, size):
+            is_absent = first + rank >= LEAVES
+            with reduction.micro_batch(is_last=first + size >= LEAVES, is_absent=is_absent):
+                loss_of(model, 100 * step + (0 if is_absent else first + rank)).backward()
         optimizer.step()
         seen.append(float(optimizer.grad_norm).hex())  # type: ignore[arg-type]
         optimizer.zero_grad()
@@ -102,7 +90,7 @@ def learn(model: nn.Module) -> list[str]:
     return [*seen, sharding.fingerprint_whole({name: optimizer.stored(p) for name, p in named})]
 
 
-PLACES = {2: ("line", "shards of one"), 4: ("replicas",)}
+PLACES = {2: ("sharded", "shards of one"), 4: ("replicas",)}
 HOWS = ("", "evaluated", "run", "trained", "whole", "offloaded")
 
 
@@ -125,9 +113,6 @@ def test_the_caller_s_shards_have_the_bits_of_one_process(size: int, tmp_path: P
         assert [case for case, seen in found.items() if seen != expected] == []
 
 
-# ── other ways to a sharded model ───────────────────────────────────────────────────────────────────────────────────
-
-
 def said(attempt: Callable[[], object]) -> str:
     with pytest.raises(RecipeError) as error:
         attempt()
@@ -139,25 +124,25 @@ def summed(model: Net) -> dict[str, Tensor]:
     with ng.reduce_gradients_with(model, "reproducible", average=False).micro_batch():
         loss_of(model, dist.get_rank()).backward()
     gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {name: whole(gradient) for name, gradient in gradients.items()}
 
 
 def sums_and_refusals(rank: int) -> tuple[list[dict[str, Tensor]], dict[str, str]]:
     sums, lines = [], {}
     for how in ("", "trained"):
         for replaced in (False, True):
-            model = sharded("line", how)
+            model = sharded("sharded", how)
             if replaced:  # as load_state_dict(assign=True) does
                 value = Net().embedding.weight.detach()
-                model.embedding.weight = nn.Parameter(distribute_tensor(value, mesh_of("line"), [Shard(0)]))  # type: ignore[assignment]
+                model.embedding.weight = nn.Parameter(distribute_tensor(value, mesh_of("sharded"), [Shard(0)]))  # type: ignore[assignment]
                 model.head.weight = model.embedding.weight
             sums.append(summed(model))
     model = Net()
     reduction = ng.reduce_gradients_with(model, "float32")
-    fully_shard(model, mesh=mesh_of("line"))
+    fully_shard(model, mesh=mesh_of("sharded"))
     lines["sharded later"] = said(lambda: reduction.micro_batch().__enter__())
-    model = sharded("line")
-    model.extra = nn.Parameter(distribute_tensor(torch.ones(4), mesh_of("line"), [Shard(0)]))
+    model = sharded("sharded")
+    model.extra = nn.Parameter(distribute_tensor(torch.ones(4), mesh_of("sharded"), [Shard(0)]))
     lines["not FSDP2's"] = said(lambda: ng.reduce_gradients_with(model, "float32"))
     return sums, lines
 
@@ -180,12 +165,12 @@ def steps_and_refusals(rank: int) -> dict[str, str]:
     lines = {}
     model = Net()
     optimizer = ng.AdamW(model.named_parameters(), storage="float32")
-    fully_shard(model, mesh=mesh_of("line"))
+    fully_shard(model, mesh=mesh_of("sharded"))
     loss_of(model, 0).backward()
     if hasattr(optimizer.param_groups[0]["params"][0], "_fsdp_orig_uid"):  # PyTorch 2.11 leaves no mark
         lines["made before"] = said(optimizer.step)
     model, optimizer = ng.prepare(Net(), "float32/float32")  # type: ignore[assignment]
-    fully_shard(model, mesh=mesh_of("line"), ignored_params={model.gain})
+    fully_shard(model, mesh=mesh_of("sharded"), ignored_params={model.gain})
     loss_of(model, 0).backward()
     lines["prepared before"] = said(optimizer.step)
     return lines

@@ -13,36 +13,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from equivalence.ways import llama
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
+from narrowgauge.spec.notation import parse
 from ranks import run_ranks
+from tensors import random_tokens
 
 RECIPES = {
-    "word": "bfloat16/word",
-    "autocast": "bfloat16/float32",
-}
-TINY = {
-    "vocab_size": 40, "max_position_embeddings": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2,
+    "word": "bfloat16/word", "autocast": "bfloat16/float32", "tensors": "float8-tensor/word",
+    "rows": parse({"recipe": "int8-row/word", "override": [{"pattern": "lm_head", "compute": "int8-row"}]}),
 }  # fmt: skip
-
-
-def llama(tied: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**TINY, tie_word_embeddings=tied))
+GATHERED = ("rows", "tensors")
+"""Weights that are gathered as codes, with a scale per row or per tensor; the head's is the embedding's too, so it is not."""
 
 
 def mixed(wide: str) -> nn.Module:
     """A bfloat16 model with some modules in float32."""
-    model = llama(tied=False).bfloat16()
+    model = llama(tie_word_embeddings=False).bfloat16()
     for name, module in model.named_modules():
         if name.endswith(wide):
             module.float()
@@ -55,15 +50,11 @@ def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
         return ng.prepare(llama(), RECIPES[case], lr=1e-2, max_grad_norm=1.0, compile=False, **options)
 
 
-def tokens(seed: int) -> Tensor:
-    return torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(seed))
-
-
 def learn(model: nn.Module, optimizer: ng.AdamW) -> list[Any]:
     """The weights' fingerprint before, and after each step its loss, norm and the weights' fingerprint."""
     seen: list[Any] = [print_of(model, optimizer)]
     for step in range(3):
-        inputs = tokens(10 * step)
+        inputs = random_tokens(2, 8, seed=10 * step)
         with nullcontext() if optimizer.reduction is None else optimizer.reduction.micro_batch():
             loss = model(input_ids=inputs, labels=inputs).loss
             loss.backward()
@@ -78,16 +69,18 @@ def print_of(model: nn.Module, optimizer: ng.AdamW) -> str:
     return sharding.fingerprint_whole({name: optimizer.stored(p) for name, p in trained.items()})
 
 
-# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def shard_and_learn(rank: int) -> dict[str, Any]:
     size = dist.get_world_size()
     line = init_device_mesh("cpu", (size,))
-    found: dict[str, Any] = {case: learn(*prepared(case, mesh=line)) for case in RECIPES}
+    found: dict[str, Any] = {
+        case: learn(*prepared(case, mesh=line, narrow_gather=case in GATHERED)) for case in RECIPES
+    }
     found["offload"] = learn(*prepared("word", mesh=line, offload=True))
-    found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in RECIPES}
+    found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")}
     found["groups"] |= {wide: shapes(sharding.shard(mixed(wide), line)) for wide in ("lm_head", "norm")}
+    blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    blocks[1].weight = blocks[0].weight
+    found["groups"]["tied blocks"] = shapes(sharding.shard(nn.ModuleDict({"blocks": blocks}), line))
     found["unequal"] = learn(*unequal(rank, line))
     found["refusals"] = refusals(line)
     return found
@@ -126,32 +119,24 @@ def refusals(mesh: Any) -> dict[str, str]:
     return said
 
 
-# ── what the ranks must show ────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread: None) -> None:
     expected = {case: learn(*prepared(case)) for case in RECIPES}
     expected |= dict.fromkeys(("offload", "unequal"), expected["word"])  # ranks begin with the weights of rank 0
     first, second = run_ranks(shard_and_learn, 2, tmp_path)
     for result in (first, second):
         assert [case for case, run in expected.items() if result[case] != run] == []
-    check_groups(first["groups"])
-    check_refusals(first["refusals"])
-
-
-def check_groups(groups: dict[str, Any]) -> None:
-    """A layer in another format has a group of its own; vectors in another format stay whole."""
-    layers = ["model.layers.0", "model.layers.1"]
+    # A layer in another format has a group of its own; vectors in another format stay whole.
+    groups, layers = first["groups"], ["model.layers.0", "model.layers.1"]
     assert groups["word"] == groups["autocast"] == (["", *layers], [])
-    assert groups["lm_head"] == (["", *layers, "lm_head"], [])
+    assert groups["lm_head"] == (["", *layers, "lm_head"], []) and groups["tied blocks"] == ([""], [])
     units, whole = groups["norm"]
     assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
-
-
-def check_refusals(refusals: dict[str, str]) -> None:
-    assert "fully_shard or DistributedDataParallel has taken its parameters" in refusals["sharded"]
-    assert "ng.swap_linears" in refusals["wrapped"]
-    assert "mesh_dim_names" in refusals["unnamed"]
+    said = {
+        "sharded": "fully_shard or DistributedDataParallel has",
+        "wrapped": "swap_linears",
+        "unnamed": "mesh_dim_names",
+    }
+    assert all(part in first["refusals"][case] for case, part in said.items())
 
 
 def on_a_part(rank: int) -> str:

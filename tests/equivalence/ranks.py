@@ -6,15 +6,11 @@ three of them go on from what the first two had saved.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,8 +34,6 @@ from equivalence.ways import (
 NUM_RANKS = 4
 WAYS = {"fsdp2": 2, "ddp": 2, "replicated": 2, "hsdp": 4, "resumed_on_three": 3}
 """On how many ranks each way trains."""
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.llama.modeling_llama"]
-Results = list[dict[tuple[str, str], dict[str, str]]]
 
 
 def reproducible(recipe: str, mesh: Any = None, **options: Any) -> Training:
@@ -48,17 +42,16 @@ def reproducible(recipe: str, mesh: Any = None, **options: Any) -> Training:
 
 
 def train_in_micro_batches(
-    training: Training, steps: Iterable[int] = range(STEPS), rank: int = 0, size: int = 1, reduction: Any = None
+    training: Training, steps: Iterable[int] = range(STEPS), mesh: Any = None, reduction: Any = None
 ) -> Training:
-    """Take optimizer steps of four micro-batches, of which this rank computes every ``size``-th."""
+    """Take optimizer steps of four micro-batches, which the ranks of the mesh take in turn."""
     reduction = reduction or training.optimizer.reduction
-    rounds = -(-MICRO_BATCHES // size)
+    rank, size = (0, 1) if mesh is None else (mesh.mesh.flatten().tolist().index(dist.get_rank()), mesh.size())
     for step in steps:
-        for place in range(rounds):
-            number = place * size + rank
-            is_absent = number >= MICRO_BATCHES
-            with reduction.micro_batch(is_last=place == rounds - 1, is_absent=is_absent):
-                differentiate(training, tokens(step, 0 if is_absent else number), 1 / MICRO_BATCHES)
+        for first in range(0, MICRO_BATCHES, size):
+            is_absent = first + rank >= MICRO_BATCHES
+            with reduction.micro_batch(is_last=first + size >= MICRO_BATCHES, is_absent=is_absent):
+                differentiate(training, tokens(step, 0 if is_absent else first + rank), 1 / MICRO_BATCHES)
         training.optimizer.step()
         training.optimizer.zero_grad()
     return training
@@ -77,16 +70,14 @@ def resumed_on_one(recipe: str, folder: Path) -> dict[str, str]:
 
 def fsdp2(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
     """Shard the model, and save half of the way."""
-    where = {"rank": mesh.get_local_rank(), "size": mesh.size()}
-    training = train_in_micro_batches(reproducible(recipe, mesh), range(HALF), **where)
+    training = train_in_micro_batches(reproducible(recipe, mesh), range(HALF), mesh)
     save_dcp(training, folder / recipe, process_group=mesh.get_group())
-    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), **where))
+    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), mesh))
 
 
 def replicated(recipe: str, mesh: Any) -> dict[str, str]:
     """Keep the whole model on each rank."""
-    training = reproducible(recipe, mesh, shard="none")
-    return fingerprint(train_in_micro_batches(training, rank=mesh.get_local_rank(), size=mesh.size()))
+    return fingerprint(train_in_micro_batches(reproducible(recipe, mesh, shard="none"), mesh=mesh))
 
 
 def ddp(recipe: str, mesh: Any) -> dict[str, str]:
@@ -94,29 +85,24 @@ def ddp(recipe: str, mesh: Any) -> dict[str, str]:
     model, optimizer = start(recipe)
     wrapped = DistributedDataParallel(model, process_group=mesh.get_group())
     reduction = ng.reduce_gradients_with(wrapped, "reproducible", average=False)
-    where = {"rank": mesh.get_local_rank(), "size": mesh.size()}
-    train_in_micro_batches(Training(wrapped, optimizer), reduction=reduction, **where)
+    train_in_micro_batches(Training(wrapped, optimizer), mesh=mesh, reduction=reduction)
     return fingerprint(Training(model, optimizer))
 
 
 def hsdp(recipe: str, mesh: Any) -> dict[str, str]:
     """Shard the model over two ranks, and replicate the shards."""
-    return fingerprint(train_in_micro_batches(reproducible(recipe, mesh), rank=dist.get_rank(), size=mesh.size()))
+    return fingerprint(train_in_micro_batches(reproducible(recipe, mesh), mesh=mesh))
 
 
 def resumed_on_three(recipe: str, mesh: Any, folder: Path) -> dict[str, str]:
     """Go on with three ranks from what two saved; two of them have no second micro-batch."""
     training = reproducible(recipe, mesh, model=llama(seed=1))
     load_dcp(training, folder / recipe, process_group=mesh.get_group())
-    where = {"rank": mesh.get_local_rank(), "size": mesh.size()}
-    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), **where))
+    return fingerprint(train_in_micro_batches(training, range(HALF, STEPS), mesh))
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    """Train on one of the ranks, and write the fingerprints of each way and recipe that it took part in."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", meeting, timedelta(seconds=300), rank=rank, world_size=NUM_RANKS)
+def on_a_rank(rank: int, folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """Train on one of the ranks; return the fingerprints of each way and recipe that it took part in."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     half = grid["shards"]
     fingerprints: dict[tuple[str, str], dict[str, str]] = {}
@@ -133,13 +119,4 @@ def run_rank(rank: int, folder: Path) -> None:
         if rank < 3:
             fingerprints["resumed_on_three", recipe] = resumed_on_three(recipe, three, folder)
     fingerprints |= {("hsdp", recipe): hsdp(recipe, grid) for recipe in MORE}
-    dist.barrier()  # none leaves while another still asks it for something
-    (folder / f"rank{rank}").write_bytes(pickle.dumps(fingerprints))
-    dist.destroy_process_group()
-
-
-def run_ranks(folder: Path) -> Results:
-    """Start the ranks, wait for them, and return their fingerprints; the first that fails ends the others."""
-    mp.set_forkserver_preload(PRELOADED)
-    mp.start_processes(run_rank, (folder,), NUM_RANKS, start_method="forkserver")
-    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(NUM_RANKS)]
+    return fingerprints

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from equivalence import ranks, ways
 from equivalence.ways import ALONE, MORE, RECIPES
+from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -46,22 +47,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> ranks.Results:
+def results(folder: Path) -> list[dict[tuple[str, str], dict[str, str]]]:
     """Return the fingerprints of each rank; all ways and recipes run in one start of the ranks."""
-    return ranks.run_ranks(folder)
+    return run_ranks(ranks.on_a_rank, ranks.NUM_RANKS, folder / "ranks", folder)
 
 
 @pytest.mark.parametrize(
     ("way", "recipe"),
     [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE)],
 )
-def test_ranks(way: str, recipe: str, results: ranks.Results) -> None:
+def test_ranks(way: str, recipe: str, results: list[dict[tuple[str, str], dict[str, str]]]) -> None:
     on_each_rank = [result[way, recipe] for result in results if (way, recipe) in result]
     assert on_each_rank == [on_one_rank(recipe)] * ranks.WAYS[way]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_resumed_on_one_rank(recipe: str, results: ranks.Results, folder: Path) -> None:
+@pytest.mark.usefixtures("results")
+def test_resumed_on_one_rank(recipe: str, folder: Path) -> None:
     assert ranks.resumed_on_one(recipe, folder) == on_one_rank(recipe)
 
 

@@ -49,10 +49,10 @@ class Training(NamedTuple):
     optimizer: ng.AdamW
 
 
-def llama(seed: int = 0) -> nn.Module:
+def llama(seed: int = 0, **changes: Any) -> nn.Module:
     """Return a float32 Llama of 25,000 weights, drawn from the seed."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
 
 
 def start(recipe: str, model: nn.Module | None = None, *, compile: bool = False, **options: Any) -> Training:

@@ -40,17 +40,7 @@ _SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A run of the trainer's.
-
-    Attributes:
-        settings: all settings of the trainer, filled in.
-        initial: float32 weights before the first step, by name.
-        batches: int64 ``[batch, sequence + 1]`` for each step.
-        rates: learning rate of each step.
-        losses: nats per token of each step.
-        rows: each step's row of ``steps.jsonl``.
-        state: weights after the last step by name, as the model sees them.
-    """
+    """A run of the trainer's: float32 weights before, and batch, rate, loss and row of each step; the weights after."""
 
     settings: TrainConfig
     initial: dict[str, Tensor]

@@ -37,32 +37,12 @@ class _Anything(ModuleType):
         return given[0] if given and callable(given[0]) else self
 
 
-class _Cpu(ModuleType):
-    """``torch.cpu``, with what torchtitan reads of a device."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "cpu"
-
-    def get_device_properties(self, device: Any = None) -> Any:
-        return SimpleNamespace(total_memory=1 << 30)
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {}
-
-    def empty_cache(self) -> None:
-        return None
-
-    def reset_peak_memory_stats(self) -> None:
-        return None
+_CPU: dict[str, Any] = {
+    "device_count": lambda: 1, "current_device": lambda: 0, "get_device_name": lambda device=None: "cpu",
+    "get_device_properties": lambda device=None: SimpleNamespace(total_memory=1 << 30),
+    "memory_stats": lambda device=None: {}, "empty_cache": lambda: None, "reset_peak_memory_stats": lambda: None,
+}  # fmt: skip
+"""What torchtitan reads of a device, beyond what ``torch.cpu`` has."""
 
 
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -70,7 +50,7 @@ if importlib.util.find_spec("triton") is None:
     sys.modules[_KERNELS] = _Anything(_KERNELS)
 
 _tools: Any = importlib.import_module("torchtitan.tools.utils")
-_tools.device_type, _tools.device_module = "cpu", _Cpu("cpu")
+_tools.device_type, _tools.device_module = "cpu", SimpleNamespace(**{**vars(torch.cpu), **_CPU})
 
 from torchtitan import trainer as torchtitan_trainer  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
@@ -153,7 +133,7 @@ def shrink(config: Any) -> None:
 
 
 def on_cpu(config: Trainer.Config, folder: Path) -> Trainer.Config:
-    """One of torchtitan's configs, small and with one layer, attention that a CPU can compute, and :class:`Batches`."""
+    """Return one of torchtitan's configs, small and with one layer, attention that a CPU can compute, and :class:`Batches`."""
     model: Any = config.model_spec.model  # type: ignore[union-attr]
     model.layers = model.layers[:1]
     shrink(model)

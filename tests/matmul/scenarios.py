@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import tensors
-from narrowgauge.matmul.gemm import EmulationNotice, is_native, operand_dtype
+from narrowgauge.matmul.gemm import EmulationNotice, operand_dtype
 from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.operand import Keys, Operand, cast_matrix
-from narrowgauge.matmul.operand import key_of as operand_key
+from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, key_of
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.spec import computes
@@ -49,20 +48,14 @@ def with_threshold(name: str, magnitude: float) -> Compute:
 
 
 def make_layer(
-    row: Compute | str,
-    inputs: int = 65,
-    outputs: int = 17,
-    *,
-    bias: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
+    row: Compute | str, inputs: int = 65, outputs: int = 17, *, bias: bool = True, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Linear, NarrowLayers]:
     """A layer called ``fc``, in training, and the handle on it."""
     plain = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     with torch.no_grad():
-        plain.weight.copy_(gaussian(outputs, inputs, dtype=dtype, seed=seed + 1, scale=inputs**-0.5))
+        plain.weight.copy_(gaussian(outputs, inputs, dtype=dtype, seed=1, scale=inputs**-0.5))
         if bias:
-            plain.bias.copy_(gaussian(outputs, dtype=dtype, seed=seed + 2))
+            plain.bias.copy_(gaussian(outputs, dtype=dtype, seed=2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)
         linears = swap_linears(nn.Sequential(OrderedDict(fc=plain)), lambda _: get_compute(row))
@@ -103,23 +96,16 @@ def exact(cast: Quantized) -> Tensor:
     return values if cast.outer is None else values * cast.outer.double()
 
 
-def words_for(
-    x: Tensor, cast: Cast, dim: int, key: Tensor, first_row: Tensor | int = 0
-) -> tuple[Tensor, Tensor] | None:
+def words_for(x: Tensor, cast: Cast, dim: int, key: Tensor) -> tuple[Tensor, Tensor] | None:
     """Random words for each place of the matrix filled up, where a cast asks for them."""
-    if cast.rounding == "nearest":
-        return None
-    x = padded(x, cast, dim)
-    return random_words(x.shape[0], x.shape[1], key, first_row)
+    return None if cast.rounding == "nearest" else random_words(*padded(x, cast, dim).shape, key, 0)
 
 
 def cast_operands(row: Compute, place: str, shape: tuple[int, int, int]) -> list[Operand]:
     """Both operands of a matmul ``[rows, contraction, columns]``, cast as this device takes them."""
     matmul, (rows, contraction, columns) = row.products[place], shape
     operands = []
-    for seed, (cast, dim, side) in enumerate(
-        zip((matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True)
-    ):
+    for seed, cast, dim, side in zip((0, 1), (matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True):
         x = gaussian(*((side, contraction) if dim == 1 else (contraction, side)), seed=seed)
         words = words_for(x, cast, dim, KEY)
         operands.append(cast_matrix(x, cast, dim, operand_dtype(cast, matmul, CPU), words=words))
@@ -130,12 +116,6 @@ def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tenso
     """A matrix cast as the definition says, filled up to whole blocks."""
     x = x.detach() if fold is None else x.detach().float() * fold
     return quantize(padded(x, cast, dim), cast, dim, words=words_for(x, cast, dim, key))
-
-
-def key_of(layer: Linear, place: str) -> Tensor:
-    """What is particular to the seed, the step, the layer and the cast of its gradient for a matmul."""
-    random_key = 2 + DIMS[place][0]
-    return operand_key(layer.keys() or Keys(layer.clock.words(CPU), layer.key), random_key)
 
 
 def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -158,45 +138,19 @@ def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         if matmul.right.granularity == "column":
             # Scales along the contraction: a factor of the left operand, before it is cast.
             assert right.outer is not None
-            fold, right = (
-                right.outer.view(1, -1) if of_left == 1 else right.outer.view(-1, 1),
-                right._replace(outer=None),
-            )
-        left = quantized(first, matmul.left, of_left, key=key_of(layer, place), fold=fold)
-        found[place] = (
-            exact(left) if of_left == 1 else exact(left).t(),
-            exact(right) if of_right == 1 else exact(right).t(),
-        )
+            fold, right = right.outer.view((1, -1) if of_left else (-1, 1)), right._replace(outer=None)
+        key = key_of(layer.keys() or Keys(layer.clock.words(CPU), layer.key), 2 + of_left)
+        left = quantized(first, matmul.left, of_left, key=key, fold=fold)
+        found[place] = exact(left) if of_left else exact(left).t(), exact(right) if of_right else exact(right).t()
     return found
 
 
-def sum_bound(matmul: computes.Product, num_terms: int) -> float:
-    """Return an upper bound on the error of a sum, relative to the sum of magnitudes.
-
-    Source: Hopper's register for fp8 products keeps about 14 bits: DeepSeek-V3, arXiv 2412.19437, section 3.5.2.
-    """
-    return {
-        "int32": 0.0,
-        "float64": num_terms * 2.0**-52,
-        "float32": num_terms * 2.0**-23,
-        "promoted": min(num_terms, 128) * 2.0**-13 + num_terms / 128 * 2.0**-23,
-        "fast": num_terms * 2.0**-13,
-    }[matmul.accumulation]
-
-
-def off(exactly: Product, row: Compute, place: str, num_terms: int, dtype: torch.dtype) -> Tensor:
-    """The error bound of a compute's matmul here: the compute's own, or that of an emulation where it is smaller."""
-    matmul = row.products[place]
-    emulated = num_terms * 2.0**-23
-    native = is_native(matmul, CPU) and not matmul.is_wide
-    return exactly.off(sum_bound(matmul, num_terms) if native else emulated, roundings(row, place, dtype))
-
-
-def roundings(row: Compute, place: str, dtype: torch.dtype) -> list[float]:
-    """What is done to a sum, each within half a spacing: the CPU's matmul rounds, two scales, the result's dtype."""
-    formats = {row.products[place].left.format, row.products[place].right.format}
-    own = ROUNDING[torch.float32 if formats <= {"int8", "float32", "float16"} else torch.bfloat16]
-    return [own, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]]
+def off(exactly: Product, matmul: computes.Product, num_terms: int, dtype: torch.dtype) -> Tensor:
+    """The error bound of a matmul here: of its sum, and of four roundings: the CPU's matmul, two scales, the result."""
+    of_sum = 0.0 if matmul.accumulation == "int32" else num_terms * 2.0**-23
+    is_narrow = not {matmul.left.format, matmul.right.format} <= {"int8", "float32", "float16"}
+    own = ROUNDING[torch.bfloat16 if is_narrow else torch.float32]
+    return exactly.off(of_sum, [own, ROUNDING[torch.float32], ROUNDING[torch.float32], ROUNDING[dtype]])
 
 
 def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -209,7 +163,7 @@ def expected(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, 
         whole = product(left, right)
         height, width = sizes[place]
         cut = Product(whole.value[:height, :width], whole.magnitude[:height, :width])
-        found[place] = cut.value, off(cut, row, place, left.shape[1], dtypes[place])
+        found[place] = cut.value, off(cut, row.products[place], left.shape[1], dtypes[place])
     sums = grad.double().sum(0)
     found["grad_bias"] = sums, rows * 2.0**-23 * grad.double().abs().sum(0) + ROUNDING[layer.weight.dtype] * sums.abs()
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed
-from narrowgauge.matmul.delayed_scaling import delayed_amax, new_history
+from narrowgauge.matmul.delayed_scaling import delayed_amax, join_histories, new_history
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import NarrowLayers
 from narrowgauge.spec.computes import COMPUTES, HISTORY
@@ -19,14 +19,11 @@ CAST = COMPUTES["float8-delayed"].output.left
 CPU = torch.device("cpu")
 
 
-def seen(values: float | Tensor, step: int, history: Tensor, operand: int = 0, record: bool = True) -> float:
+def seen(values: float | Tensor, step: int, history: Tensor) -> float:
     x = values if isinstance(values, Tensor) else torch.tensor([[values, -values / 2]])
-    amax = delayed_amax(x, CAST, history, operand, torch.tensor(step, dtype=torch.int32), record)
+    amax = delayed_amax(x, CAST, history, 0, torch.tensor(step, dtype=torch.int32), record=True)
     assert amax is not None and amax.shape == (1, 1) and amax.dtype == torch.float32
     return amax.item()
-
-
-# ── the history ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_scale_is_the_largest_of_as_many_steps_as_are_looked_back_on() -> None:
@@ -44,14 +41,6 @@ def test_a_scale_is_the_largest_of_as_many_steps_as_are_looked_back_on() -> None
         step += draw.choice([1, 1, 1, 2, HISTORY + 1])
 
 
-def test_a_spike_is_forgotten_after_the_history() -> None:
-    history = new_history(CPU)
-    assert [seen(100.0 if step == 0 else 1.0, step, history) for step in range(HISTORY + 3)] == [
-        *[100.0] * (HISTORY + 1),
-        *[1.0] * 2,
-    ]
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_nan_now_and_gone_at_the_next_step(bad: float) -> None:
     history = new_history(CPU)
@@ -63,7 +52,13 @@ def test_what_is_not_finite_is_nan_now_and_gone_at_the_next_step(bad: float) -> 
     assert seen(5.0, 3, history) == 3.0
 
 
-# ── in layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_newer_step_of_another_rank_takes_the_place_of_an_older_one() -> None:
+    here, there = new_history(CPU), new_history(CPU)
+    seen(100.0, 0, here)
+    seen(3.0, HISTORY + 1, there)
+    theirs = iter([there[:, 1].flatten(), torch.cat([there[:, 0].flatten(), there[:, 2].flatten()])])
+    join_histories([here], lambda ours: torch.maximum(ours, next(theirs)))
+    assert torch.equal(here, there)
 
 
 def train(layer: Linear, linears: NarrowLayers, steps: range, spike: int = -1) -> list:  # type: ignore[type-arg]
@@ -93,6 +88,18 @@ def test_a_spike_saturates_is_counted_and_passes(row) -> None:  # type: ignore[n
 
 
 @every_row
+def test_a_later_compute_goes_on_with_a_copy_of_the_loaded_history(row) -> None:  # type: ignore[no-untyped-def]
+    (layer, linears), (other, others) = make_layer(row), make_layer("float8-row")
+    train(layer, linears, range(2))
+    saved, before = linears.state_dict(), layer.amax_history.clone()  # type: ignore[union-attr]
+    others.load_state_dict(saved)
+    others.set_compute(lambda _: row)
+    for resumed, handle in ((other, others), (layer, linears)):
+        train(resumed, handle, range(2, 4))
+    assert torch.equal(saved["amax_histories"]["fc"], before) and torch.equal(other.amax_history, layer.amax_history)
+
+
+@every_row
 def test_evaluation_records_nothing(row) -> None:  # type: ignore[no-untyped-def]
     layer, linears = make_layer(row)
     train(layer, linears, range(2))
@@ -100,11 +107,9 @@ def test_evaluation_records_nothing(row) -> None:  # type: ignore[no-untyped-def
     linears.step = 2
     with torch.no_grad():
         layer(gaussian(33, 65, scale=50.0))
-    assert torch.equal(layer.amax_history, before)
-    layer.eval()
-    y = layer(gaussian(33, 65, scale=50.0))
-    assert torch.equal(layer.amax_history, before)
+    y = layer.eval()(gaussian(33, 65, scale=50.0))
     with torch.inference_mode():
         layer(gaussian(33, 65, scale=50.0))
+    assert torch.equal(layer.amax_history, before)
     y.sum().backward()
     assert torch.equal(layer.amax_history, before)

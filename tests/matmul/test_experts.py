@@ -13,6 +13,7 @@ from narrowgauge.matmul.experts import IMPLEMENTATION
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
+from tensors import random_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -20,16 +21,13 @@ SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
 }  # fmt: skip
+TOKENS = random_tokens(2, 24, 64, seed=1)
 FLOAT8, OUTLIERS = COMPUTES["float8-row"], with_threshold("int8-outlier", 2.0)
 
 
 def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:
     torch.manual_seed(0)
     return MixtralForCausalLM(MixtralConfig(**SHAPE)).to(dtype)
-
-
-def tokens(rows: int = 2) -> Tensor:
-    return torch.randint(0, 64, (rows, 24), generator=torch.Generator().manual_seed(1))
 
 
 def swap_experts(model: nn.Module, row: str | Compute) -> NarrowLayers:
@@ -55,7 +53,7 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
     assert model.config._experts_implementation == plain.config._experts_implementation != IMPLEMENTATION
     losses = []
     for each in (model, plain):
-        out = each(tokens(), labels=tokens())
+        out = each(TOKENS, labels=TOKENS)
         out.loss.backward()
         losses.append(out.logits)
     # A CPU without bfloat16 products computes transformers' own in another order.

@@ -20,31 +20,24 @@ every_place = pytest.mark.parametrize("place", PLACES)
 SHAPES = [(33, 65, 17), (1, 40, 3), (5, 1, 4), (4, 300, 1)]
 
 
-# ── integers ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def random_codes(*shape: int, seed: int) -> Tensor:
     return torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
-
-
-def random_scales(*shape: int, seed: int) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 1e-2
 
 
 @every_place
 @pytest.mark.parametrize("shape", [*SHAPES, (70, 513, 90)], ids=str)
 @pytest.mark.parametrize(("dtype", "with_bias"), [(torch.bfloat16, True), (torch.float32, False)], ids=str)
 def test_integers_multiply_bit_for_bit(place: str, shape: tuple[int, int, int], dtype, with_bias: bool) -> None:
-    (of_left, of_right), (rows, contraction, columns) = DIMS[place], shape
-    left, right = random_codes(rows, contraction, seed=0), random_codes(columns, contraction, seed=1)
-    by_row, by_column = random_scales(rows, 1, seed=2), random_scales(1, columns, seed=3)
+    rows, contraction, columns = shape
+    codes = random_codes(rows, contraction, seed=0), random_codes(columns, contraction, seed=1)
+    scales = [gaussian(side, 1, dtype=torch.float32, seed=side).abs() for side in (rows, columns)]
     bias = gaussian(columns, dtype=dtype, seed=4) if with_bias else None
-    found = multiply(
-        Operand(left if of_left == 1 else left.t().contiguous(), by_row.view((-1, 1) if of_left == 1 else (1, -1))),
-        Operand(right if of_right == 1 else right.t().contiguous(), by_column.view((-1, 1) if of_right == 1 else (1, -1))),
-        DIMS[place], COMPUTES["int8-row"].products[place], dtype, bias,
-    )  # fmt: skip
-    exactly = oracle.scaled_integers(oracle.integer_product(left, right), by_row, by_column, bias, dtype)
+    lhs, rhs = (
+        Operand(side, scale) if dim else Operand(side.t().contiguous(), scale.t())
+        for side, scale, dim in zip(codes, scales, DIMS[place], strict=True)
+    )
+    found = multiply(lhs, rhs, DIMS[place], COMPUTES["int8-row"].products[place], dtype, bias)
+    exactly = oracle.scaled_integers(oracle.integer_product(*codes), scales[0], scales[1].t(), bias, dtype)
     assert torch.equal(bits_with_one_nan(found), bits_with_one_nan(exactly))
 
 
@@ -59,18 +52,12 @@ def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     assert torch.equal(found, oracle.integer_product(left, right).float())
 
 
-# ── native or not ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @every_row
 @pytest.mark.usefixtures("native_formats")
 def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
     own = {"int8", "bfloat16", "float32", "float64"}
     for matmul in row.products.values():
         assert is_native(matmul, CPU) == ({matmul.left.format, matmul.right.format} <= own)
-
-
-# ── biases, sides, special values ───────────────────────────────────────────────────────────────────────────────────
 
 
 @every_row

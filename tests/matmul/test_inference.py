@@ -15,13 +15,14 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.peft import quantize_base
 from narrowgauge.matmul.inference import quantize_for_inference
 from narrowgauge.matmul.swapping import swap_linears
-from tensors import gaussian
+from tensors import gaussian, random_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SERVED = [name for name, row in expectations.COMPUTES.items() if "served" in row.has and not name.endswith("-e5m2")]
 """The forward of a row with gradients in e5m2 is that of the row without."""
 IN, OUT = 168, 40  # whole blocks of neither 32 nor 128
+TOKENS = random_tokens(2, 12, 64, seed=2)
 
 
 def holder(dtype: torch.dtype = torch.bfloat16, bias: bool = True) -> nn.ModuleDict:
@@ -41,10 +42,6 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2}
     config = LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.15)
     return LlamaForCausalLM(config).bfloat16().eval()
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -69,9 +66,9 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
     save_file(state, tmp_path / "model.safetensors")
     other = quantize_for_inference(tiny_llama(seed=1), row)
     with torch.no_grad():
-        assert not torch.equal(other(tokens()).logits, model(tokens()).logits)
+        assert not torch.equal(other(TOKENS).logits, model(TOKENS).logits)
         other.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        assert torch.equal(other(tokens()).logits, model(tokens()).logits)
+        assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +98,7 @@ def test_compiled_without_a_break_whatever_the_number_of_outliers() -> None:
 
 
 def test_the_bytes_are_codes_and_scales() -> None:
-    scales = {
-        "int8-row": 4 * OUT,
-        "int8-outlier-codes": 4 * OUT,
-        "float8-tensor": 4,
-        "int8-outlier": 4 * OUT + 2 * OUT * IN,
-    }
+    scales = {"int8-row": 4 * OUT, "float8-tensor": 4, "int8-outlier": 4 * OUT + 2 * OUT * IN}
     for row, expected in scales.items():
         model = quantize_for_inference(holder(bias=False), row)
         assert sum(buffer.nbytes for buffer in model.buffers()) == OUT * IN + expected, row

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,32 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from matmul.scenarios import (
-    EIGHT,
-    ROWS,
-    STOCHASTIC,
-    Result,
-    expected,
-    gaussian,
-    make_layer,
-    names,
-    passed,
-    same,
-)  # fmt: skip
+from matmul.scenarios import EIGHT, ROWS, STOCHASTIC, Result, expected, gaussian, make_layer, names, passed, same
 from narrowgauge.assembly.preparation import prepare
 from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import has_plain_product
-from narrowgauge.matmul.swapping import COMPILE_OPTIONS, NarrowLayers, linears_of, swap_linears
+from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of, swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.notation import parse
 from oracles import linear as oracle
 
+pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 every_one_of_eight = pytest.mark.parametrize("row", EIGHT, **names)
-every_arithmetic = pytest.mark.parametrize("row", ROWS, **names)
-every_stochastic = pytest.mark.parametrize("row", STOCHASTIC, **names)
 # [tokens, in, out]: no whole blocks, one token, more than a block.
 SHAPES = [(33, 65, 17), (1, 40, 3), (140, 34, 20)]
 COMPILED = [COMPUTES[name] for name in ("int8-row", "float8-delayed", "mxfp8")]
@@ -51,16 +37,10 @@ def batch(shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> t
     return gaussian(tokens, inputs, dtype=dtype, seed=3), gaussian(tokens, outputs, dtype=dtype, seed=4)
 
 
-def silently(model: nn.Module, row: str | Compute | Callable[[str], Any], **options: Any) -> NarrowLayers:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmulationNotice)
-        return swap_linears(model, row, **options)
-
-
 # ── the arithmetic ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@every_arithmetic
+@pytest.mark.parametrize("row", ROWS, **names)
 @pytest.mark.parametrize(("shape", "dtype"), [(SHAPES[2], torch.bfloat16), (SHAPES[1], torch.float32)], ids=str)
 def test_output_and_gradients_are_the_straight_through_oracle_s(
     row: Compute, shape: tuple[int, int, int], dtype: torch.dtype
@@ -68,12 +48,9 @@ def test_output_and_gradients_are_the_straight_through_oracle_s(
     layer, linears = make_layer(row, *shape[1:], dtype=dtype)
     linears.step = 5
     x, grad = batch(shape, dtype)
-    found = passed(layer, x, grad)
-    wanted = expected(layer, x, grad)
-    assert layer.bias is not None
-    bias = layer.bias.detach().double()
+    found, wanted = passed(layer, x, grad), expected(layer, x, grad)
+    bias, u = layer.bias.detach().double(), oracle.ROUNDING[dtype]
     value, off = wanted["output"]
-    u = oracle.ROUNDING[dtype]
     wanted["output"] = value + bias, off * (1 + u) + u * ((value + bias).abs() + bias.abs())
     for got, place in zip(found, PLACES, strict=True):
         value, off = wanted[place]
@@ -82,10 +59,7 @@ def test_output_and_gradients_are_the_straight_through_oracle_s(
         assert got.any()
 
 
-# ── chance ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@every_stochastic
+@pytest.mark.parametrize("row", STOCHASTIC, **names)
 def test_a_step_s_bits_come_back_and_another_s_differ(row: Compute) -> None:
     layer, linears = make_layer(row)
     x, grad = batch(SHAPES[0])
@@ -113,6 +87,9 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
     assert not torch.equal(whole[:1], whole[8:9])  # equal gradients round differently
     is_packed = shape[0] != 6
     for first, last in ((0, 7), (7, 19), (19, 24)) if is_packed else ((0, 4), (4, 16), (16, 24)):
+        linears.set_first_sequence(99) if is_packed else linears.set_first_token(
+            99
+        )  # another place, which no longer counts
         linears.set_first_token(first) if is_packed else linears.set_first_sequence(first // 4)
         part = (1, last - first, 65) if shape[0] == 1 else (-1, *shape[1:])
         found = passed(layer, x[first:last].reshape(part), grad[first:last].reshape(*part[:-1], 17))
@@ -120,6 +97,13 @@ def test_random_bits_do_not_depend_on_the_division_of_the_batch(shape: tuple[int
 
 
 # ── as a module ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_packed_tokens_need_no_sequence_to_key_by_in_evaluation() -> None:
+    layer, linears = make_layer("int8-row")
+    linears.set_first_sequence(3)
+    with torch.no_grad():
+        assert layer(gaussian(4, 65)).shape == (4, 17)
 
 
 @every_one_of_eight
@@ -156,14 +140,10 @@ def test_gradients_are_those_wanted_and_no_others(row: Compute, wanted: tuple[in
 
 def test_autocast_is_the_stream_s_dtype() -> None:
     layer, _ = make_layer("float8-row", dtype=torch.float32)
-    x, grad = batch(SHAPES[0])
-    inside = make_layer("float8-row", dtype=torch.float32)[0]
-
-    def call(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return inside(x)
-
-    assert torch.equal(passed(inside, x.float(), grad, call).output, passed(layer, x, grad).output)
+    x = batch(SHAPES[0])[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = layer(x.float())
+    assert inside.dtype is torch.bfloat16 and torch.equal(inside, layer(x))
 
 
 # ── swapping and the handle ─────────────────────────────────────────────────────────────────────────────────────────
@@ -181,15 +161,24 @@ class Model(nn.Module):
 
 
 def test_the_head_is_kept_and_so_is_what_patterns_name() -> None:
-    assert silently(Model(), "float8-row").layers.keys() == {"q_proj", "k_proj", "v_proj"}
-    assert silently(Model(), "float8-row", keep=()).layers.keys() == {"q_proj", "k_proj", "v_proj", "lm_head"}
-    assert silently(Model(), "float8-row", keep=("*_head", "[kv]_*")).layers.keys() == {"q_proj"}
-    chosen = silently(
-        Model(), lambda name: COMPUTES["int8-row" if name == "k_proj" else "mxfp8"] if "proj" in name else None
-    )
+    assert swap_linears(Model(), "float8-row").layers.keys() == {"q_proj", "k_proj", "v_proj"}
+    assert swap_linears(Model(), "float8-row", keep=()).layers.keys() == {"q_proj", "k_proj", "v_proj", "lm_head"}
+    assert swap_linears(Model(), "float8-row", keep=("*_head", "[kv]_*")).layers.keys() == {"q_proj"}
+    chosen = swap_linears(Model(), {"q_proj": "mxfp8", "k_proj": COMPUTES["int8-row"]}.get)
     assert {name: layer.compute.name for name, layer in chosen.layers.items()} == {
-        "q_proj": "mxfp8", "k_proj": "int8-row", "v_proj": "mxfp8",
-    }  # fmt: skip
+        "q_proj": "mxfp8",
+        "k_proj": "int8-row",
+    }
+
+
+class Regression(Model):
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[torch.dtype, ...]:  # type: ignore[override]
+        return self.q_proj(x).dtype, x.dtype, labels.dtype
+
+
+def test_inputs_are_cast_and_labels_are_not() -> None:
+    x = torch.ones(2, 64, dtype=torch.float64)
+    assert prepare(Regression(), "float32/word")[0](x=x, labels=x) == (torch.float32, torch.float32, torch.float64)
 
 
 class Halved(nn.Linear):
@@ -203,11 +192,9 @@ def test_matrices_that_stay_wide_are_named_and_counted() -> None:
         "embedding": nn.Embedding(7, 32), "encoder": nn.TransformerEncoderLayer(32, 2, 64), "halved": Halved(32, 32),
         "normed": torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "lm_head": nn.Linear(32, 7),
     })  # fmt: skip
-    with pytest.warns(
-        UserWarning, match=r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved"
-    ) as caught:
-        linears = silently(model, "float8-row")
-    assert len(caught) == 1
+    said = r"^5,152 of 10,496 .*\(49%\).*in_proj_weight \(MultiheadAttention\).*halved"
+    with pytest.warns(UserWarning, match=said):
+        linears = swap_linears(model, "float8-row")
     assert linears.matrices() == {
         "encoder.self_attn.in_proj_weight": "MultiheadAttention",
         "encoder.self_attn.out_proj.weight": "NonDynamicallyQuantizableLinear",
@@ -226,7 +213,7 @@ def test_kept_layers_and_wide_computes_do_not_warn(compute: str) -> None:
 
 def test_the_step_goes_on_with_an_optimizer_s() -> None:
     model = Model()
-    linears = silently(model, "int8-row", seed=3)
+    linears = swap_linears(model, "int8-row", seed=3)
     mine = torch.optim.SGD(model.parameters(), lr=0.0)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
     assert linears.step == 0
@@ -246,16 +233,13 @@ def test_the_step_goes_on_with_an_optimizer_s() -> None:
 
 
 def test_a_step_that_calls_its_base_class_s_counts_once() -> None:
-    class Inner(torch.optim.SGD):
-        pass
-
-    class Outer(Inner):
+    class Outer(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return super().step(closure)
 
     model = Model()
-    linears = silently(model, "int8-row")
-    Inner(model.parameters(), lr=0.0)  # PyTorch hooks the step of each class that has made an optimizer
+    linears = swap_linears(model, "int8-row")
+    torch.optim.SGD(model.parameters(), lr=0.0)  # PyTorch hooks the step of each class that has made an optimizer
     Outer(model.parameters(), lr=0.0).step()
     assert linears.step == 1
 
@@ -263,7 +247,7 @@ def test_a_step_that_calls_its_base_class_s_counts_once() -> None:
 def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("narrowgauge.matmul.swapping.is_widened", lambda *_: True)  # a CPU without products of bfloat16
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
-    linears = silently(model, lambda name: "int8-row", keep=("0",), seed=7)
+    linears = swap_linears(model, lambda name: "int8-row", keep=("0",), seed=7)
     assert list(linears.layers) == ["1"]
     torch.optim.SGD(model.parameters(), lr=0.0).step()
     again = linears_of(model)
@@ -272,7 +256,7 @@ def test_kept_layers_share_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_of_ddp_keep_their_own_random_bits() -> None:
     model = Model()
-    silently(model, "float8-delayed")
+    swap_linears(model, "float8-delayed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         sent = {id(buffer) for buffer in nn.parallel.DistributedDataParallel(model).modules_buffers}
@@ -281,16 +265,12 @@ def test_ranks_of_ddp_keep_their_own_random_bits() -> None:
     assert len(list(model.buffers())) > 0 and not sent & {id(buffer) for buffer in model.buffers()}
 
 
-# ── one cast for several layers ─────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.filterwarnings("error::UserWarning", "ignore::narrowgauge.matmul.gemm.EmulationNotice")
-@pytest.mark.parametrize("name", ["nvfp4"])
-def test_casts_of_a_large_layer_are_compiled_and_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_of_a_large_layer_are_compiled_and_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x, grad = gaussian(512, 512, seed=3), gaussian(512, 512, seed=4)
-    large = passed(make_layer(name, 512, 512)[0], x, grad)
+    large = passed(make_layer("nvfp4", 512, 512)[0], x, grad)
     monkeypatch.setattr("narrowgauge.compile.COMPILE_ELEMENTS", 1 << 40)
-    assert same(large, passed(make_layer(name, 512, 512)[0], x, grad))
+    assert same(large, passed(make_layer("nvfp4", 512, 512)[0], x, grad))
 
 
 # ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -344,6 +324,9 @@ def test_a_second_derivative_is_refused(keep: tuple[str, ...]) -> None:
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RecipeError, match="second derivative"):
         slope.square().sum().backward()
+    of_input = torch.func.grad(lambda x: model(x).square().sum())
+    with pytest.raises(RecipeError, match=r"second derivative.*keep="):
+        torch.func.grad(lambda x: of_input(x).square().sum())(x.detach())
 
 
 @pytest.mark.parametrize(
@@ -367,14 +350,6 @@ def test_func_grad_gives_the_bits_of_backward(compute: str, fresh_compiler: None
     found = gradient({name: p.detach() for name, p in model.named_parameters()}, x)
     assert all(torch.equal(found[name], p.grad) for name, p in model.named_parameters())
     assert all(torch.equal(history, histories[name]) for name, history in linears.histories().items())
-
-
-def test_func_grad_of_a_gradient_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(32, 32))
-    swap_linears(model, "float8-row")
-    slope = torch.func.grad(lambda x: model(x).square().sum())
-    with pytest.raises(RecipeError, match=r"second derivative.*keep="):
-        torch.func.grad(lambda x: slope(x).square().sum())(torch.randn(4, 32))
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -453,14 +428,6 @@ def test_encoder_layers_compute_in_evaluation_as_in_training() -> None:
     torch.testing.assert_close(evaluated, model(x).detach(), rtol=0, atol=1e-5)  # attention itself is fused
 
 
-def test_a_micro_batch_draws_the_random_bits_of_its_place_in_the_batch() -> None:
-    x, grad = gaussian(2, 6, 65, seed=3), gaussian(2, 6, 17, seed=4)
-    whole = passed(make_layer(COMPUTES["int8-row"])[0], x, grad)
-    layer, handle = make_layer(COMPUTES["int8-row"])
-    handle.set_first_sequence(1)
-    assert torch.equal(passed(layer, x[1:], grad[1:]).grad_input, whole.grad_input[1:])
-
-
 def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:
     layer, _ = make_layer(COMPUTES["int8-row"])
     x = gaussian(4, 65, seed=3)
@@ -470,6 +437,16 @@ def test_a_weight_that_changes_is_cast_again_within_cached_weights() -> None:
         layer.weight.mul_(2)
         layer.bias.mul_(2)
         assert torch.equal(layer(x), 2 * before)
+
+
+def test_a_tied_weight_may_be_used_transposed_within_cached_weights() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Conv1D(32, 32)).bfloat16()
+    model[1].weight = model[0].weight
+    swap_linears(model, "int8-row", keep=())
+    x = gaussian(4, 32)
+    before = model(x)
+    with cached_weights():
+        assert torch.equal(model(x), before)
 
 
 def test_a_product_is_plain_if_its_operands_are_and_lie_as_they_are() -> None:

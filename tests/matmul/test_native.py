@@ -59,32 +59,15 @@ def values_of(operand: Operand, dim: int) -> Tensor:
     return values if dim == 1 else values.t()
 
 
-# ── which chip multiplies what ──────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_which_computes_each_chip_multiplies_itself() -> None:
-    whole = {
-        "float8-tensor", "float8-delayed", "float8-row", "float8-tensor-e5m2", "float8-delayed-e5m2",
-        "scalify",
-    }  # fmt: skip
+    whole = {"float8-tensor", "float8-delayed", "float8-row", "float8-tensor-e5m2", "float8-delayed-e5m2", "scalify"}
     expected = {
-        "sm75": set(),
-        "sm80": set(),
-        "sm89": whole,
-        "sm90": whole | {"float8-block"},
-        "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"},
-        "sm120": whole | {"mxfp8", "nvfp4"},
-        "gfx90a": set(),
-        "gfx942": whole,
-        "gfx950": whole,
-    }
+        **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942", "gfx950"), whole),
+        "sm90": whole | {"float8-block"}, "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
+    }  # fmt: skip
     for architecture, computes in expected.items():
-        found = {
-            row.name
-            for row in COMPUTES.values()
-            if any(map(needs_kernel, row.products.values()))
-            and all(kernel_for(product, architecture) for product in row.products.values() if needs_kernel(product))
-        }
+        needed = {name: [p for p in row.products.values() if needs_kernel(p)] for name, row in COMPUTES.items()}
+        found = {name for name, of in needed.items() if of and all(kernel_for(product, architecture) for product in of)}
         assert found == computes, architecture
 
 
@@ -103,9 +86,6 @@ def test_a_chip_that_has_the_kernel_is_asked_once_and_then_gets_codes(row: Compu
         assert is_native(row.output, CPU) and native._works.cache_info().misses == tried
 
 
-# ── the product, as on the device ───────────────────────────────────────────────────────────────────────────────────
-
-
 @every_way
 @every_place
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -122,20 +102,15 @@ def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str
         wide = F.pad(bias, (0, product.value.shape[1] - len(bias))).double() if given is not None else 0.0
         exactly = product.value + wide
         # Sums leave mxfp4's kernel in bfloat16; two tensors' scales are rounded in float32.
-        roundings = [
-            2.0**-22,
-            oracle.ROUNDING[torch.bfloat16 if row.name == "mxfp4" else dtype],
-            oracle.ROUNDING[dtype],
-        ]
-        bound = (product.magnitude * 2.0**-40) + exactly.abs() * sum(roundings) + product.value.abs() * sum(roundings)
+        roundings = (
+            2.0**-22 + oracle.ROUNDING[torch.bfloat16 if row.name == "mxfp4" else dtype] + oracle.ROUNDING[dtype]
+        )
+        bound = product.magnitude * 2.0**-40 + (exactly.abs() + product.value.abs()) * roundings
         assert found.dtype == dtype and found.shape == exactly.shape
         assert ((found.double() - exactly).abs() <= bound).all()
         emulated = multiply(*pair, DIMS[place], row.products[place], dtype, given)
         accumulated = max(shape[1], 1) * 2.0**-23 * product.magnitude + 2.0**-7 * (exactly.abs() + product.value.abs())
         assert ((found.double() - emulated.double()).abs() <= bound + accumulated).all()
-
-
-# ── a kernel that gives another product ──────────────────────────────────────────────────────────────────────────────────
 
 
 def untiled(scales: Tensor) -> Tensor:

@@ -41,21 +41,9 @@ def test_the_output_is_int8_plus_the_thin_product_in_16_bits(row: Compute, colum
     met = weight if row is ROW else codes.bfloat16()
     wide = product(x[:, list(columns)], met[:, list(columns)])
     u = ROUNDING[torch.bfloat16]
-    assert layer.bias is not None
     first = narrow.value + layer.bias.detach().double()
     # Rounded as it leaves the first matmul, and once more with the second's sum.
     off = narrow.off(0, [2.0**-22]) + u * first.abs()
     value = first + wide.value
-    off = (
-        off + Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u]) + u * off + u * wide.value.abs()
-    )
+    off += Product(value, wide.magnitude).off(max(len(columns), 1) * 2.0**-23, [u]) + u * off + u * wide.value.abs()
     assert ((found - value).abs() <= off).all()
-
-
-def test_outliers_no_longer_cost_the_others_their_codes() -> None:
-    """The claim of the method: one hundredfold feature, and the error of the rest stays that of int8 without it."""
-    x, layers = with_outliers(), {name: make_layer(name, bias=False)[0] for name in ("int8-row", "int8-outlier")}
-    whole = product(x, layers["int8-row"].weight.detach()).value
-    error = {name: (layer(x).detach().double() - whole).norm().item() for name, layer in layers.items()}
-    # What is left in the second is the rounding of the result, of some tens, to bfloat16.
-    assert error["int8-outlier"] < 0.5 * error["int8-row"]

@@ -16,14 +16,6 @@ from tensors import gaussian
 LAYERS = {"trained": ng.swap_linears, "quantized": ng.quantize_for_inference}
 
 
-def layer_of(kind: str) -> nn.Module:
-    model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
-    with torch.no_grad():
-        model[0].weight.copy_(gaussian(64, 64))
-    LAYERS[kind](model, "int8-row", keep=())
-    return model
-
-
 @pytest.fixture
 def frequent_switches() -> Iterator[None]:
     interval = sys.getswitchinterval()
@@ -34,7 +26,8 @@ def frequent_switches() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_two_threads_get_the_products_of_their_own_inputs(kind: str, frequent_switches: None, one_thread: None) -> None:
-    model = layer_of(kind)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
+    LAYERS[kind](model, "int8-row", keep=())
     inputs = [gaussian(4, 64, seed=1).bfloat16(), 10 * gaussian(4, 64, seed=2).bfloat16()]
     wrong = [0, 0]
 
