@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -165,3 +167,24 @@ def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Pat
         )  # fmt: skip
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
+
+
+def test_a_watched_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}) as writer:
+        writer.append("steps", {"step": 1, "loss": 5.0})
+    files = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            with urllib.request.urlopen(address, timeout=30) as answer:
+                assert "llama-1m in bfloat16/word" in answer.read().decode()
+            parent = address[: address.rindex("/", 0, -1)] + "/"
+            others = ((wrong, {}) for wrong in (parent, f"{parent}{'x' * 32}/", address + "file"))
+            for wrong, host in (*others, (address, {"Host": "evil.example"})):
+                with pytest.raises(urllib.error.HTTPError, match="403"):
+                    urllib.request.urlopen(urllib.request.Request(wrong, headers=host), timeout=30)
+        finally:
+            process.kill()
+    assert sorted(tmp_path.rglob("*")) == files

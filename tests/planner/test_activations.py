@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import _Rank, stages_of
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.step_time import stage_layers
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import language_model
@@ -109,6 +111,14 @@ def test_a_stage_holds_no_more_micro_batches_than_there_are_and_only_the_last_ha
     assert stages_of(llama, layout) == {0: (8, 16), 3: (8, 8)}
     job = Job(llama, parse("bfloat16/word"), layout, cluster_of("H100-SXM", 4), 4096)
     assert [bool(_Rank(job, stage, 8, 8).loss_terms()) for stage in (0, 3)] == [False, True]
+    # 31 layers, embedding and head are 33 groups: nine in the largest stage, in memory and in time.
+    stages = stages_of(replace(llama, num_layers=31), layout)
+    assert {number: layers for number, (layers, _) in stages.items()} == {0: 8, 1: 9, 3: 8}
+    assert stage_layers(31, 4) == (9, False)
+    for zero in (1, 2, 3):  # a layer's gradients are among the stage's, where weights are sharded
+        job = replace(job, layout=Layout(shard=2, pipeline=2, zero=zero, micro_batches=2), sequence_length=64)
+        names = {term.name for term in _Rank(job, 0, 16, 1).worst_moment()}
+        assert ("gradients of a layer" in names) == (zero < 3)
 
 
 def test_a_single_chip_has_no_buffers_of_communication() -> None:

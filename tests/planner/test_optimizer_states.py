@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import decoder, read_model
-from narrowgauge.planner.model_state import state_of
+from narrowgauge.planner.model_state import on_stage, state_of
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import OPTIMIZERS
 
@@ -86,3 +90,8 @@ def test_a_tied_head_has_no_state_of_its_own() -> None:
     tied, own = (state_of(decoder("one", **sizes, tie_embeddings=tie), STORAGES["word"]) for tie in (True, False))
     assert own.embedding == tied.embedding
     assert own.head.weights - tied.head.weights == 2 * ROWS * COLS and own.head.optimizer > tied.head.optimizer
+    # On the last stage it exists too.
+    shapes = (decoder("one", **sizes, tie_embeddings=tie) for tie in (True, False))
+    layout, cluster = Layout(pipeline=2, zero=0), cluster_of("H100-SXM", 2)
+    tied_last, last = (on_stage(Job(a, parse("bfloat16/word"), layout, cluster, 64), 0.5, 1)[1] for a in shapes)
+    assert tied_last == last

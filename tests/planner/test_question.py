@@ -73,8 +73,17 @@ def test_days_of_ten_billion_tokens(chip: str, days: float) -> None:
     low, high = best.days_interval(DAYS)
     planned = best.days(DAYS)
     assert low < planned < high
+    slow, fast = (DAYS / rate / 86_400 for rate in best.rate_interval)
+    assert (fast, slow * 1.25) == pytest.approx((low, high))  # restarts take time, and are not in a rate
     # The hand's 40 % of the peak is a guess; what is planned says its own share.
     assert planned * best.mfu == pytest.approx(by_hand * 0.4, rel=0.03)
+
+
+def test_one_configuration_for_all_chips_fits_on_all() -> None:
+    for storage, is_shared in (("word", True), ("master", False)):
+        chips = ["H100-SXM", "A100-SXM4-40GB"]
+        answer = plan("llama-33b", recipes=[f"bfloat16/{storage}"], chip=chips, chips=8)
+        assert answer.best.fits and [job.fits for job in answer.shared] == [True, True] * is_shared
 
 
 def test_seventy_billion_on_a_node() -> None:

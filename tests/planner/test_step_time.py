@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.collectives import parameters_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout, why_not
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.roofline import operation_seconds
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.chips import get_chip
@@ -50,8 +52,33 @@ def test_sharded_weights_are_gathered_twice_and_gradients_reduced() -> None:
     exchange = by_name(terms)["weights and gradients between shards"]
     latency = 32 * 3 * 7 * 4e-6
     assert exchange.value == pytest.approx(LLAMA.num_parameters * 6 * 7 / 8 / 450e9 + latency)
+    for zero, gathers, sums in ((1, 1, 1), (2, 1, 4), (3, 8, 4)):  # of four micro-batches
+        terms = step_terms(Job(LLAMA, WORD, Layout(shard=8, zero=zero, micro_batches=4), H100, 8192, exact("H100-SXM")))
+        bytes_moved = LLAMA.num_parameters * 2 * (gathers + sums)
+        value = by_name(terms)["weights and gradients between shards"].value
+        assert value == pytest.approx(bytes_moved * 7 / 8 / 450e9, rel=0.05), zero
     wide = step_terms(Job(LLAMA, parse("bfloat16/word/float32"), SHARED, H100, 8192, exact("H100-SXM")))
     assert wide.groups["communication"] > exchange.value
+
+
+@pytest.mark.parametrize(("compute", "passes"), [("scalify", 1), ("float8-row", 1), ("float8-tensor", 2)])
+def test_a_cast_reads_its_operand_twice_if_the_scale_is_of_all_of_it(compute: str, passes: int) -> None:
+    recipe, chip = parse(f"{compute}/split"), get_chip("H100-SXM")
+    seconds = operation_seconds(64, 64, recipe.compute, recipe, 1e6, chip, exact("H100-SXM"))
+    assert seconds["output.left"] == pytest.approx(64e6 * (2 * passes + 1) / 3350e9)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_stage_has_one_of_embedding_and_head(is_tied: bool) -> None:
+    shape, layout = replace(LLAMA, tie_embeddings=is_tied), Layout(pipeline=2, zero=0)
+    job = Job(shape, WORD, layout, cluster_of("H100-SXM", 2), 4096)
+    layers = LLAMA.num_parameters - LLAMA.outer_parameters
+    dense = layers / 2 + LLAMA.vocab_size * LLAMA.hidden_size + LLAMA.outer_vectors
+    assert parameters_of(job, 16) == (pytest.approx(dense), 0)
+    # Embedding and head may count as two of 128 groups of layers.
+    model = read_model("llama-405b")
+    assert why_not(model, Layout(pipeline=16, interleave=8), 8192) == ""
+    assert why_not(model, Layout(pipeline=16, interleave=9), 8192) == "144 groups of layers and 126 layers"
 
 
 def test_what_is_hidden_is_not_counted() -> None:

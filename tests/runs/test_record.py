@@ -200,9 +200,12 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatc
     assert (folder / "steps.jsonl").read_bytes() == before
 
 
-def test_a_whole_file_survives_a_failed_replacement(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_whole_file_survives_a_failed_replacement(
+    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "fsync", refuse)

@@ -19,8 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
+import torch
 
 from narrowgauge.checkpoints import saving
 from narrowgauge.errors import RecordError
@@ -157,6 +159,27 @@ def test_killed_at_any_moment_is_the_same_run(
         if again and read_run(folder).summary is None:
             assert nursery("resume", str(folder)) == 0, nursery.said
         assert_same_run(read_run(folder), whole[name])
+
+
+JITTERING = {
+    "model_type": "phimoe", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4,
+    "router_jitter_noise": 0.5, "input_jitter_noise": 0.5,
+}  # fmt: skip
+
+
+def test_a_resumed_run_of_a_model_that_draws_random_numbers_is_the_uninterrupted_one(
+    place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "jittering").mkdir()
+    (tmp_path / "jittering" / "config.json").write_text(json.dumps(JITTERING))
+    changes = {"model": str(tmp_path / "jittering"), "gradient_accumulation_steps": 2}
+    whole = read_run(loop.train(settings(place, tmp_path / "whole", **changes)))
+    torch.rand(3), random.random(), np.random.rand()
+    folder = loop.train(settings(place, tmp_path / "stopped", **changes, stop_after=5))
+    torch.rand(7)
+    loop.resume(folder)
+    assert_same_run(read_run(folder), whole)
 
 
 # ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
