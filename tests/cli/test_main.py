@@ -75,6 +75,13 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Cal
     assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
 
 
+def test_of_all_ranks_the_first_prints_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, lines in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        refused = call("train", "--steps", "0")
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, lines)
+
+
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")

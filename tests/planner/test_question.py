@@ -29,18 +29,17 @@ def best_of(answer: Plan, recipe: str) -> Job:
 # ── state alone ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_state_of_ten_billion_parameters() -> None:
-    assert [parse(recipe).bytes_per_param for recipe in RECIPES] == list(BYTES.values())
-    states = {row["recipe"].partition("/")[2]: row["total"] / 1e9 for row in plan_state(10e9, recipes=RECIPES)}
-    assert states == {"master": 160, "split": 120, "word": 80, "compact": 70, "states8": 60}
-
-
 @pytest.mark.parametrize(
-    ("chips", "sizes"),
-    [(8, [60, 45, 30, 26.25, 22.5]), (32, [15, 11.25, 7.5, 6.5625, 5.625])],
+    ("billions", "chips", "sizes"),
+    [
+        (10, 1, [160, 120, 80, 70, 60]),
+        (30, 8, [60, 45, 30, 26.25, 22.5]),
+        (30, 32, [15, 11.25, 7.5, 6.5625, 5.625]),
+    ],
 )
-def test_thirty_billion_over_eight_and_over_32(chips: int, sizes: list[float]) -> None:
-    rows = plan_state(30e9, recipes=RECIPES, chips=[chips])
+def test_the_state_of_billions_of_parameters(billions: int, chips: int, sizes: list[float]) -> None:
+    assert [parse(recipe).bytes_per_param for recipe in RECIPES] == list(BYTES.values())
+    rows = plan_state(1e9 * billions, recipes=RECIPES, chips=[chips])
     states = {row["recipe"].partition("/")[2]: row["total"] / 1e9 for row in rows}
     assert states == pytest.approx(dict(zip(BYTES, sizes, strict=True)))
 

@@ -17,6 +17,7 @@ from narrowgauge.report.figures.series import NUM_COLUMNS
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.recipe_groups import Group, groups_of
+from narrowgauge.report.runs_page import run_readings
 from narrowgauge.runs.record import Run
 
 MakeRun = Callable[..., Run]
@@ -67,6 +68,15 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> No
     assert figure is not None
     (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2")
     assert crosses["x"] == [30, 31]
+
+
+def test_a_reading_of_several_runs_is_a_row_with_the_first_step(make_run: MakeRun) -> None:
+    runs = [
+        make_run(seed=seed, loss=lambda step, bad=bad: math.nan if step == bad else 2.0)
+        for seed, bad in enumerate((60, 30))
+    ]
+    [row] = run_readings(group_runs(runs)).table.rows
+    assert (row["what"], row["step"], row["seeds"]) == ("nonfinite-step", 30, "0, 1")
 
 
 def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:

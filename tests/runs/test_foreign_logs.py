@@ -79,7 +79,9 @@ def test_a_row_of_a_table_that_is_being_written_is_left_out(tmp_path: Path) -> N
 def test_of_several_checkpoints_the_newest_is_read(tmp_path: Path) -> None:
     for step in (900, 1000):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state(log_history=[{"loss": 2.0, "step": step}]))
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(
+            state(log_history=[{"loss": 2.0, "step": step}])
+        )
     assert ng.read_run(tmp_path).steps == [{"step": 1000, "loss": 2.0}]
 
 

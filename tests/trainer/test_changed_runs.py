@@ -15,7 +15,7 @@ import tomli_w
 
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
+from trainer.tiny_runs import CASES, assert_same_run, call, settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -97,23 +97,19 @@ def test_what_makes_another_run_or_lies_behind_is_refused(
     assert says in refused(stopped, *words)
 
 
-def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, finished: Run) -> None:
-    moved = stopped.rename(stopped.with_name("moved"))
-    edit(moved, out=str(moved), stop_after=None, verify_every=7)
+def test_where_a_run_and_its_text_lie_and_where_it_pauses_are_no_changes(
+    place: Path, stopped: Path, finished: Run
+) -> None:
+    moved, text = stopped.rename(stopped.with_name("moved")), shutil.copytree(place / "text", stopped / "text")
+    edit(moved, out=str(moved), data=str(text), stop_after=None, verify_every=7)
     loop.resume(moved, stop_after=6)
-    loop.resume(moved)
+    loop.resume(moved, stop_after=8)  # the last step, which is an end
     run = read_run(moved)
     assert_same_run(run, finished)
     assert not [event for event in run.events if event.get("detector") == "changed-settings"]
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_same_text_in_another_folder_is_no_change(place: Path, stopped: Path, tmp_path: Path) -> None:
-    edit(stopped, data=str(shutil.copytree(place / "text", tmp_path / "elsewhere")))
-    loop.resume(stopped)
-    assert not [event for event in read_run(stopped).events if event.get("detector") == "changed-settings"]
 
 
 def changed_digit(first: bytes, *others: bytes) -> bytes:
@@ -166,6 +162,18 @@ def test_a_model_that_has_another_shape_since_is_refused(place: Path, tmp_path: 
     assert "of shape (32, 16) (it is (24, 16) there)" in refused(folder)
 
 
+def test_changed_data_are_refused_and_lost_ones_made_again(place: Path, finished: Run, tmp_path: Path) -> None:
+    file = Path(shutil.copytree(place / "text", tmp_path / "text")) / "0.txt"
+    folder = loop.train(replace(settings(place, tmp_path / "run", **CASE, stop_after=2), data=str(file.parent)))
+    shutil.rmtree(read_run(folder).run["data"]["folder"])
+    text = file.read_text()
+    file.write_text("other words")
+    assert "not those the run started with" in refused(folder)
+    file.write_text(text)
+    loop.resume(folder)
+    assert_same_run(read_run(folder), finished)
+
+
 # ── two at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -185,14 +193,3 @@ def test_a_second_resume_is_refused_before_it_reads_what_the_first_writes(
         f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one that was not closed, is "
         "writing it. Close it, or wait until the process ends.\n"
     ]
-
-
-def test_the_same_command_goes_on_where_one_was_killed_while_it_made_the_run(
-    place: Path, finished: Run, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for name in ("steps.jsonl", "evals.jsonl", ".tmp-run.toml-4711"):
-        (folder / name).touch()
-    assert call(*words_of(settings(place, folder, **CASE))).exit_code == 0
-    assert_same_run(read_run(folder), finished)

@@ -16,7 +16,7 @@ from narrowgauge.errors import CorruptionError, NarrowgaugeError
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import STEP
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
 from trainer.tiny_runs import lasting, settings
@@ -61,6 +61,7 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     for row in run.steps:
         assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
     assert "communication_seconds" not in alone.steps[0]
+    assert [row["batch_crc"] for row in run.steps] == [row["batch_crc"] for row in alone.steps]
     for column in ("loss", "grad_norm"):
         values = [row[column] for row in run.steps]
         assert values == pytest.approx([row[column] for row in alone.steps], rel=1e-6)
@@ -86,10 +87,7 @@ def test_a_run_with_a_stochastic_reduction_is_stopped_and_resumed_with_the_same_
 
 def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
     """One rank of a training in whose third batch one micro-batch is not finite, each time it is computed."""
-    from narrowgauge.trainer import session as module
-
-    true_loss, now = module._loss, {"batch": -1, "number": -1}
-    true_batch = Session.batch
+    true_loss, true_batch, now = session._loss, Session.batch, {"batch": -1, "number": -1}
 
     def batch(self: Session) -> Any:
         for each, tokens in zip(self.micro_batches, true_batch(self), strict=True):
@@ -111,11 +109,11 @@ def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dic
 
         return spoiled
 
-    module._loss, Session.batch = build_loss, batch
+    session._loss, Session.batch = build_loss, batch
     try:
         return train_here(rank, place, {out: changes})[0]
     finally:
-        module._loss, Session.batch = true_loss, true_batch
+        session._loss, Session.batch = true_loss, true_batch
 
 
 def test_ranks_stop_together_at_a_bad_step(place: Path, tmp_path: Path) -> None:
@@ -147,7 +145,9 @@ def train_with_a_flipped_bit(rank: int, place: Path, out: Path) -> Any:
 
     def batch(self: Session) -> list[torch.Tensor]:
         if (rank, self.step) == (1, 5):
-            tensor = next(tensor for name, tensor, _ in kept_tensors(self.optimizer) if name.startswith("exp_avg_sq of"))
+            tensor = next(
+                tensor for name, tensor, _ in kept_tensors(self.optimizer) if name.startswith("exp_avg_sq of")
+            )
             tensor.data.view(-1).view(torch.int32)[5] ^= 1 << 30
         return true_batch(self)
 
