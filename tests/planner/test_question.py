@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import NAMED_LAYOUTS
 from narrowgauge.planner.plan import plan
-from narrowgauge.planner.plan_tables import Plan
 from narrowgauge.planner.state import plan_state
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -16,14 +14,6 @@ BYTES = {"master": 16, "split": 12, "word": 8, "compact": 7, "states8": 6}
 RECIPES = [f"bfloat16/{storage}" for storage in BYTES]
 DAYS = 10e9
 """Tokens for which days are asked."""
-
-
-def sentences(answer: Plan) -> str:
-    return " ".join(answer.sentences())
-
-
-def best_of(answer: Plan, recipe: str) -> Job:
-    return next(option for option in answer.options if option.recipe.name == recipe)
 
 
 # ── state alone ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -51,7 +41,8 @@ def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
     answer = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8)
     assert all(option.fits and option.headroom_bytes > 0 for option in answer.options)
     # 16 B: 65 GB of state leave room for what is computed again, or for one micro-batch whose tensors four ranks share.
-    word, wide = best_of(answer, "bfloat16/word"), best_of(answer, "bfloat16/master")
+    jobs = {option.recipe.name: option for option in answer.options}
+    word, wide = jobs["bfloat16/word"], jobs["bfloat16/master"]
     assert wide.layout.recompute == "full" or (wide.layout.tensor > 2 and wide.layout.micro_batches == 1)
     assert word.layout.recompute == "none" and word.layout.micro_batches > 1
     assert wide.headroom_bytes < 8e9 < word.headroom_bytes
@@ -59,7 +50,7 @@ def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
     assert alone.fits and alone.layout.recompute == "full"
     never = plan("llama-33b", recipes=RECIPES, chip="H100-SXM", chips=8, layout=NAMED_LAYOUTS["ddp"])
     assert not any(option.fits for option in never.options)
-    assert "Nothing fits" in sentences(never) and "impossible" in sentences(never)
+    assert "Nothing fits" in never.sentences()[0] and "impossible" in never.sentences()[1]
 
 
 @pytest.mark.parametrize(("chip", "days"), [("A100-SXM4-80GB", 24), ("H100-SXM", 7.5), ("B200", 3.3)])
