@@ -16,9 +16,6 @@ DAYS = 10e9
 """Tokens for which days are asked."""
 
 
-# ── state alone ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("billions", "chips", "sizes"),
     [
@@ -32,9 +29,6 @@ def test_the_state_of_billions_of_parameters(billions: int, chips: int, sizes: l
     rows = plan_state(1e9 * billions, recipes=RECIPES, chips=[chips])
     states = {row["recipe"].partition("/")[2]: row["total"] / 1e9 for row in rows}
     assert states == pytest.approx(dict(zip(BYTES, sizes, strict=True)))
-
-
-# ── one node ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_thirty_billion_on_eight_times_eighty_gigabytes() -> None:
@@ -84,9 +78,6 @@ def test_seventy_billion_on_a_node() -> None:
         assert option.fits and (option.layout.recompute == "full" or option.layout.micro_batches == 1)
     roomy = plan("llama-70b", recipes=["bfloat16/word"], chip="H200", chips=8).best
     assert roomy.fits and roomy.is_certain and roomy.layout.recompute == "none"
-
-
-# ── scaling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_slow_links_are_named_where_stages_avoid_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from safetensors import SafetensorError
 
 import narrowgauge
 import narrowgauge.runs.atomic_io
+from narrowgauge.checkpoints import saving
+from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import export, loop
-from trainer.tiny_runs import CASES, call, settings, words_of
+from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,6 +50,18 @@ def test_in_an_export(fault: Any, place: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(export, "_write_tokenizer", fault)
     assert_refused("export", str(run), str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == [run]
+
+
+def test_at_a_checkpoint_the_ones_before_stay(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(place, tmp_path / "run", **CASES["naive"])
+    folder, whole = loop.train(replace(config, stop_after=2)), loop.train(replace(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_publish", full)
+        refused = call("resume", str(folder))
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1) and "disk is full" in refused.stderr
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+    loop.resume(folder)
+    assert_same_run(read_run(folder), read_run(whole))
 
 
 def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

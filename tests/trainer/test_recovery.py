@@ -26,22 +26,18 @@ SPIKE_STEP = 27
 
 def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the loss of some batches of the data, by their place in it."""
-    true_loss = session._loss
+    true_loss, true_batch, is_bad = session._loss, Session.batch, [False]
 
     def build_loss(*arguments: Any) -> Any:
         loss = true_loss(*arguments)
-        return lambda tokens: change(loss(tokens)) if STATE.get("spoiled") and torch.is_grad_enabled() else loss(tokens)
+        return lambda tokens: change(loss(tokens)) if is_bad[0] and torch.is_grad_enabled() else loss(tokens)
 
     def batch(self: Session) -> list[torch.Tensor]:
-        STATE["spoiled"] = self.step in batches
+        is_bad[0] = self.step in batches
         return true_batch(self)
 
-    true_batch = Session.batch
     monkeypatch.setattr(session, "_loss", build_loss)
     monkeypatch.setattr(Session, "batch", batch)
-
-
-STATE: dict[str, bool] = {}
 
 
 def run_with(place: Path, folder: Path, **changes: Any) -> Run:
