@@ -19,38 +19,19 @@ SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 # The beginnings of modules' paths inside the package, by layer; the longest that fits counts. A file of no layer fails the test.
 LAYERS = {
     "spec": {"errors", "spec"},
-    "machine": {"machine"},
-    "runs": {"runs"},
-    "monitor": {
-        "analysis",
-        "analysis.detectors",
-        "analysis.alarms",
-        "analysis.spikes",
-        "analysis.reading",
-        "analysis.kinds",
-    },
+    "monitor": {"analysis", *(f"analysis.{name}" for name in ("detectors", "alarms", "spikes", "reading", "kinds"))},
     "record": {"analysis.columns", "analysis.settings"},
     "comparison": {"analysis.comparison"},
     "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
-    "planner": {"planner"},
-    "report": {"report"},
     "torch_names": {"torch_names", "torch_hooks", "inductor", "put_back"},
     "compile": {"compile", "edge_values"},
-    "numerics": {"numerics"},
-    "matmul": {"matmul"},
-    "transforms": {"transforms"},
-    "optim": {"optim"},
-    "distributed": {"distributed"},
-    "checks": {"checks"},
-    "gauges": {"gauges"},
     "recording": {"gauges.recording"},
-    "assembly": {"assembly"},
-    "checkpoints": {"checkpoints"},
-    "trainer": {"trainer"},
-    "profiling": {"profiling"},
-    "integrations": {"integrations"},
     "cli": {"cli", "__main__"},
 }
+ALIKE = ("machine", "runs", "planner", "report", "numerics", "matmul", "transforms", "optim", "distributed", "checks", "gauges",
+         "assembly", "checkpoints", "trainer", "profiling", "integrations")  # fmt: skip
+"""Layers that are one package."""
+LAYERS |= {name: {name} for name in ALIKE}
 
 PARTS = {"matmul", "transforms", "optim", "distributed"}
 LOWEST = {"spec", "machine"}

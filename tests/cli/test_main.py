@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,6 +73,13 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Cal
     config = asked(calls, "--config", "my.toml", "--steps", "9", "--no-activation-checkpointing")
     assert (config.steps, config.batch_size, config.activation_checkpointing) == (9, 4, False)
     assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
+
+
+def test_of_all_ranks_the_first_prints_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, lines in ((0, 1), (1, 0)):
+        monkeypatch.setenv("RANK", str(rank))
+        refused = call("train", "--steps", "0")
+        assert (refused.exit_code, refused.stderr.count("\n")) == (2, lines)
 
 
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
@@ -165,3 +174,24 @@ def test_output_that_cannot_be_written_costs_one_line_and_status_1(tmp_path: Pat
         )  # fmt: skip
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith("OSError: Cannot write to standard output: File too large.")
+
+
+def test_a_watched_page_is_served_at_its_address_alone(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run", {"config": {"recipe": "bfloat16/word", "model": "llama-1m"}}) as writer:
+        writer.append("steps", {"step": 1, "loss": 5.0})
+    files = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, "-m", "narrowgauge", "watch", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            with urllib.request.urlopen(address, timeout=30) as answer:
+                assert "llama-1m in bfloat16/word" in answer.read().decode()
+            parent = address[: address.rindex("/", 0, -1)] + "/"
+            others = ((wrong, {}) for wrong in (parent, f"{parent}{'x' * 32}/", address + "file"))
+            for wrong, host in (*others, (address, {"Host": "evil.example"})):
+                with pytest.raises(urllib.error.HTTPError, match="403"):
+                    urllib.request.urlopen(urllib.request.Request(wrong, headers=host), timeout=30)
+        finally:
+            process.kill()
+    assert sorted(tmp_path.rglob("*")) == files

@@ -1,4 +1,4 @@
-"""Clusters: rates per chip, files, and what contradicts itself."""
+"""Clusters and layouts as they are asked for: rates per chip, files, and what contradicts itself."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from narrowgauge.errors import ChipError
+from narrowgauge.errors import ChipError, NarrowgaugeError
 from narrowgauge.planner.clusters import cluster_of, read_cluster
+from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout, read_layout
+from narrowgauge.planner.plan import plan
 from narrowgauge.spec.chips import get_chip
-
-FILE = """
-chip = "V100"
-chips = 16
-chips_per_node = 4
-interconnect_gbit_per_second = 1600
-"""
 
 
 def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(FILE)
-    cluster = read_cluster(path)
-    assert (cluster.name, cluster.chips, cluster.chips_per_node) == ("mine", 16, 4)
-    assert cluster.network_bytes_per_second == 50e9
-    assert cluster.chip.memory_bytes == 32 * 2**30
+    file = tmp_path / "mine.toml"
+    text = 'chip = "V100"\nchips = 16\nchips_per_node = 4\ninterconnect_gbit_per_second = 1600\n'
+    file.write_text(text + 'software = "fsdp-2023"\n')
+    cluster = read_cluster(file)
+    assert (cluster.name, cluster.chips, cluster.chips_per_node, cluster.software) == ("mine", 16, 4, "fsdp-2023")
+    assert (cluster.network_bytes_per_second, cluster.chip.memory_bytes) == (50e9, 32 * 2**30)
+    for value, says in (("3", "is not str"), ('"fsdp-2032"', "Did you mean 'fsdp-2023'")):
+        file.write_text(f"{text}software = {value}\n")
+        with pytest.raises(NarrowgaugeError) as caught:
+            read_cluster(file)
+        assert says in f"{caught.value} {caught.value.advice}"
 
 
 def test_chips_fill_whole_nodes() -> None:
     assert cluster_of("H100-SXM", 4).chips_per_node == 4
-    assert cluster_of("GB200", 144).chips_per_node == 72
+    # 128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of 72.
+    assert [cluster_of("GB200", chips).chips_per_node for chips in (128, 144, 256)] == [64, 72, 64]
     with pytest.raises(ChipError, match=r"12 chips .* 1.50 nodes. Use 8 or 16"):
         cluster_of("H100-SXM", 12)
     with pytest.raises(ChipError, match="chips = 0"):
@@ -43,13 +44,21 @@ def test_what_is_not_given_is_the_chips_or_assumed() -> None:
     assert (card.link_bytes_per_second(8), card.network_bytes_per_second) == (31.5e9, 25e9 / 8)
 
 
-def test_partitions_of_a_rack_are_filled_alike() -> None:
-    """128 and 256 GB200s run in published steps (benchmarks/published_runs_later.toml), in racks of 72."""
-    for chips in (128, 256):
-        assert cluster_of("GB200", chips).chips_per_node == 64
-
-
 def test_memory_is_what_drivers_report() -> None:
     """nvidia-smi lists 275,040 MiB on a B300 sold as 288 GB, and 183,359 on a B200 of 180."""
     assert get_chip("B300").memory_bytes == 275_040 << 20
     assert get_chip("B200").memory_bytes == pytest.approx(183_359 << 20, rel=0.01)
+
+
+def test_a_layout_by_name_is_one_that_runs_here() -> None:
+    assert Layout(**NAMED_LAYOUTS["fsdp2"]).is_fsdp and Layout(**NAMED_LAYOUTS["ddp"]).is_fsdp
+    assert read_layout("ddp, micro_batch=4") == {**NAMED_LAYOUTS["ddp"], "micro_batch": 4}
+
+
+def test_rotary_positions_go_on_and_the_answer_says_what_train_needs() -> None:
+    """131,072 tokens of an 8B model on eight chips ran; the preset has 8,192 positions."""
+    answer = plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, sequence_length=131_072)
+    assert answer.best.fits and answer.best.is_certain
+    assert any("8,192" in line and "max_position_embeddings" in line for line in answer.sentences())
+    with pytest.raises(NarrowgaugeError, match="1,024 positions"):
+        plan("gpt2-124m", chip="H100-SXM", sequence_length=2048)

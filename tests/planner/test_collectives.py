@@ -93,21 +93,17 @@ def test_a_switch_that_adds_halves_what_large_sums_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chip", "ranks", "rate"),
+    ("chip", "ranks", "stride", "rate"),
     # One link of 64 GB/s to each peer (ml-engineering, network/README.md); bridges of 300 GB/s join pairs, and PCIe5 x16 has 63
     # (NVIDIA's H100 PCIe product brief); an NVSwitch gives one peer the whole rate.
     [
-        ("MI300X", 2, 64),
-        ("MI300X", 4, 192),
-        ("MI300X", 8, 448),
-        ("H100-PCIe", 2, 300),
-        ("H100-PCIe", 8, 63),
-        ("H100-SXM", 2, 450),
+        *(("MI300X", ranks, 1, rate) for ranks, rate in ((2, 64), (4, 192), (8, 448))),
+        *(("H100-PCIe", ranks, stride, rate) for ranks, stride, rate in ((2, 1, 300), (2, 2, 63), (8, 1, 63))),
+        ("H100-SXM", 2, 1, 450),
     ],
 )
-def test_few_or_unbridged_peers_have_slower_links(chip: str, ranks: int, rate: float) -> None:
-    cluster = cluster_of(chip, 8)
-    path = path_of(ranks, 1, cluster)
+def test_few_or_unbridged_peers_have_slower_links(chip: str, ranks: int, stride: int, rate: float) -> None:
+    path = path_of(ranks, stride, cluster_of(chip, 8))
     assert path.link_bytes_per_second == pytest.approx(rate * 1e9)
     # A gigabyte summed over two MI300X takes 16 ms: 2 × 1/2 × 1e9 / 64e9.
     if (chip, ranks) == ("MI300X", 2):

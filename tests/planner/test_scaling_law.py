@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -27,6 +28,9 @@ def test_a_third_point_checks_the_law() -> None:
     scaling = fit(read_points("64:16d,128:10d,256:7d"))
     assert tuple(scaling.laws[0].parts) == ("divided", "constant")
     assert all("linear" not in law.parts for law in scaling.laws)
+    for law in scaling.laws:  # three points and two unknowns leave one residual to judge by
+        misses = [law.seconds(chips) / seconds - 1 for chips, seconds in scaling.points]
+        assert law.error == pytest.approx(math.hypot(*misses))
     assert "Measure a third size" not in "\n".join(scaling.sentences())
 
 

@@ -12,9 +12,12 @@ from narrowgauge.planner.clusters import cluster_of
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.plan import plan
+from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _fastest, _shapes, search
 from narrowgauge.planner.state import plan_state
 from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 
 SMALL, LARGE = read_model("llama-8b"), read_model("llama-33b")
@@ -128,10 +131,6 @@ def test_mixtures_are_searched_without_expert_parallelism() -> None:
 
 def test_chips_of_amd_multiply_float8() -> None:
     """gfx942 multiplies float8_e4m3fnuz, the same numbers as halves (spec/kernels.py; AMD's MI300X data sheet: 2,614.9)."""
-    from narrowgauge.planner.plan import plan
-    from narrowgauge.planner.roofline import multiplies
-    from narrowgauge.spec.computes import COMPUTES
-
     for chip in ("MI300X", "MI325X"):
         assert multiplies(COMPUTES["float8-row"], get_chip(chip))
     assert plan("llama-8b", chip="MI300X", chips=8).best.recipe.compute.name == "float8-row"

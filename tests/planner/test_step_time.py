@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.collectives import parameters_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout, why_not
 from narrowgauge.planner.model import read_model
+from narrowgauge.planner.roofline import operation_seconds
 from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 
-LLAMA, H100 = read_model("llama-8b"), cluster_of("H100-SXM", 8)
+LLAMA = read_model("llama-8b")
 WORD = parse("bfloat16/word")
 SHARED = Layout(shard=8)
 
@@ -30,13 +33,19 @@ def exact(chip: str, **rows: float) -> Efficiency:
     return Efficiency({**values, "spread": 0.0, **rows}, "by hand")
 
 
+def terms_of(layout: Layout, length: int = 4096, *, recipe: str = "bfloat16/word", **rows: Any) -> Terms:
+    """The step of a layout, by default of a Llama on as many chips as there are ranks."""
+    cluster, shape = rows.pop("cluster", cluster_of("H100-SXM", layout.num_ranks)), rows.pop("shape", LLAMA)
+    return step_terms(Job(shape, parse(recipe), layout, cluster, length, exact("H100-SXM", **rows)))
+
+
 def by_name(terms: Terms) -> dict[str, Term]:
     return {term.name: term for term in terms}
 
 
 def test_matmuls_and_attention_by_hand() -> None:
     tokens = 2 * 8192
-    terms = step_terms(Job(LLAMA, WORD, replace(SHARED, micro_batch=2), H100, 8192, exact("H100-SXM")))
+    terms = terms_of(replace(SHARED, micro_batch=2), 8192)
     weights = sum(matmul.num_parameters for matmul in LLAMA.matmuls)
     assert terms.groups["matmuls"] == pytest.approx(6 * weights * tokens / 989e12, rel=1e-3)
     scores = LLAMA.attention_flops(8192) / 3 * 3.5 * tokens
@@ -46,20 +55,44 @@ def test_matmuls_and_attention_by_hand() -> None:
 
 
 def test_sharded_weights_are_gathered_twice_and_gradients_reduced() -> None:
-    terms = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM")))
+    terms = terms_of(SHARED, 8192)
     exchange = by_name(terms)["weights and gradients between shards"]
     latency = 32 * 3 * 7 * 4e-6
     assert exchange.value == pytest.approx(LLAMA.num_parameters * 6 * 7 / 8 / 450e9 + latency)
-    wide = step_terms(Job(LLAMA, parse("bfloat16/word/float32"), SHARED, H100, 8192, exact("H100-SXM")))
+    for zero, gathers, sums in ((1, 1, 1), (2, 1, 4), (3, 8, 4)):  # of four micro-batches
+        terms = terms_of(Layout(shard=8, zero=zero, micro_batches=4))
+        bytes_moved = LLAMA.num_parameters * 2 * (gathers + sums)
+        value = by_name(terms)["weights and gradients between shards"].value
+        assert value == pytest.approx(bytes_moved * 7 / 8 / 450e9, rel=0.05), zero
+    wide = terms_of(SHARED, 8192, recipe="bfloat16/word/float32")
     assert wide.groups["communication"] > exchange.value
 
 
+@pytest.mark.parametrize(("compute", "passes"), [("scalify", 1), ("float8-row", 1), ("float8-tensor", 2)])
+def test_a_cast_reads_its_operand_twice_if_the_scale_is_of_all_of_it(compute: str, passes: int) -> None:
+    recipe, chip = parse(f"{compute}/split"), get_chip("H100-SXM")
+    seconds = operation_seconds(64, 64, recipe.compute, recipe, 1e6, chip, exact("H100-SXM"))
+    assert seconds["output.left"] == pytest.approx(64e6 * (2 * passes + 1) / 3350e9)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_stage_has_one_of_embedding_and_head(is_tied: bool) -> None:
+    shape, layout = replace(LLAMA, tie_embeddings=is_tied), Layout(pipeline=2, zero=0)
+    job = Job(shape, WORD, layout, cluster_of("H100-SXM", 2), 4096)
+    layers = LLAMA.num_parameters - LLAMA.outer_parameters
+    dense = layers / 2 + LLAMA.vocab_size * LLAMA.hidden_size + LLAMA.outer_vectors
+    assert parameters_of(job, 16) == (pytest.approx(dense), 0)
+    # Embedding and head may count as two of 128 groups of layers.
+    model = read_model("llama-405b")
+    assert why_not(model, Layout(pipeline=16, interleave=8), 8192) == ""
+    assert why_not(model, Layout(pipeline=16, interleave=9), 8192) == "144 groups of layers and 126 layers"
+
+
 def test_what_is_hidden_is_not_counted() -> None:
-    hidden = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, exact("H100-SXM", **{"overlap.shard": 1.0})))
+    hidden = terms_of(SHARED, 8192, **{"overlap.shard": 1.0})
     assert hidden.groups["communication"] == 0.0
     # Over a link of 1 GB/s computing cannot hide all.
-    slow = exact("H100-SXM", **{"overlap.shard": 1.0, "link": 1 / 450})
-    exposed = step_terms(Job(LLAMA, WORD, SHARED, H100, 8192, slow))
+    exposed = terms_of(SHARED, 8192, **{"overlap.shard": 1.0, "link": 1 / 450})
     assert exposed.groups["communication"] > 10
 
 
@@ -68,22 +101,16 @@ def test_the_bubble_is_the_pipelines(batches: int) -> None:
     head = replace(LLAMA.matmuls[-1], out_features=1)
     shape = replace(LLAMA, vocab_size=1, matmuls=(*LLAMA.matmuls[:-1], head))  # without a head all stages are equal
     layout = Layout(pipeline=4, zero=0, micro_batches=batches)
-    terms = step_terms(Job(shape, WORD, layout, cluster_of("H100-SXM", 4), 4096, exact("H100-SXM")))
+    terms = terms_of(layout, shape=shape)
     busy = sum(terms.groups[group] for group in ("matmuls", "attention", "elementwise", "loss"))
-    assert terms.groups["bubble"] / (terms.groups["bubble"] + busy) == pytest.approx(
-        3 / (batches + 3), rel=1e-2
-    )  # arXiv 2104.04473, section 2.2
-    halved = step_terms(
-        Job(shape, WORD, replace(layout, interleave=2), cluster_of("H100-SXM", 4), 4096, exact("H100-SXM"))
-    )
+    share = terms.groups["bubble"] / (terms.groups["bubble"] + busy)
+    assert share == pytest.approx(3 / (batches + 3), rel=1e-2)  # arXiv 2104.04473, section 2.2
+    halved = terms_of(replace(layout, interleave=2), shape=shape)
     assert halved.groups["bubble"] == pytest.approx(terms.groups["bubble"] / 2)
 
 
 def test_recomputation_costs_a_forward() -> None:
-    none, full = (
-        step_terms(Job(LLAMA, WORD, replace(SHARED, recompute=how), H100, 4096, exact("H100-SXM")))
-        for how in ("none", "full")
-    )
+    none, full = (terms_of(replace(SHARED, recompute=how)) for how in ("none", "full"))
     layers = sum(matmul.num_parameters for matmul in LLAMA.matmuls if matmul.part != "head")
     assert full.groups["matmuls"] - none.groups["matmuls"] == pytest.approx(2 * layers * 4096 / 989e12, rel=1e-3)
     assert full.groups["loss"] == none.groups["loss"]
@@ -95,11 +122,7 @@ def test_recomputation_costs_a_forward() -> None:
 )
 def test_weights_that_stay_gathered_are_cast_once_a_step(layout: Layout, is_cast_again: bool) -> None:
     """Those that are gathered for each micro-batch are cast for each."""
-    recipe = parse("float8-row/word")
-    single, four = (
-        step_terms(Job(LLAMA, recipe, replace(layout, micro_batches=count), H100, 4096, exact("H100-SXM")))
-        for count in (1, 4)
-    )
+    single, four = (terms_of(replace(layout, micro_batches=count), recipe="float8-row/word") for count in (1, 4))
     if is_cast_again:
         assert four.groups["casts"] == pytest.approx(4 * single.groups["casts"])
     else:
@@ -107,12 +130,7 @@ def test_weights_that_stay_gathered_are_cast_once_a_step(layout: Layout, is_cast
 
 
 def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
-    single, two = (
-        step_terms(
-            Job(LLAMA, WORD, Layout(tensor=ranks, zero=0), cluster_of("H100-SXM", ranks), 8192, exact("H100-SXM"))
-        )
-        for ranks in (1, 2)
-    )
+    single, two = (terms_of(Layout(tensor=ranks, zero=0), 8192) for ranks in (1, 2))
     assert two.groups["matmuls"] == pytest.approx(single.groups["matmuls"] / 2, rel=1e-2)
     moved = 32 * 8 * (8192 * 4096 * 2 / 2 / 450e9 + 4e-6)
     assert by_name(two)["activations between tensor ranks"].value == pytest.approx(moved)
@@ -120,8 +138,7 @@ def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
 
 def test_experts_get_the_tokens_that_chose_them() -> None:
     mixtral, dense = read_model("mixtral-8x7b"), read_model("llama-8b")
-    cluster = cluster_of("H100-SXM", 16)
-    terms = step_terms(Job(mixtral, WORD, Layout(shard=16, expert=8), cluster, 4096, exact("H100-SXM")))
+    terms = terms_of(Layout(shard=16, expert=8), shape=mixtral)
     active = 6 * sum(m.num_parameters * m.tokens_share for m in mixtral.matmuls)
     assert terms.groups["matmuls"] == pytest.approx(active * 4096 / 989e12, rel=2e-2)
     assert by_name(terms)["tokens between experts"].value > 0
@@ -130,29 +147,23 @@ def test_experts_get_the_tokens_that_chose_them() -> None:
 
 def test_a_token_travels_once_to_a_node_or_once_to_each_expert() -> None:
     shape, cluster = read_model("mixtral-8x7b"), cluster_of("H100-SXM", 16, chips_per_node=2)
-    layout = Layout(shard=16, expert=8)
-    times = [
-        by_name(step_terms(Job(shape, WORD, layout, cluster, 4096, exact("H100-SXM", once_per_node=once))))[
-            "tokens between experts"
-        ].value
-        for once in (0.0, 1.0)
-    ]
+    steps = (terms_of(Layout(shard=16, expert=8), shape=shape, cluster=cluster, once_per_node=n) for n in (0.0, 1.0))
+    times = [by_name(terms)["tokens between experts"].value for terms in steps]
     # Two experts on four nodes: 2 × 3/4 copies leave the node, for 3 × (1 - 9/16) nodes.
     assert times[1] / times[0] == pytest.approx(3 * (1 - 9 / 16) / 1.5, rel=5e-3)
 
 
 def test_experts_have_fewer_copies_than_other_parameters() -> None:
     """Two replicas of 8 ranks: gradients of experts are summed once, as those of other parameters are."""
-    shape, cluster = read_model("mixtral-8x7b"), cluster_of("H100-SXM", 16)
-    summed = []
+    shape, summed = read_model("mixtral-8x7b"), []
     for expert in (1, 8):
-        terms = step_terms(Job(shape, WORD, Layout(data=2, shard=8, expert=expert), cluster, 4096, exact("H100-SXM")))
+        terms = terms_of(Layout(data=2, shard=8, expert=expert), shape=shape)
         text = by_name(terms)["gradients between replicas"].formula
         summed.append(float(text.split("an all-reduce of ")[1].split(" MB")[0].replace(",", "")))
     # Whoever computes with them, each rank is left with an eighth of all gradients, 2 bytes each.
     assert summed == pytest.approx([shape.num_parameters / 8 * 2 / 1e6] * 2, rel=5e-3)
     # Where every expert is on one rank alone, only the others are summed.
-    terms = step_terms(Job(shape, WORD, Layout(data=8, zero=0, expert=8), H100, 4096, exact("H100-SXM")))
+    terms = terms_of(Layout(data=8, zero=0, expert=8), shape=shape)
     dense_bytes = (shape.num_parameters - shape.expert_parameters) * 2
     term = by_name(terms)["gradients between replicas"]
     assert float(term.formula.split(": ")[1].split(" s,")[0]) < 2.1 * dense_bytes / 450e9 + 1e-3

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.event_table import event_table
 from narrowgauge.report.figures import curves
 from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.series import NUM_COLUMNS
 from narrowgauge.report.figures.traces import Figure
-from narrowgauge.report.recipe_groups import Group
+from narrowgauge.report.figures.verdict_figure import differences
+from narrowgauge.report.recipe_groups import Group, groups_of
+from narrowgauge.report.runs_page import run_readings
 from narrowgauge.runs.record import Run
-from report.made_pages import group_runs
 
 MakeRun = Callable[..., Run]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    return groups_of(compare_runs(runs))
 
 
 def mean_of(figure: Figure | None, place: int) -> dict[str, Any]:
@@ -62,6 +68,15 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> No
     assert figure is not None
     (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2")
     assert crosses["x"] == [30, 31]
+
+
+def test_a_reading_of_several_runs_is_a_row_with_the_first_step(make_run: MakeRun) -> None:
+    runs = [
+        make_run(seed=seed, loss=lambda step, bad=bad: math.nan if step == bad else 2.0)
+        for seed, bad in enumerate((60, 30))
+    ]
+    [row] = run_readings(group_runs(runs)).table.rows
+    assert (row["what"], row["step"], row["seeds"]) == ("nonfinite-step", 30, "0, 1")
 
 
 def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
@@ -113,3 +128,26 @@ def test_every_figure_is_valid_json(make_run: MakeRun) -> None:
     assert len(figures) == 5
     for figure in figures:
         json.dumps([figure.data, figure.layout], allow_nan=False)
+
+
+def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_threshold(make_run: MakeRun) -> None:
+    losses = {"bfloat16/master": [2.0, 2.0], "bfloat16/word": [2.001, 2.003], "bfloat16/split": [1.99, 1.992]}
+    runs = [
+        make_run(name, seed, bytes_per_param=16.0 if "master" in name else 8.0, loss=lambda _, loss=loss: loss - 0.1)
+        for name, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
+    comparison = compare_runs(runs)
+    figure = differences(groups_of(comparison), comparison)
+    assert figure is not None
+    expected = {paired.recipe: paired for paired in comparison.differences}
+    names = [trace["name"] for trace in figure.data]
+    assert names == ["bfloat16/word", "bfloat16/split"] == figure.layout["yaxis"]["ticktext"]
+    for trace in figure.data:
+        paired = expected[trace["name"]]
+        assert trace["x"] == [pytest.approx(paired.mean)] and trace["error_x"]["visible"]
+        assert trace["error_x"]["array"] == [pytest.approx(paired.half, rel=1e-5)]
+    (band,) = figure.layout["shapes"]
+    assert (band["x0"], band["x1"]) == (-0.02, 0.02) and "± 0.02 nats" in figure.how
+    low, high = figure.layout["xaxis"]["range"]
+    assert low == -high and low < min(paired.low for paired in expected.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,17 +15,9 @@ from narrowgauge.report.publishing import report
 from narrowgauge.runs.writer import RunWriter
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(live, "time", clock)
     return clock
 
@@ -38,7 +31,7 @@ def write_run(folder: Path, losses: list[float]) -> None:
 
 
 def test_the_page_is_rendered_again_when_its_runs_have_grown(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def render(paths: object) -> bytes:
         clock.now += 3.0  # as long as it takes

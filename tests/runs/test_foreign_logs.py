@@ -1,4 +1,4 @@
-"""Logs of other frameworks as runs: their names, their damage, and a page that claims nothing that was not logged.
+"""Logs of other frameworks and tables of any program as runs: their names, their damage, and no claim of what was not logged.
 
 What Lightning's and Hugging Face's own loggers write is read in ``tests/integrations``.
 """
@@ -76,36 +76,44 @@ def test_a_row_of_a_table_that_is_being_written_is_left_out(tmp_path: Path) -> N
     assert ng.read_run(tmp_path).steps == [{"step": 1, "loss": 2.5}]
 
 
+def test_of_several_checkpoints_the_newest_is_read(tmp_path: Path) -> None:
+    for step in (900, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(
+            state(log_history=[{"loss": 2.0, "step": step}])
+        )
+    assert ng.read_run(tmp_path).steps == [{"step": 1000, "loss": 2.0}]
+
+
 def state(**changes: Any) -> str:
     whole = {"global_step": 1, "max_steps": 2, "log_history": [{"loss": 2.0, "step": 1, "epoch": 0.5}], **changes}
     return json.dumps(whole)
 
 
-DAMAGED = {
-    "trainer_state.json": {
-        "is damaged": [state()[:-9], state(log_history=[{"loss": 1.0}])],
-        "which is not a number": [state(log_history=[{"loss": "low", "step": 1}])],
-    },
-    "metrics.csv": {
-        "no column of steps": ["loss\n1.0\n"],
-        "has no rows": ["", "step,loss\n"],
-        "line 3 has not as many values": ["step,loss\n0,1.0\n1\n"],
-        "holds no loss": ["step,loss\n,1.0\n"],
-        "is damaged": ["step,loss\n\x000,1.0\n"],
-    },
-}
-CASES = [
-    (file, reason, text) for file, reasons in DAMAGED.items() for reason, texts in reasons.items() for text in texts
-]
-
-
-@pytest.mark.parametrize(("file", "reason", "text"), CASES)
-def test_a_damaged_log_is_refused_in_one_line(file: str, reason: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / file).write_text(text)
-    for path in (tmp_path, tmp_path / file):
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("trainer_state.json", state()[:-9], "is damaged"),
+        ("trainer_state.json", state(log_history=[{"loss": 1.0}]), "is damaged"),
+        ("trainer_state.json", state(log_history=[{"loss": "low", "step": 1}]), "which is not a number"),
+        ("metrics.csv", "loss\n1.0\n", "no column of steps"),
+        ("metrics.csv", "", "has no rows"),
+        ("metrics.csv", "step,loss\n", "has no rows"),
+        ("metrics.csv", "step,loss\n0,1.0\n1\n", "line 3 has not as many values"),
+        ("metrics.csv", "step,loss\n,1.0\n", "holds no loss"),
+        ("metrics.csv", "step,loss\n\x000,1.0\n", "is damaged"),
+        ("a.csv", "Step,one - loss,two - loss\n1,3.0,2.0\n", "holds no loss. It has one - loss, two - loss"),
+        ("a.csv", "step,loss\n0.5,1.0\n", "not a whole number"),
+        ("a.csv", "step;loss\n1;2,5\n", "no commas between its columns"),
+        ("a.jsonl", "{", "No run in"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_in_one_line(name: str, text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    for path in (tmp_path, tmp_path / name) if not name.startswith("a.") else (tmp_path / name,):
         with pytest.raises(RecordError, match=reason) as refusal:
             ng.read_run(path)
-        assert "\n" not in str(refusal.value) and file in str(refusal.value)
+        assert "\n" not in str(refusal.value) and name in str(refusal.value)
 
 
 def test_a_damaged_event_file_is_refused_and_a_torn_end_is_left_out(tmp_path: Path) -> None:
@@ -117,3 +125,35 @@ def test_a_damaged_event_file_is_refused_and_a_torn_end_is_left_out(tmp_path: Pa
     with pytest.raises(RecordError, match="crc32") as refusal:
         ng.read_run(tmp_path)
     assert str(refusal.value).count("tfevents") == 1
+
+
+CSV = "step,loss,lr,note\n1,3.5,0.001,warm\n2,3.25,0.001,\n"
+HISTORY = "_step,_runtime,train/loss,train/global_step,eval/loss\n0,1.5,3.5,10,\n1,2.5,3.25,20,\n2,3.0,,20,3.0\n"
+ALONE = "_step,loss\n0,3.5\n1,3.25\n"
+
+
+def read(folder: Path, name: str, text: str) -> ng.runs.Run:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    return ng.read_run(folder / name)
+
+
+def test_tables_and_exports_are_read_by_their_names(tmp_path: Path) -> None:
+    assert read(tmp_path, "mine.csv", CSV).steps == [
+        {"step": 1, "loss": 3.5, "lr": 1e-3},
+        {"step": 2, "loss": 3.25, "lr": 1e-3},
+    ]
+    run = read(tmp_path, "history.csv", HISTORY)
+    assert run.steps == [{"step": 10, "loss": 3.5}, {"step": 20, "loss": 3.25}] and run.evals == [
+        {"step": 20, "val_loss": 3.0}
+    ]
+    assert [row["step"] for row in read(tmp_path, "alone.csv", ALONE).steps] == [1, 2]
+    assert read(tmp_path, "spaces.csv", "step, loss\n1, 2.5\n").steps == [{"step": 1, "loss": 2.5}]
+
+
+def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
+    one, other = read(tmp_path, "one.csv", CSV), read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
+    assert (one.path.name, other.path.name) == ("one.csv", "other.csv") and one.gauges == one.fingerprints == []
+    found = ng.diagnose(one, other)
+    assert found.names == ("one.csv", "other.csv") and found.readings[0].stage == "loss"
+    assert "--" not in str(found) and "neither settings nor versions in its record" in str(found)

@@ -15,7 +15,7 @@ import tomli_w
 
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
+from trainer.tiny_runs import CASES, assert_same_run, call, settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,10 +67,6 @@ def test_a_setting_that_is_not_named_any_more_is_at_its_default(stopped: Path) -
     assert len(read_run(stopped).steps) == 5
 
 
-def test_a_stop_that_lies_behind_is_refused(stopped: Path) -> None:
-    assert "has done 4 steps, and a stop after step 4 was requested" in refused(stopped, "--stop-after", "4")
-
-
 def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> None:
     edit(stopped, lr=0.007, steps=6)
     assert call("resume", str(stopped)).exit_code == 0
@@ -86,23 +82,28 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("edits", "words", "says"),
     [
-        ("seed", 7, "seed 7, and the run began with"),
-        ("held_out", 0.4, "held_out 0.4"),
-        ("recipe", "bfloat16/exact", "exact"),
+        ({"seed": 7}, (), "seed 7, and the run began with"),
+        ({"held_out": 0.4}, (), "held_out 0.4"),
+        ({"recipe": "bfloat16/exact"}, (), "exact"),
+        ({}, ("--stop-after", "4"), "has done 4 steps, and a stop after step 4 was requested"),
     ],
 )
-def test_an_edit_that_makes_another_run_is_refused(stopped: Path, name: str, value: object, says: str) -> None:
-    edit(stopped, **{name: value})
-    assert says in refused(stopped)
+def test_what_makes_another_run_or_lies_behind_is_refused(
+    stopped: Path, edits: dict[str, Any], words: tuple[str, ...], says: str
+) -> None:
+    edit(stopped, **edits)
+    assert says in refused(stopped, *words)
 
 
-def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, finished: Run) -> None:
-    moved = stopped.rename(stopped.with_name("moved"))
-    edit(moved, out=str(moved), stop_after=None, verify_every=7)
+def test_where_a_run_and_its_text_lie_and_where_it_pauses_are_no_changes(
+    place: Path, stopped: Path, finished: Run
+) -> None:
+    moved, text = stopped.rename(stopped.with_name("moved")), shutil.copytree(place / "text", stopped / "text")
+    edit(moved, out=str(moved), data=str(text), stop_after=None, verify_every=7)
     loop.resume(moved, stop_after=6)
-    loop.resume(moved)
+    loop.resume(moved, stop_after=8)  # the last step, which is an end
     run = read_run(moved)
     assert_same_run(run, finished)
     assert not [event for event in run.events if event.get("detector") == "changed-settings"]
@@ -111,26 +112,24 @@ def test_where_a_run_lies_and_where_it_pauses_are_no_changes(stopped: Path, fini
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_same_text_in_another_folder_is_no_change(place: Path, stopped: Path, tmp_path: Path) -> None:
-    edit(stopped, data=str(shutil.copytree(place / "text", tmp_path / "elsewhere")))
-    loop.resume(stopped)
-    assert not [event for event in read_run(stopped).events if event.get("detector") == "changed-settings"]
-
-
-def test_a_lost_evaluation_is_refused(stopped: Path) -> None:
-    (stopped / "evals.jsonl").write_bytes(b"")
-    assert "evals.jsonl is not as it was written" in refused(stopped)
-
-
-@pytest.mark.parametrize("name", ["steps", "evals"])
-def test_a_changed_digit_of_an_old_row_is_refused(name: str, stopped: Path) -> None:
-    file = stopped / f"{name}.jsonl"
-    first, *others = file.read_bytes().splitlines(keepends=True)
+def changed_digit(first: bytes, *others: bytes) -> bytes:
     digit = first.index(b"loss") + 8
-    file.write_bytes(
-        first[:digit] + b"%d" % (9 - int(first[digit : digit + 1])) + first[digit + 1 :] + b"".join(others)
-    )
-    assert f"{name}.jsonl is not as it was written" in refused(stopped)
+    return first[:digit] + b"%d" % (9 - int(first[digit : digit + 1])) + first[digit + 1 :] + b"".join(others)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("evals", lambda *rows: b"", "evals.jsonl is not as it was written"),
+        ("evals", changed_digit, "evals.jsonl is not as it was written"),
+        ("steps", changed_digit, "steps.jsonl is not as it was written"),
+        ("steps", lambda *rows: rows[0] + rows[3], "from before its checkpoint of step 4: steps.jsonl lacks step 2"),
+    ],
+)
+def test_lost_and_changed_rows_are_refused(name: str, change: Any, says: str, stopped: Path) -> None:
+    file = stopped / f"{name}.jsonl"
+    file.write_bytes(change(*file.read_bytes().splitlines(keepends=True)))
+    assert says in refused(stopped)
 
 
 def test_an_edited_interval_of_evaluations_holds_from_there_on(stopped: Path) -> None:
@@ -151,14 +150,6 @@ def test_a_checkpoint_without_a_record_of_its_rows_resumes(stopped: Path, finish
     assert_same_run(read_run(stopped), finished)
 
 
-def test_lost_rows_are_refused(stopped: Path) -> None:
-    lines = (stopped / "steps.jsonl").read_bytes().splitlines(keepends=True)
-    (stopped / "steps.jsonl").write_bytes(lines[0] + lines[3])
-    told = refused(stopped)
-    assert "lost or changed rows from before its checkpoint of step 4" in told
-    assert "steps.jsonl lacks step 2" in told
-
-
 # ── data and models ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -169,6 +160,18 @@ def test_a_model_that_has_another_shape_since_is_refused(place: Path, tmp_path: 
     shape = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**shape, "intermediate_size": 32}))
     assert "of shape (32, 16) (it is (24, 16) there)" in refused(folder)
+
+
+def test_changed_data_are_refused_and_lost_ones_made_again(place: Path, finished: Run, tmp_path: Path) -> None:
+    file = Path(shutil.copytree(place / "text", tmp_path / "text")) / "0.txt"
+    folder = loop.train(replace(settings(place, tmp_path / "run", **CASE, stop_after=2), data=str(file.parent)))
+    shutil.rmtree(read_run(folder).run["data"]["folder"])
+    text = file.read_text()
+    file.write_text("other words")
+    assert "not those the run started with" in refused(folder)
+    file.write_text(text)
+    loop.resume(folder)
+    assert_same_run(read_run(folder), finished)
 
 
 # ── two at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,14 +193,3 @@ def test_a_second_resume_is_refused_before_it_reads_what_the_first_writes(
         f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one that was not closed, is "
         "writing it. Close it, or wait until the process ends.\n"
     ]
-
-
-def test_the_same_command_goes_on_where_one_was_killed_while_it_made_the_run(
-    place: Path, finished: Run, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for name in ("steps.jsonl", "evals.jsonl", ".tmp-run.toml-4711"):
-        (folder / name).touch()
-    assert call(*words_of(settings(place, folder, **CASE))).exit_code == 0
-    assert_same_run(read_run(folder), finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from safetensors import SafetensorError
 
 import narrowgauge
 import narrowgauge.runs.atomic_io
+from narrowgauge.checkpoints import saving
+from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import export, loop
-from trainer.tiny_runs import CASES, call, settings, words_of
+from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,37 +30,42 @@ def hidden(*_: Any, **__: Any) -> None:
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
-def said(*words: str) -> str:
+def assert_refused(*words: str) -> None:
     refused = call(*words)
     assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1), refused.exception
     assert "the disk is full" in refused.stderr
-    return refused.stderr
-
-
-@pytest.fixture(scope="module")
-def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return loop.train(settings(place, tmp_path_factory.mktemp("whole") / "run", **CASES["naive"], steps=2))
+    assert "give the same command again" in refused.stderr and "resume" not in refused.stderr
 
 
 def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
-    told = said(*words_of(settings(place, tmp_path / "run")))
-    assert "give the same command again" in told and "resume" not in told
+    assert_refused(*words_of(settings(place, tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("fault", [full, hidden])
-def test_in_an_export(fault: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_an_export(fault: Any, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loop.train(settings(place, tmp_path / "run", **CASES["naive"], steps=1))
     monkeypatch.setattr(export, "_write_tokenizer", fault)
-    told = said("export", str(finished), str(tmp_path / "out"))
-    assert "give the same command again" in told and "resume" not in told
-    assert list(tmp_path.iterdir()) == []
+    assert_refused("export", str(run), str(tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_at_a_checkpoint_the_ones_before_stay(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(place, tmp_path / "run", **CASES["naive"])
+    folder, whole = loop.train(replace(config, stop_after=2)), loop.train(replace(config, out=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "_publish", full)
+        refused = call("resume", str(folder))
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1) and "disk is full" in refused.stderr
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+    loop.resume(folder)
+    assert_same_run(read_run(folder), read_run(whole))
 
 
 def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     narrowgauge.compare(lambda recipe, seed, log: 2.0, ["bfloat16/word"], out=tmp_path / "runs")
     monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
-    told = said("report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"))
-    assert "give the same command again" in told and "resume" not in told
+    assert_refused("report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"))
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

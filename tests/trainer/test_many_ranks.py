@@ -1,4 +1,4 @@
-"""A training on several ranks: one run folder, one voice, and with an order-invariant reduction the bits of one process."""
+"""A training on several ranks: one run folder, one voice, the numbers of one process, and an end at a flipped bit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.errors import CorruptionError, NarrowgaugeError
+from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop
+from narrowgauge.runs.schema import STEP
+from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
 from trainer.tiny_runs import lasting, settings
@@ -24,9 +26,9 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def train_here(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> list[str]:
-    """One rank of some trainings; what it said, or why it was refused."""
-    said = []
+def train_here(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> list[Any]:
+    """One rank of some trainings; what it said, or why it was refused, or what it found corrupt."""
+    said: list[Any] = []
     for out, changes in runs.items():
         stream = io.StringIO()
         with warnings.catch_warnings(), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
@@ -36,9 +38,12 @@ def train_here(rank: int, place: Path, runs: dict[Path, dict[str, Any]]) -> list
                     loop.resume(out)
                 else:
                     loop.train(settings(place, out, **changes))
+                told: Any = stream.getvalue()
+            except CorruptionError as error:
+                told = error.message, error.rank, error.tensor
             except NarrowgaugeError as error:
-                stream.write(str(error))
-        said.append(stream.getvalue())
+                told = f"{stream.getvalue()}{error}"
+        said.append(told)
     return said
 
 
@@ -56,6 +61,7 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     for row in run.steps:
         assert 0 <= row["wait_seconds"] < row["communication_seconds"] < row["seconds"]
     assert "communication_seconds" not in alone.steps[0]
+    assert [row["batch_crc"] for row in run.steps] == [row["batch_crc"] for row in alone.steps]
     for column in ("loss", "grad_norm"):
         values = [row[column] for row in run.steps]
         assert values == pytest.approx([row[column] for row in alone.steps], rel=1e-6)
@@ -81,10 +87,7 @@ def test_a_run_with_a_stochastic_reduction_is_stopped_and_resumed_with_the_same_
 
 def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
     """One rank of a training in whose third batch one micro-batch is not finite, each time it is computed."""
-    from narrowgauge.trainer import session as module
-
-    true_loss, now = module._loss, {"batch": -1, "number": -1}
-    true_batch = Session.batch
+    true_loss, true_batch, now = session._loss, Session.batch, {"batch": -1, "number": -1}
 
     def batch(self: Session) -> Any:
         for each, tokens in zip(self.micro_batches, true_batch(self), strict=True):
@@ -106,11 +109,11 @@ def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dic
 
         return spoiled
 
-    module._loss, Session.batch = build_loss, batch
+    session._loss, Session.batch = build_loss, batch
     try:
         return train_here(rank, place, {out: changes})[0]
     finally:
-        module._loss, Session.batch = true_loss, true_batch
+        session._loss, Session.batch = true_loss, true_batch
 
 
 def test_ranks_stop_together_at_a_bad_step(place: Path, tmp_path: Path) -> None:
@@ -119,3 +122,47 @@ def test_ranks_stop_together_at_a_bad_step(place: Path, tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     assert [row["skipped"] for row in run.steps] == [False, False, True]
     assert "stopped after step 3" in said[0] and len(set(said)) == 2
+
+
+VERIFIED = {
+    **BASE, "steps": 12, "batch_size": 4, "gradient_accumulation_steps": 4, "checkpoint_every": 2, "gauges_every": 3,
+    "eval_every": 4, "shard": "none",
+}  # fmt: skip
+
+
+def test_verifying_changes_no_bit(place: Path, tmp_path: Path) -> None:
+    runs = {tmp_path / str(every): {**VERIFIED, "verify_every": every} for every in (0, 2)}
+    run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
+    plain, verified = map(read_run, runs)
+    assert [lasting(row) for row in plain.steps] == [lasting(row) for row in verified.steps]
+    assert [row["tensors"] for row in plain.gauges] == [row["tensors"] for row in verified.gauges]
+    assert len(plain.steps) == 12 and {name for row in plain.steps for name in row} <= STEP.keys()
+
+
+def train_with_a_flipped_bit(rank: int, place: Path, out: Path) -> Any:
+    """One rank of a training in which a bit of a second moment of rank 1 flips after step 5."""
+    true_batch = Session.batch
+
+    def batch(self: Session) -> list[torch.Tensor]:
+        if (rank, self.step) == (1, 5):
+            tensor = next(
+                tensor for name, tensor, _ in kept_tensors(self.optimizer) if name.startswith("exp_avg_sq of")
+            )
+            tensor.data.view(-1).view(torch.int32)[5] ^= 1 << 30
+        return true_batch(self)
+
+    Session.batch = batch  # type: ignore[method-assign]
+    try:
+        return train_here(rank, place, {out: {**VERIFIED, "verify_every": 4}})[0]
+    finally:
+        Session.batch = true_batch  # type: ignore[method-assign]
+
+
+def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(place: Path, tmp_path: Path) -> None:
+    first, *others = run_ranks(train_with_a_flipped_bit, 3, tmp_path / "ranks", place, tmp_path / "run")
+    message, rank, tensor = first
+    assert others == [first] * 2 and rank == 1 and tensor.startswith("exp_avg_sq of") and "rank 1" in message
+    event = read_run(tmp_path / "run").events[-1]
+    assert (event["kind"], event["rank"], event["tensor"]) == ("corruption", 1, tensor) and 5 <= event["step"] <= 9
+    saved = sorted(int(folder.name.partition("-")[2]) for folder in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert saved and saved[-1] <= 5

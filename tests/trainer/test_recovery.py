@@ -13,7 +13,8 @@ import torch
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.events import on_event
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import loop
+from narrowgauge.trainer import loop, session
+from narrowgauge.trainer.rounding_places import rounding_places
 from narrowgauge.trainer.session import Session
 from trainer.tiny_runs import settings
 
@@ -25,24 +26,18 @@ SPIKE_STEP = 27
 
 def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the loss of some batches of the data, by their place in it."""
-    from narrowgauge.trainer import session as module
-
-    true_loss = module._loss
+    true_loss, true_batch, is_bad = session._loss, Session.batch, [False]
 
     def build_loss(*arguments: Any) -> Any:
         loss = true_loss(*arguments)
-        return lambda tokens: change(loss(tokens)) if STATE.get("spoiled") and torch.is_grad_enabled() else loss(tokens)
+        return lambda tokens: change(loss(tokens)) if is_bad[0] and torch.is_grad_enabled() else loss(tokens)
 
     def batch(self: Session) -> list[torch.Tensor]:
-        STATE["spoiled"] = self.step in batches
+        is_bad[0] = self.step in batches
         return true_batch(self)
 
-    true_batch = Session.batch
-    monkeypatch.setattr(module, "_loss", build_loss)
+    monkeypatch.setattr(session, "_loss", build_loss)
     monkeypatch.setattr(Session, "batch", batch)
-
-
-STATE: dict[str, bool] = {}
 
 
 def run_with(place: Path, folder: Path, **changes: Any) -> Run:
@@ -73,14 +68,21 @@ def test_a_spike_is_reported_at_its_step_and_skipped_before_it_changes_a_weight(
     assert run.summary["weights_fingerprint"] != reported.summary["weights_fingerprint"]
 
 
-def test_a_gradient_that_jumps_alone_is_skipped_too(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("gradient", lambda loss: loss.detach() + 1000 * (loss - loss.detach())),
+        ("loss", lambda loss: loss + 20 * loss.detach()),
+    ],
+)
+def test_a_gradient_or_a_loss_that_jumps_alone_is_skipped_too(
+    what: str, change: Any, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss keeps its value; only what flows back is a thousand times too large."""
-    spoil(monkeypatch, {SPIKE_STEP - 1}, lambda loss: loss.detach() + 1000 * (loss - loss.detach()))
+    spoil(monkeypatch, {SPIKE_STEP - 1}, change)
     run = run_with(place, tmp_path / "run", on_spike="skip")
     assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
-    assert run.steps[SPIKE_STEP - 1]["spike"]["what"] == "gradient"
+    assert run.steps[SPIKE_STEP - 1]["spike"]["what"] == what
+    assert rounding_places(run.path, SPIKE_STEP + 1).mismatch == ""  # repeated without the update, too
 
 
 def test_a_stop_leaves_a_run_that_can_go_on(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +93,7 @@ def test_a_stop_leaves_a_run_that_can_go_on(place: Path, tmp_path: Path, monkeyp
     run = read_run(tmp_path / "run")
     assert [row["step"] for row in run.evals] == [9, 18, 27, 34]
     assert run.summary is not None and run.summary["steps"] == 34
+    assert session.load(run.path).optimizer.num_skipped == 1  # counted before the stop
     assert [row["step"] for row in run.steps if row["skipped"]] == [SPIKE_STEP]
 
 

@@ -10,19 +10,18 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
+import torch
 
-from narrowgauge.checkpoints import saving
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop, session
@@ -36,29 +35,36 @@ else:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Reads a task a line: the words of a command, where its output goes, and which signal comes at which system call.
-NURSERY = """
-import json, os, signal, sys
+NURSERY = '''
+import json, os, signal, sys, threading
 import transformers.models.llama.modeling_llama
 from narrowgauge.cli.main import main
 import narrowgauge.trainer.loop
 
-def watch(moments):
-    count, words = 0, {text.encode(): number for text, number in moments.items() if not text.isdigit()}
-    def due(function, writes):
+def watch(moments, places):
+    """Count the calls on files that the command names: caches of compiled code take and poll locks as others use them."""
+    count, files, lock = 0, set(), threading.Lock()
+    words = {text.encode(): number for text, number in moments.items() if not text.isdigit()}
+    def due(function, name):
         def call(*given, **named):
             nonlocal count
-            count += 1
-            number = moments.get(str(count))
-            if writes:
+            ours = given[0] in files if name in ("write", "fsync") else str(given[0]).startswith(places)
+            with lock:  # a checkpoint is written by another thread
+                count += ours
+                number = moments.get(str(count)) if ours else None
+            if name == "write":
                 number = next((words.pop(text) for text in list(words) if text in given[1]), number)
-            if number == signal.SIGKILL and writes:
+            if number == signal.SIGKILL and name == "write":
                 function(given[0], given[1][: len(given[1]) // 2])
             if number is not None:
                 os.kill(os.getpid(), number)
-            return function(*given, **named)
+            result = function(*given, **named)
+            if name == "open":
+                (files.add if ours else files.discard)(result)
+            return result
         return call
     for name in ("write", "fsync", "rename", "replace", "open", "mkdir", "unlink"):
-        setattr(os, name, due(getattr(os, name), name == "write"))
+        setattr(os, name, due(getattr(os, name), name))
     return lambda: count
 
 for line in sys.stdin:
@@ -69,7 +75,7 @@ for line in sys.stdin:
         os.dup2(out, 1), os.dup2(out, 2)
         # The signal a terminal sends; a process started by a test runner may have been told to ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        calls = watch(task["moments"])
+        calls = watch(task["moments"], tuple(word for word in task["words"] if word.startswith("/")))
         try:
             main(task["words"])
         finally:
@@ -79,7 +85,7 @@ for line in sys.stdin:
                 file.write(str(number))
             os._exit(int(getattr(sys.exc_info()[1], "code", 1) or 0))
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+'''
 
 
 class Nursery:
@@ -139,7 +145,7 @@ def test_killed_at_any_moment_is_the_same_run(
     assert nursery(*words_of(config)) == 0, nursery.said
     assert_same_run(read_run(tmp_path / "counted"), whole[name])
     draw, last = random.Random(name), nursery.num_calls
-    for moment in draw.sample(range(last // 4, last - 4), 5):
+    for moment in draw.sample(range(last // 4, last - 4), 4):
         folder = tmp_path / str(moment)
         command = words_of(replace(config, out=str(folder)))
         assert nursery(*command, at={str(moment): signal.SIGKILL}) == -signal.SIGKILL, nursery.said
@@ -150,6 +156,27 @@ def test_killed_at_any_moment_is_the_same_run(
         if again and read_run(folder).summary is None:
             assert nursery("resume", str(folder)) == 0, nursery.said
         assert_same_run(read_run(folder), whole[name])
+
+
+JITTERING = {
+    "model_type": "phimoe", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4,
+    "router_jitter_noise": 0.5, "input_jitter_noise": 0.5,
+}  # fmt: skip
+
+
+def test_a_resumed_run_of_a_model_that_draws_random_numbers_is_the_uninterrupted_one(
+    place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "jittering").mkdir()
+    (tmp_path / "jittering" / "config.json").write_text(json.dumps(JITTERING))
+    changes = {"model": str(tmp_path / "jittering"), "gradient_accumulation_steps": 2}
+    whole = read_run(loop.train(settings(place, tmp_path / "whole", **changes)))
+    torch.rand(3), random.random(), np.random.rand()
+    folder = loop.train(settings(place, tmp_path / "stopped", **changes, stop_after=5))
+    torch.rand(7)
+    loop.resume(folder)
+    assert_same_run(read_run(folder), whole)
 
 
 # ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,43 +246,6 @@ def test_without_a_good_checkpoint_the_run_starts_again(place: Path, whole: dict
     assert_same_run(read_run(folder), whole["naive"])
 
 
-def test_changed_data_are_refused_and_lost_ones_made_again(place: Path, whole: dict[str, Run], tmp_path: Path) -> None:
-    shutil.copytree(place / "text", tmp_path / "text")
-    folder = loop.train(
-        replace(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2), data=str(tmp_path / "text"))
-    )
-    tokens = Path(read_run(folder).run["data"]["folder"])
-    shutil.rmtree(tokens)
-    text = (tmp_path / "text" / "0.txt").read_text()
-    (tmp_path / "text" / "0.txt").write_text("other words")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    refused = call("resume", str(folder))
-    assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert "not those the run started with" in refused.stderr
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    (tmp_path / "text" / "0.txt").write_text(text)
-    loop.resume(folder)
-    assert_same_run(read_run(folder), whole["naive"])
-
-
-def full_disk(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_full_disk_costs_one_line_and_no_checkpoint(
-    place: Path, whole: dict[str, Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "_publish", full_disk)
-        refused = call("resume", str(folder))
-    assert refused.exit_code == 1 and refused.stderr.count("\n") == 1
-    assert refused.stderr.startswith("RecordError: ") and "space" in refused.stderr
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-00000002"]
-    loop.resume(folder)
-    assert_same_run(read_run(folder), whole["naive"])
-
-
 @pytest.mark.parametrize(("at", "existed"), [(1, True), (3, False), (5, True), (8, False)])
 def test_a_full_disk_at_the_start_leaves_nothing(
     at: int, existed: bool, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -268,7 +258,7 @@ def test_a_full_disk_at_the_start_leaves_nothing(
         nonlocal count
         count += 1
         if count == at:
-            full_disk()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         true_fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
