@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -17,30 +18,9 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
 
 
-class Block(nn.Module):
-    """A matrix, a vector and a head, with a keyword argument and a tuple as result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x: Tensor, *, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        y = self.norm(self.inner(x) * scale)
-        return y, {"again": y}
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.block = Block()
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, more = self.block(x, scale=torch.ones((), dtype=x.dtype))
-        logits: Tensor = self.head(y + more["again"])
-        return logits
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(inner=nn.Linear(6, 6), norm=nn.LayerNorm(6), head=nn.Linear(6, 3)))
 
 
 def tiny_llama(*, tied: bool = True) -> LlamaForCausalLM:
@@ -59,11 +39,6 @@ def tokens() -> Tensor:
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Equal dtype, shape and values, NaN like NaN."""
-    return one.dtype is other.dtype and torch.equal(torch.nan_to_num(one, nan=7.0), torch.nan_to_num(other, nan=7.0))
 
 
 @pytest.mark.parametrize("recipe", [name if "/" in name else f"bfloat16/{name}" for name in STORAGES])
@@ -85,7 +60,7 @@ def test_tails_come_from_the_float32_weights(recipe: str) -> None:
             smallest = 2.0**-38 if row.beside and row.weight.parts == 1 else 2.0**-25
         error = (stored - before[name]).abs()
         assert (error <= (before[name].abs() * 2.0 ** -(kept + 1)).clamp(min=smallest)).all()
-        assert kept < 23 or row.visible == "float16" or same(stored, before[name].to(stored.dtype))
+        assert kept < 23 or row.visible == "float16" or torch.equal(stored, before[name].to(stored.dtype))
         seen = {"float16": 2.0**-11, "float32": 0.0}.get(row.visible, 2.0**-each if row.weight.scaled else 2.0**-8)
         least = 2.0**-18 if row.weight.scaled else 2.0**-25
         assert (p.detach().float() - stored).abs().le((seen * stored.abs()).clamp(min=least)).all()
@@ -110,7 +85,7 @@ def test_a_prepared_model_is_traced_whole() -> None:
     model, _ = ng.prepare(tiny_llama(tied=False), "bfloat16/word")
     traced = torch.compile(model, backend="eager", fullgraph=True)
     one, other = (each(input_ids=tokens()).logits.detach() for each in (model, traced))
-    assert same(one, other)
+    assert torch.equal(one, other)
     assert model.eval().generate(tokens()[:, :3], max_new_tokens=2, pad_token_id=0).shape == (2, 5)
 
 
@@ -125,38 +100,37 @@ def test_a_float32_recipe_takes_the_steps_of_torchs_adamw() -> None:
             optimizer.zero_grad()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    model, other = Net(), Net()
-    other.load_state_dict(model.state_dict())
+    model, other = net(), net()
     theirs = trained(other, torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.5))
     ours = trained(*ng.prepare(model, "float32/float32", lr=1e-2, weight_decay=0.5))
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
-    _, optimizer = ng.prepare(Net(), "bfloat16/word", weight_decay=0.3)
+    _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
-    _, optimizer = ng.prepare(Net(), "bfloat16/word", weight_decay=0.3, decays=lambda name, p: p.ndim >= 2)
+    _, optimizer = ng.prepare(net(), "bfloat16/word", weight_decay=0.3, decays=lambda name, p: p.ndim >= 2)
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
 
 
 def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_parameter() -> None:
-    _, optimizer = ng.prepare(Net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, options_of=of_the_head)
+    def of_the_head(name: str) -> dict[str, float]:
+        return {"lr": 0.5} if name.startswith("head") else {}
+
+    _, optimizer = ng.prepare(net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, options_of=of_the_head)
     assert type(optimizer) is ng.SGD and optimizer.reduction is None
     found = {name: group for group in optimizer.param_groups for name in group["param_names"]}
-    plain = torch.optim.SGD(Net().parameters()).param_groups[0]
-    assert {name: group["lr"] for name, group in found.items() if name.startswith("block.inner")} == dict.fromkeys(
-        ("block.inner.weight", "block.inner.bias"), plain["lr"]
-    )
-    assert found["head.weight"]["lr"] == 0.5 and found["head.weight"]["momentum"] == 0.9
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {plain["weight_decay"]}
+    plain = torch.optim.SGD(net().parameters()).param_groups[0]
+    assert {name: group["lr"] for name, group in found.items()} == {
+        name: 0.5 if name.startswith("head") else plain["lr"] for name, _ in net().named_parameters()
+    }
+    assert {(g["momentum"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.9, plain["weight_decay"])}
+    _, optimizer = ng.prepare(net(), options_of=lambda name: {"lr": torch.tensor(0.5)})  # each may change alone
+    assert len(optimizer.param_groups) == len(found)
     with pytest.raises(ng.errors.RecipeError, match="storage 'exact' beside a recipe"):
-        ng.prepare(Net(), "bfloat16/word", storage="exact")
-
-
-def of_the_head(name: str) -> dict[str, float]:
-    return {"lr": 0.5} if name.startswith("head") else {}
+        ng.prepare(net(), "bfloat16/word", storage="exact")
 
 
 def test_tied_embeddings_have_one_state() -> None:
@@ -167,13 +141,13 @@ def test_tied_embeddings_have_one_state() -> None:
 
 
 def test_frozen_parameters_are_cut_and_left_alone() -> None:
-    model = Net()
+    model = net()
     model.head.requires_grad_(False)
     expected = model.head.weight.detach().bfloat16()
     model, optimizer = ng.prepare(model, "bfloat16/word", lr=0.1)
     model(torch.ones(2, 6, dtype=torch.bfloat16)).float().sum().backward()
     optimizer.step()
-    assert same(model.head.weight.detach(), expected)
+    assert torch.equal(model.head.weight.detach(), expected)
     assert all(p.requires_grad for group in optimizer.param_groups for p in group["params"])
 
 
@@ -184,9 +158,17 @@ def test_options_see_names_without_a_compilers_prefix() -> None:
     assert names == ["0.weight", "1.weight", "1.bias"]
 
 
-def test_batch_norm_computes_with_the_models_format() -> None:
-    model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "bfloat16/word", compile=False)
-    assert model(torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
+@pytest.mark.parametrize(("recipe", "dtype"), [("bfloat16/word", torch.bfloat16), ("float32/word", torch.float32)])
+def test_batch_norm_computes_with_the_models_format(recipe: str, dtype: torch.dtype) -> None:
+    model, _ = ng.prepare(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), recipe, compile=False)
+    assert model(torch.randn(4, 8).to(dtype)).dtype is model[1].running_mean.dtype is dtype
+
+
+def test_running_statistics_that_depend_on_ranks_are_refused_for_equal_bits() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with pytest.raises(RecipeError, match="running statistics"):
+        ng.prepare(model, "bfloat16/word/reproducible")
+    ng.prepare(model.eval(), "bfloat16/word/reproducible")
 
 
 def test_casting_parameters_gives_those_of_bfloat16_and_leaves_buffers_ties_and_objects() -> None:
@@ -223,7 +205,7 @@ def test_attention_of_pytorch_computes_in_a_wider_format_than_its_weights() -> N
     ],
 )
 def test_a_refused_model_is_unchanged(wrong: dict[str, Any]) -> None:
-    model = Net()
+    model = net()
     before, kinds = values(model), [type(module) for module in model.modules()]
     with pytest.raises(RecipeError):
         ng.prepare(model, **{"recipe": "float8-row/word", **wrong})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -15,24 +14,19 @@ import narrowgauge as ng
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def prepared(recipe: str) -> tuple[nn.Module, ng.Optimizer]:
-    return ng.prepare(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipe, audit_every=0, compile=False)
-
-
-def through_a_file(content: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(content, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
+def prepared(recipe: str, steps: int = 0) -> tuple[nn.Module, ng.Optimizer]:
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model, optimizer = ng.prepare(layers, recipe, audit_every=0, compile=False)
+    for _ in range(steps):
+        model(torch.ones(4, 32, dtype=torch.bfloat16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
 
 
 def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
     """An evaluation, or an early phase of a recipe, may compute without random bits."""
-    model, optimizer = prepared("int8-row/word")
-    for _ in range(2):
-        model(torch.ones(4, 32, dtype=torch.bfloat16)).float().sum().backward()
-        optimizer.step()
+    model, optimizer = prepared("int8-row/word", steps=2)
     linears = ng.matmul.linears_of(model)
     assert linears is not None
     linears.set_compute(lambda name: ng.spec.COMPUTES["bfloat16"])
@@ -45,7 +39,10 @@ def test_the_loss_scale_and_the_step_of_a_stochastic_reduction_travel() -> None:
     for overflowed in (True, True, False):
         optimizer.loss_scaler.update_(torch.tensor(overflowed))
     optimizer.reduction.set_step(5)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
     assert other.loss_scaler is not None
     assert other.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
     assert other.reduction.step == 5
@@ -61,11 +58,7 @@ def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-delayed/compact"])
 def test_a_flattened_checkpoint_of_pytorch_has_everything(recipe: str) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    (model, optimizer), (twin, other) = prepared(recipe), prepared(recipe)
-    for _ in range(2):
-        model(torch.ones(4, 32, dtype=torch.bfloat16)).float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    (model, optimizer), (twin, other) = prepared(recipe, steps=2), prepared(recipe)
     weights, states = get_state_dict(model, optimizer, options=options)
     set_state_dict(twin, other, model_state_dict=weights, optim_state_dict=states, options=options)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):

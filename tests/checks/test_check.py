@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ import narrowgauge as ng
 from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.analysis.kinds import KINDS, kind_rows
 from narrowgauge.checks.set_up import set_up_of
+from narrowgauge.checks.step_samples import spread
 from narrowgauge.checks.updates import change_of
 from narrowgauge.spec.significance import MIN_EDQ
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOKENS = torch.randint(0, 32, (6, 9), generator=torch.Generator().manual_seed(0))
-Loop = Callable[[Path], ng.analysis.Readings]
 
 
 def language_model(seed: int = 0) -> nn.Module:
@@ -33,43 +32,13 @@ def loss_of(model: nn.Module) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), TOKENS[:, 1:].flatten())
 
 
-def prepared(recipe: str = "bfloat16/word", **options: Any) -> tuple[nn.Module, ng.AdamW]:
-    return ng.prepare(language_model(), recipe, compile=False, **options)
+def flat(model: nn.Module) -> nn.Parameter:
+    return nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
 def torch_adamw(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = language_model().to(dtype)
     return model, torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **options})
-
-
-# ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def missing_parameters(_: Path) -> ng.analysis.Readings:
-    model = language_model()
-    return ng.check(model, torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()]))
-
-
-def replaced_parameters(_: Path) -> ng.analysis.Readings:
-    model = language_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model[4] = nn.Linear(32, 32)  # a new head of the same size
-    return ng.check(model, optimizer)
-
-
-def parameters_twice(_: Path) -> ng.analysis.Readings:
-    model = language_model()
-    tied = [p for module in (model, model[4]) for p in module.parameters()]
-    return ng.check(model, torch.optim.AdamW(tied))
-
-
-def nonfinite_weights(_: Path) -> ng.analysis.Readings:
-    model, optimizer = torch_adamw(torch.float32)
-    model[1].weight.data[0, 0], model[4].weight.data[0, 0] = float("nan"), float("-inf")
-    model[3].register_parameter("mask", nn.Parameter(torch.full((2, 2), float("-inf")), requires_grad=False))
-    check = ng.check(model, optimizer)
-    assert [r.value for r in check] == [2]
-    return check
 
 
 class Rotated(nn.Module):
@@ -90,45 +59,60 @@ def check_rotated(cast: Callable[[nn.Module], nn.Module]) -> ng.analysis.Reading
     return ng.check(model, ng.AdamW(model.parameters(), storage="word"))
 
 
-def rounded_buffers(_: Path) -> ng.analysis.Readings:
+# ── every kind ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def replaced_parameters() -> ng.analysis.Readings:
+    model, optimizer = torch_adamw(torch.float32)
+    model[4] = nn.Linear(32, 32)  # a new head of the same size
+    return ng.check(model, optimizer)
+
+
+def nonfinite_weights() -> ng.analysis.Readings:
+    model, optimizer = torch_adamw(torch.float32)
+    model[1].weight.data[0, 0], model[4].weight.data[0, 0] = float("nan"), float("-inf")
+    model[3].register_parameter("mask", nn.Parameter(torch.full((2, 2), float("-inf")), requires_grad=False))
+    check = ng.check(model, optimizer)
+    assert [r.value for r in check] == [2]
+    return check
+
+
+def rounded_buffers() -> ng.analysis.Readings:
     check = check_rotated(lambda model: model.bfloat16())
     assert [(r.tensor, r.value) for r in check] == [("inv_freq", 1)] and "buffers bfloat16" in str(check)
     return check
 
 
-# ── what rounding loses ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def sixteen_bits(_: Path) -> ng.analysis.Readings:
-    return ng.check(*torch_adamw(lr=1e-5, weight_decay=0.1))
-
-
-def truncated_setting(_: Path) -> ng.analysis.Readings:
-    return ng.check(*torch_adamw(torch.float16, lr=0.1, eps=1e-8))
-
-
-def no_matrix(_: Path) -> ng.analysis.Readings:
+def no_matrix() -> ng.analysis.Readings:
     model = language_model()
-    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    return ng.check(model, ng.Muon([flat], storage="float32"))
+    return ng.check(model, ng.Muon([flat(model)], storage="float32"))
 
 
-def no_gradient(_: Path) -> ng.analysis.Readings:
+def no_gradient() -> ng.analysis.Readings:
     model, optimizer = torch_adamw(torch.float32)
     loss_of(model[:4]).backward()
     return ng.check(model, optimizer)
 
 
+def stepped_by_adamw(*of: Callable[[nn.Module], nn.Module]) -> ng.analysis.Readings:
+    model = language_model()
+    return ng.check(model, torch.optim.AdamW([p for part in of for p in part(model).parameters()]))
+
+
+def sixteen_bits() -> ng.analysis.Readings:
+    return ng.check(*torch_adamw(lr=1e-5, weight_decay=0.1))
+
+
 NARROW = {"stands-still", "lost-updates", "frozen-moments", "swallowed-decay"}
-PROVOKED: dict[str, tuple[Loop, set[str]]] = {
-    "missing-parameters": (missing_parameters, set()),
+PROVOKED: dict[str, tuple[Callable[[], ng.analysis.Readings], set[str]]] = {
+    "missing-parameters": (lambda: stepped_by_adamw(lambda model: model[:2]), set()),
     "replaced-parameters": (replaced_parameters, set()),
-    "parameters-twice": (parameters_twice, set()),
+    "parameters-twice": (lambda: stepped_by_adamw(lambda model: model, lambda model: model[4]), set()),
     "nonfinite-weights": (nonfinite_weights, set()),
     "rounded-buffers": (rounded_buffers, set()),
     "stands-still": (sixteen_bits, NARROW),
     "swallowed-decay": (sixteen_bits, NARROW),
-    "truncated-setting": (truncated_setting, NARROW),
+    "truncated-setting": (lambda: ng.check(*torch_adamw(torch.float16, lr=0.1, eps=1e-8)), NARROW),
     "no-matrix": (no_matrix, set()),
     "no-gradient": (no_gradient, set()),
 }
@@ -142,9 +126,9 @@ def test_every_kind_of_the_check_is_provoked_and_the_table_has_a_source_for_each
 
 
 @pytest.mark.parametrize("name", PROVOKED)
-def test_a_kind_reads_what_it_says_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_a_kind_reads_what_it_says_and_nothing_else(name: str) -> None:
     provoke, others = PROVOKED[name]
-    check = provoke(tmp_path)
+    check = provoke()
     assert name in whats(check) and set(whats(check)) - others <= {name}, check
     reading = next(reading for reading in check if reading.what == name)
     assert reading.tensor and reading.advice.endswith(".") and "{" not in reading.advice
@@ -158,15 +142,9 @@ def whats(check: ng.analysis.Readings) -> list[str]:
 # ── set-ups that are right ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
-
-
 @pytest.mark.parametrize("recipe", ["bfloat16/word", "bfloat16/split", "float32/float32", "float8-row/compact"])
 def test_a_prepared_model_is_clean(recipe: str) -> None:
-    model, optimizer = prepared(recipe, max_grad_norm=1.0)
-    check = ng.check(model, optimizer)
+    check = ng.check(*ng.prepare(language_model(), recipe, compile=False, max_grad_norm=1.0))
     assert check.require() is check and not len(check)
 
 
@@ -202,28 +180,25 @@ def test_other_libraries_that_keep_what_rounding_takes_are_clean() -> None:
     loss_of(model).backward()
     master.step()
     assert not whats(ng.check(model, master))
-    for option in (
-        {"kahan_sum": None},
-        {"bf16_stochastic_round": True},
-        {"param_ecc": "bf16+8"},
-        {"master_weight_bits": 24},
-    ):
-        other = torch.optim.SGD([{"params": list(model.parameters()), **option}], lr=1e-3)
+    options = {"kahan_sum": None, "bf16_stochastic_round": True, "param_ecc": "bf16+8", "master_weight_bits": 24}
+    for option in options.items():
+        other = torch.optim.SGD([{"params": list(model.parameters()), **dict([option])}], lr=1e-3)
         assert not whats(ng.check(model, other)), option
+    assert "truncated-setting" not in whats(ng.check(*torch_adamw(torch.float16, eps=1e-8, fused=True)))
 
 
-def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate_are_clean(tmp_path: Path) -> None:
+def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate_are_clean() -> None:
     from transformers import Adafactor
 
-    model = layers()
-    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert not whats(ng.check(model, torch.optim.AdamW([flat])))
+    model = language_model()
+    assert not whats(ng.check(model, torch.optim.AdamW([flat(model)])))
     assert not whats(ng.check(model, Adafactor(model.parameters())))
-    both = nn.ModuleDict({"base": layers().bfloat16().requires_grad_(False), "adapter": nn.Linear(8, 8)})
+    both = nn.ModuleDict({"base": model.bfloat16().requires_grad_(False), "adapter": nn.Linear(8, 8)})
+    weight, bias = both["adapter"].parameters()
+    weight.grad, bias.main_grad = torch.ones_like(weight), torch.ones_like(bias)  # as Megatron keeps it
     assert not whats(ng.check(both, torch.optim.AdamW(both["adapter"].parameters())))
     with torch.device("meta"):
-        model = layers().bfloat16()
-    assert not whats(ng.check(model, torch.optim.AdamW(model.parameters())))
+        assert not whats(ng.check(*torch_adamw()))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
@@ -245,6 +220,10 @@ def test_a_stored_weight_unlike_the_visible_one_is_named_and_not_predicted(stora
     assert "lost-updates" not in whats(check) and check.unseen == {"updates of 0": f'storage "{storage}"'}
 
 
+def test_a_sample_covers_every_column() -> None:
+    assert len((spread(torch.arange(1 << 16).reshape(-1, 64)) % 64).unique()) == 64
+
+
 # ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -262,15 +241,6 @@ def test_each_rate_has_its_own_reading_of_the_tensors_that_it_names() -> None:
     lost = {r.tensor: r for r in check if r.what == "lost-updates"}
     assert lost.keys() == {"0", "2"} and all(r.excess > 1 for r in lost.values())
     assert "at lr 0.0005;" in lost["0"].advice and "at lr 0.001;" in lost["2"].advice
-
-
-@pytest.mark.parametrize(("number", "words"), [(1, "1 norm weight stays "), (2, "2 norm weights stay ")])
-def test_one_tensor_and_several_take_their_own_verb(number: int, words: str) -> None:
-    model = nn.ParameterList([nn.Parameter(torch.ones(8).bfloat16()) for _ in range(number)])
-    (reading,) = [
-        r for r in ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-3)) if r.what == "stands-still"
-    ]
-    assert reading.advice.startswith(words)
 
 
 def test_the_rate_is_the_peak_of_a_schedule() -> None:
@@ -296,14 +266,19 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
     assert measured < MIN_EDQ and abs(predicted - measured) < 0.1, (predicted, measured)
 
 
-@pytest.mark.parametrize(("value", "needed"), [(1.0, 2.0**-9), (1.5, 2.0**-8)])
-def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(value: float, needed: float) -> None:
-    model = nn.LayerNorm(8).bfloat16()
-    nn.init.constant_(model.weight, value)
-    (reading,) = [
-        r for r in ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-4)) if r.what == "stands-still"
-    ]
-    assert reading.bound == needed
+@pytest.mark.parametrize(("value", "needed", "number"), [(1.0, 2.0**-9, 1), (1.5, 2.0**-8, 1), (1.0, 2.0**-9, 2)])
+def test_a_power_of_two_moves_down_by_a_quarter_of_its_spacing(value: float, needed: float, number: int) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.full((8,), value).bfloat16()) for _ in range(number)])
+    check = ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    (reading,) = [r for r in check if r.what == "stands-still"]
+    words = f"{number} {'norm weight' if value == 1 else 'vector'}{' stays' if number == 1 else 's stay'} "
+    assert reading.bound == needed and reading.advice.startswith(words)
+    assert "stands-still" not in whats(ng.check(model, torch.optim.AdamW(model.parameters(), lr=1.5 * needed)))
+
+
+@pytest.mark.parametrize(("lr", "is_swallowed"), [(0.03, False), (0.015, True)])
+def test_decay_below_a_quarter_of_a_spacing_is_swallowed(lr: float, is_swallowed: bool) -> None:
+    assert ("swallowed-decay" in whats(ng.check(*torch_adamw(lr=lr, weight_decay=0.1)))) == is_swallowed
 
 
 @pytest.mark.parametrize(("factor", "storage"), [(1.0, "master"), (1 + 2.0**-9, "master"), (1.1, "naive")])
@@ -312,6 +287,13 @@ def test_a_state_is_a_master_if_it_is_within_a_rounding_of_the_weight(factor: fl
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight]["copy"] = factor * weight.detach().float()
     assert set_up_of(nn.ParameterList([weight]), optimizer).stepped[0].storage.name == storage
+
+
+@pytest.mark.parametrize(("dtype", "storage"), [(torch.float16, "float16/master"), (torch.bfloat16, "naive")])
+def test_apex_steps_bfloat16_without_the_master_copy_that_it_makes(dtype: torch.dtype, storage: str) -> None:
+    model, optimizer = torch_adamw(dtype)
+    optimizer.master_weights, optimizer.param_groups_master = True, []
+    assert set_up_of(model, optimizer).stepped[0].storage.name == storage
 
 
 def test_the_predicted_change_is_adams_next_step() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,30 +48,24 @@ def a_plain_optimizer_was_made() -> None:
 # ── the hooks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def followed(optimizer: torch.optim.Optimizer) -> list[str]:
-    calls: list[str] = []
-    Follower(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
-    return calls
-
-
-def stepped(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    weight = nn.Parameter(torch.ones(4))
+def followed(kind: type[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, list[str]]:
+    weight, calls = nn.Parameter(torch.ones(4)), list[str]()
     weight.grad = torch.ones(4)
-    return kind([weight], lr=0.1)  # type: ignore[call-arg]
+    optimizer = kind([weight], lr=0.1)  # type: ignore[call-arg]
+    Follower(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
+    return optimizer, calls
 
 
 @pytest.mark.parametrize("closure", [None, lambda: None])
 def test_a_step_that_calls_its_parents_step_is_one_step(closure: Any) -> None:
-    optimizer = stepped(Derived)
-    calls = followed(optimizer)
+    optimizer, calls = followed(Derived)
     for _ in range(2):
         optimizer.step(closure)
     assert calls == ["before", "after"] * 2
 
 
 def test_a_copy_or_a_pickle_of_an_optimizer_has_no_followers() -> None:
-    optimizer = stepped(torch.optim.SGD)
-    calls = followed(optimizer)
+    optimizer, calls = followed(torch.optim.SGD)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         other.step()
         Follower(other, lambda _: None, lambda _: None)
@@ -173,27 +166,18 @@ def test_a_loop_that_skips_steps_as_a_grad_scaler_does_is_healthy(overflows: tup
     assert sum("recomputed" in row for row in run.steps) == 3 and ng.diagnose(run).ok
 
 
-def recorded(folder: Path, edit: Any = None, **options: Any) -> ng.Run:
-    """A recorded loop, changed by ``edit`` after the third step."""
+def test_a_recorder_writes_readings_as_events_once_and_a_diagnosis_reads_them(tmp_path: Path) -> None:
     loop = Loop(every=0)
-    with ng.RunRecorder(folder, loop.model, loop.optimizer, settings={"recipe": "mine"}, **options) as recorder:
+    with (
+        pytest.warns(ng.gauges.RunNotice, match="The step is 5 times the rule's"),
+        ng.RunRecorder(tmp_path / "run", loop.model, loop.optimizer, audit_every=2) as recorder,
+    ):
         for number in range(6):
-            if number == 3 and edit is not None:
-                edit(loop)
+            loop.optimizer.__class__ = FiveTimes if number >= 3 else torch.optim.AdamW
             loop.run(1)
             recorder.step(1.0 / (number + 1))
     assert not loop.optimizer._optimizer_step_post_hooks
-    return ng.read_run(folder)
-
-
-def test_a_recorder_writes_readings_as_events_once_and_a_diagnosis_reads_them(tmp_path: Path) -> None:
-    def wrong_rate(loop: Loop) -> None:
-        loop.optimizer.__class__ = FiveTimes
-
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        run = recorded(tmp_path / "run", wrong_rate, audit_every=2)
+    run = ng.read_run(tmp_path / "run")
     assert [event["step"] for event in run.events if event.get("detector") == "step-factor"] == [4]
-    assert any("The step is 5 times the rule's" in str(warning.message) for warning in seen)
     (reading,) = ng.diagnose(run).readings
     assert (reading.what, reading.step, reading.stage, reading.expected) == ("step-factor", 4, "optimizer step", 1.0)

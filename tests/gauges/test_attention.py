@@ -24,68 +24,38 @@ MASK = nn.Transformer.generate_square_subsequent_mask(LENGTH)
 class OwnAttention(nn.Module):
     """As people write it: the kernel called in a method, with a scale, and key heads that are shared."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, WIDTH * 2), nn.Linear(WIDTH, WIDTH)
-        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.attend(*self.split(x)).transpose(1, 2).flatten(2))
-
-    def split(self, x: Tensor) -> list[Tensor]:
         parts = self.qkv(x).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
-        return [part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"dropout_p": self.dropout, "is_causal": True, "scale": 0.7, "enable_gqa": True}
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class OneAttention(LlamaAttention):
-    """Transformers' own; ``forward`` is wrapped so that it takes hidden states alone."""
+    """Transformers' own, of hidden states alone."""
 
     def __init__(self) -> None:
         shape = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": 2}
         super().__init__(LlamaConfig(**shape, attn_implementation="sdpa"), layer_idx=0)
         angles = torch.arange(LENGTH)[:, None] * 0.3 ** torch.arange(WIDTH // HEADS)
-        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()])[:, None], persistent=False)
+        self.turns = angles.cos()[None], angles.sin()[None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, position_embeddings=self.turns, attention_mask=None)[0]
 
 
-class Multihead(nn.Module):
+class SelfAttention(nn.MultiheadAttention):
+    """PyTorch's own, in self-attention with a causal mask."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        super().__init__(WIDTH, HEADS, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, x, x, need_weights=False, is_causal=True, attn_mask=MASK)[0]
-
-
-class Model(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + self.run(layer, x)
-        return x
-
-    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
-        if isinstance(layer, OneAttention):
-            return layer(x, position_embeddings=(layer.turns[0], layer.turns[1]), attention_mask=None)[0]
-        return layer(x)
-
-
-def read(layer: nn.Module, x: Tensor) -> dict[str, list[float]]:
-    """What is read of a layer's attention in one step."""
-    model = Model(layer)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gauges = attach_gauges(model, optimizer, every=1)
-    model(x).sum().backward()
-    optimizer.step()
-    gauges.detach()
-    assert gauges.last is not None
-    return gauges.last["attention"]
+        return super().forward(x, x, x, need_weights=False, is_causal=True, attn_mask=MASK)[0]
 
 
 def direct(query: Tensor, key: Tensor, scale: float) -> Any:
@@ -101,34 +71,34 @@ def direct(query: Tensor, key: Tensor, scale: float) -> Any:
     return pytest.approx([max(maxima), sum(entropies) / len(entropies)], rel=1e-3)
 
 
-def test_what_is_read_of_ones_own_attention() -> None:
+@pytest.mark.parametrize(
+    ("kind", "scale"), [(OwnAttention, 0.7), (SelfAttention, (WIDTH / HEADS) ** -0.5), (OneAttention, (WIDTH / HEADS) ** -0.5)]
+)  # fmt: skip
+def test_what_the_kernel_reads_is_read(kind: type[nn.Module], scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    layer, x = OwnAttention(), 2 * torch.randn(2, LENGTH, WIDTH)
-    query, key, _ = layer.split(x)
-    assert read(layer, x) == {"layers.0": direct(query, key, 0.7)}
-
-
-def test_what_is_read_of_torchs_attention() -> None:
-    torch.manual_seed(0)
-    layer, x = Multihead(), 2 * torch.randn(2, LENGTH, WIDTH)
-    q, k = layer.inner.in_proj_weight.chunk(3)[:2]
-    query, key = (F.linear(x, weight).unflatten(-1, (HEADS, -1)).transpose(1, 2) for weight in (q, k))
-    assert read(layer, x) == {"layers.0.inner": direct(query, key, (WIDTH / HEADS) ** -0.5)}
-
-
-def test_what_is_read_of_transformers_attention() -> None:
-    torch.manual_seed(0)
-    layer, x, operands = OneAttention(), 2 * torch.randn(2, LENGTH, WIDTH), []
-    kernel = F.scaled_dot_product_attention
+    model, operands, kernel = nn.Sequential(kind()), list[Tensor](), F.scaled_dot_product_attention
 
     def kept(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
         operands.extend([query, key])
         return kernel(query, key, *args, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", kept)
-        found = read(layer, x)
-    assert found == {"layers.0": direct(*operands, (WIDTH / HEADS) ** -0.5)}
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kept)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gauges = attach_gauges(model, optimizer, every=1)
+    model(2 * torch.randn(2, LENGTH, WIDTH)).sum().backward()
+    optimizer.step()
+    gauges.detach()
+    assert F.scaled_dot_product_attention is kept
+    assert gauges.last is not None and gauges.last["attention"] == {"0": direct(*operands, scale)}
+
+
+def test_a_kernel_that_other_code_replaced_under_gauges_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # to be put back
+    model = OwnAttention()
+    gauges = attach_gauges(model, torch.optim.SGD(model.parameters()), every=1)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", print)
+    gauges.detach()
+    assert F.scaled_dot_product_attention is print
 
 
 def test_scalify_that_is_imported_under_gauges_has_a_rule_for_the_kernel() -> None:

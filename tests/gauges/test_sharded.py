@@ -62,13 +62,7 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, Any]:
 def train(
     model: nn.Module, optimizer: Any, batch: int = 1, spoil: int | None = None
 ) -> tuple[list[Row], dict[str, Tensor]]:
-    """Rows and weights after some steps.
-
-    Args:
-        model, optimizer: from :func:`start`.
-        batch: the seed of the data.
-        spoil: the row that is here of the first layer, in whose gradient one value is made NaN at the last step.
-    """
+    """Rows and weights after some steps; ``spoil`` is the row of the first layer that gets a NaN gradient at the last."""
     rows: list[Row] = []
     attach_gauges(getattr(model, "module", model), optimizer, every=EVERY, on_row=rows.append)
     generator = torch.Generator().manual_seed(batch)
@@ -82,9 +76,6 @@ def train(
     return rows, {name: value.detach().clone() for name, value in whole.items()}
 
 
-# ── what ranks do ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def look(rank: int) -> dict[str, Any]:
     """Every case with gauges."""
     ranks = init_device_mesh("cpu", (2,))
@@ -96,9 +87,6 @@ def look(rank: int) -> dict[str, Any]:
     model, optimizer = start("ours")
     results["ddp"] = train(DistributedDataParallel(model), optimizer, batch=rank)
     return results
-
-
-# ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +126,7 @@ def test_what_is_split_over_ranks_is_read_whole(case: str, found: list[Any]) -> 
     for result in found:
         assert all(torch.equal(value, result[case][1][name]) for name, value in weights.items())
         for row, alone in zip(result[case][0], rows, strict=True):
-            assert (
-                row["tensors"].keys() == alone["tensors"].keys()
-                and shared(row)["updates"].keys() == shared(alone)["updates"].keys()
-            )
+            assert row["tensors"].keys() == alone["tensors"].keys()
             for field in (*EXACT, *AUDITED):
                 # In bfloat16 the rms of one tensor has three digits; noise is what is left of sums in float32.
                 near = {"rms": {"rel": 2**-7}, "noise": {"abs": 1e-3}}.get(field, {"rel": 1e-3})

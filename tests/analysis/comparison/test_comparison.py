@@ -11,6 +11,7 @@ import pytest
 
 from analysis.comparison.made_runs import COLUMNS, MASTER, made, seeds
 from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.analysis.comparison.intervals import interval, seeds_needed
 from narrowgauge.runs.record import Run
 
 
@@ -83,3 +84,15 @@ def test_the_verdict_says_when_nothing_is_smaller() -> None:
     assert (
         first.startswith("bfloat16/master is the cheapest") and "16.00 bytes per parameter, as float32/float32" in first
     )
+
+
+def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> None:
+    assert interval([0.5]) == (0.5, math.inf)
+    assert interval([0.5, 0.5]) == (0.5, 0.0)
+    assert interval([0.5, math.nan])[1] == math.inf
+
+
+@pytest.mark.parametrize(("difference", "seeds"), [(11.6, 2), (11.5, 3), (3.3, 3), (1.7, 5), (1e-3, None)])
+def test_the_fewest_seeds_that_tell_a_difference_by_hand(difference: float, seeds: int | None) -> None:
+    # Four of five times: 16.334 / √2 = 11.55, 5.653 / √3 = 3.26, 3.761 / √5 = 1.68 standard deviations.
+    assert seeds_needed(1.0, difference) == seeds

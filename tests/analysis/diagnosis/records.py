@@ -14,20 +14,41 @@ from narrowgauge.runs.schema import METRICS
 Row = dict[str, Any]
 NUM_STEPS, AT, EVERY = 160, 81, 10
 """Steps of a record, the first step that a fault spoils, and the steps between samples."""
-_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj")
-PARAMETERS = ("model.embed_tokens.weight", *(f"model.layers.{k}.{name}.weight" for k in (0, 1) for name in _LINEARS))
-_TENSOR = {"amax": 2.0, "rms": 0.5, "nonfinite": 0, "underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5,
-           "outlier": 9.0}  # fmt: skip
-_UPDATE = {
-    "edq": 1.0,
-    "noise": 0.01,
-    "lost_fraction": 0.0,
-    "unseen_fraction": 0.9,
-    "imprecision_share": 0.9,
-    "lost_decay": 0.0,
-}
-_MOMENT = {"bias": 1.0, "frozen_fraction": 0.02}
-_ATTENTION = {"max_logit": 12.0, "entropy": 0.7}
+LAYER = "model.layers.1.mlp.down_proj"
+OTHER = "model.layers.0.mlp.down_proj"
+ATTENTION = "model.layers.1.self_attn"
+
+HEALTHY: Row = {
+    "tensor": {"amax": 2.0, "rms": 0.5, "nonfinite": 0, "underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5, "outlier": 9.0},
+    "update": {"edq": 1.0, "noise": 0.006, "lost_fraction": 0.0, "unseen_fraction": 0.9,
+               "imprecision_share": 0.9, "lost_decay": 0.01},
+    "moment": {"bias": 1.0, "frozen_fraction": 0.02},
+    "attention": {"max_logit": 12.0, "entropy": 0.7},
+    "logits": {"max": 10.0, "log_z": 8.0},
+}  # fmt: skip
+
+
+def gauges(step: int, **wrong: Any) -> Row:
+    """A row of two layers; ``input=…``, ``update=…`` and so on change figures of the second one."""
+
+    def figures(kind: str, name: str, bad: bool) -> list[float | None]:
+        healthy = HEALTHY["tensor" if name == "tensors" else kind]
+        return [{**healthy, **(wrong.get(kind, {}) if bad else {})}[field] for field in METRICS[name]]
+
+    tensors = {
+        f"{kind}:{layer}{'.weight' if kind in ('weight', 'grad') else ''}": figures(kind, "tensors", layer == LAYER)
+        for kind in ("weight", "input", "output_grad", "grad")
+        for layer in (OTHER, LAYER)
+    }
+    pairs = ((OTHER, False), (LAYER, True))
+    return {
+        "step": step,
+        "tensors": tensors,
+        "updates": {f"{layer}.weight": figures("update", "updates", bad) for layer, bad in pairs},
+        "moments": {f"{layer}.weight": figures("moment", "moments", bad) for layer, bad in pairs},
+        "attention": {ATTENTION: figures("attention", "attention", True)},
+        "logits": {"lm_head": figures("logits", "logits", True)},
+    }
 
 
 def healthy_steps(seed: int = 0) -> list[Row]:
@@ -43,49 +64,19 @@ def healthy_steps(seed: int = 0) -> list[Row]:
     ]  # fmt: skip
 
 
-def metrics(table: str, known: Row, **changed: Any) -> list[Any]:
-    """The list of a table of the gauges, in its order."""
-    return [{**known, **changed}[name] for name in METRICS[table]]
-
-
-def tensor(**changed: Any) -> list[Any]:
-    """The metrics of a healthy tensor, with some changed."""
-    return metrics("tensors", _TENSOR, **changed)
-
-
-def update(**changed: Any) -> list[Any]:
-    """The metrics of a healthy update, with some changed."""
-    return metrics("updates", _UPDATE, **changed)
-
-
-def healthy_gauges() -> list[Row]:
-    """Samples of two layers' tensors, updates, moments and attention."""
-    return [
-        {
-            "step": step,
-            "tensors": {f"{kind}:{name}": tensor() for kind in ("weight", "grad") for name in PARAMETERS}
-            | {
-                f"{kind}:{name.removesuffix('.weight')}": tensor()
-                for kind in ("input", "output_grad")
-                for name in PARAMETERS[1:]
-            },
-            "updates": {name: update() for name in PARAMETERS},
-            "moments": {name: metrics("moments", _MOMENT) for name in PARAMETERS},
-            "attention": {f"model.layers.{k}.self_attn": metrics("attention", _ATTENTION) for k in (0, 1)},
-        }
-        for step in range(EVERY, NUM_STEPS + 1, EVERY)
-    ]  # fmt: skip
-
-
-def healthy_run(recipe: str = "bfloat16/word", **config: Any) -> Run:
+def healthy_run(recipe: str = "bfloat16/word") -> Run:
     """A record without a fault; its lists may be changed."""
     settings = {
-        "recipe": recipe, "lr": 3e-3, "eps": 1e-8, "accumulation_dtype": "float32", "gradient_accumulation_steps": 1, **config,
-    }  # fmt: skip
+        "recipe": recipe,
+        "lr": 3e-3,
+        "eps": 1e-8,
+        "accumulation_dtype": "float32",
+        "gradient_accumulation_steps": 1,
+    }
     table = {"config": settings, "model": {"num_parameters": 1_000_000, "hidden_size": 64}, "machine": {}}
     events = [{"kind": "start", "step": 0, "message": "tiny"}]
     run = Run(Path("made"), table, healthy_steps(), [], events, None)
-    run.__dict__["gauges"] = healthy_gauges()
+    run.__dict__["gauges"] = [gauges(step) for step in range(EVERY, NUM_STEPS + 1, EVERY)]
     return run
 
 
@@ -97,8 +88,3 @@ def written(run: Run, folder: Path) -> Path:
         for sample in run.gauges:
             writer.append("gauges", sample)
     return folder
-
-
-def later(rows: list[Row]) -> list[Row]:
-    """The rows from the fault on."""
-    return [row for row in rows if row["step"] >= AT]

@@ -67,16 +67,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
 
 
 def run_with(place: Path, folder: Path, strike: Any, **changes: Any) -> Run:
-    given = {
-        "recipe": "float32/word",
-        "steps": 6,
-        "fingerprints_every": 1,
-        "eval_every": 0,
-        "checkpoint_every": 0,
-        **changes,
-    }
+    options = {"recipe": "float32/word", "steps": 6, "fingerprints_every": 1, "eval_every": 0, "checkpoint_every": 0}
     with struck(strike) if strike is not None else nullcontext():
-        return read_run(loop.train(settings(place, folder, **given)))
+        return read_run(loop.train(settings(place, folder, **{**options, **changes})))
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +104,7 @@ def rounded_gradients(session: Session) -> None:
 
 def test_training_amplifies_rounding_and_stays_within_the_envelope(place: Path, tmp_path: Path) -> None:
     """Twelve steps after gradients began to differ by an ulp or so, nothing is taken for more than rounding."""
-    given = {"steps": 16, "recipe": "float32/float32"}
-    runs = [
-        run_with(place, tmp_path / name, strike, **given) for name, strike in (("a", None), ("b", rounded_gradients))
-    ]
-    found = compare_two(*runs)
+    strikes = {"a": None, "b": rounded_gradients}
+    options = {"steps": 16, "recipe": "float32/float32"}
+    found = compare_two(*(run_with(place, tmp_path / name, strike, **options) for name, strike in strikes.items()))
     assert found.is_rounding and found.readings[0].step == AT, str(found)

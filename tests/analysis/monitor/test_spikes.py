@@ -10,19 +10,19 @@ import pytest
 from narrowgauge.analysis.spikes import PATIENCE, Spike, SpikeJudge
 
 # The first loss spike of BLOOM-176B as it was logged: iteration, loss, gradient norm
-# (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12).
+# (bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles.md, 2022-04-12). Then the spikes of each step.
 BLOOM = (
-    (31214, 2.198845, 0.242),
-    (31215, 2.220424, 0.947),
-    (31216, 2.595213, 2.390),
-    (31217, 2.241558, 15.886),
-    (31218, 2.345279, 145.119),
-    (31219, 5.098124, 960.351),
-    (31220, 3.492029, 353.201),
-    (31221, 3.213059, 379.330),
-    (31222, 2.804948, 650.246),
-    (31250, 2.215699, 0.267),
-    (31251, 2.235667, 0.205),
+    (31214, 2.198845, 0.242, []),
+    (31215, 2.220424, 0.947, []),
+    (31216, 2.595213, 2.390, ["loss", "gradient"]),
+    (31217, 2.241558, 15.886, ["gradient"]),
+    (31218, 2.345279, 145.119, ["gradient"]),
+    (31219, 5.098124, 960.351, ["loss", "gradient"]),
+    (31220, 3.492029, 353.201, ["loss", "gradient"]),
+    (31221, 3.213059, 379.330, ["loss", "gradient"]),
+    (31222, 2.804948, 650.246, ["loss", "gradient"]),
+    (31250, 2.215699, 0.267, []),
+    (31251, 2.235667, 0.205, []),
 )
 
 
@@ -33,8 +33,8 @@ def judge_of(losses: list[float], norms: list[float]) -> SpikeJudge:
     return judge
 
 
-def flat(steps: int = 40, loss: float = 2.0, norm: float = 0.5) -> SpikeJudge:
-    return judge_of([loss] * steps, [norm] * steps)
+def flat() -> SpikeJudge:
+    return judge_of([2.0] * 40, [0.5] * 40)
 
 
 def seen(judge: SpikeJudge, loss: float, norm: float) -> list[Spike]:
@@ -49,20 +49,8 @@ def test_the_spike_of_bloom_is_seen_three_steps_before_its_loss_doubles_and_its_
     judge = SpikeJudge()
     for _ in range(200):
         judge.add(2.21 + noise.gauss(0, 0.015), 0.2 * math.exp(noise.gauss(0, 0.15)), spiked=False)
-    judged = {step: [spike.what for spike in seen(judge, loss, norm)] for step, loss, norm in BLOOM}
-    assert judged == {
-        31214: [],
-        31215: [],
-        31216: ["loss", "gradient"],
-        31217: ["gradient"],
-        31218: ["gradient"],
-        31219: ["loss", "gradient"],
-        31220: ["loss", "gradient"],
-        31221: ["loss", "gradient"],
-        31222: ["loss", "gradient"],
-        31250: [],
-        31251: [],
-    }
+    for step, loss, norm, spikes in BLOOM:
+        assert [spike.what for spike in seen(judge, loss, norm)] == spikes, step
 
 
 @pytest.mark.parametrize("jitter", [0.005, 0.3])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import narrowgauge as ng
-from narrowgauge.analysis.two_runs import TwoRuns, compare_two
+from narrowgauge.analysis.two_runs import compare_two
 from narrowgauge.gauges.recording import fingerprints
 from narrowgauge.runs.record import Run
 
@@ -39,65 +38,47 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def nothing(model: nn.Module, step: int) -> None:
-    pass
-
-
 def recorded(
     folder: Path,
     *,
-    seed: int = 0,
     optimizer_of: Callable[[nn.Module], Any] = adamw,
-    before_step: Callable[[nn.Module, int], None] = nothing,
+    after_step: Callable[[nn.Module, int], object] = lambda model, step: None,
     cast: bool = False,
-    micro_batches: int = 1,
-    **options: Any,
-) -> tuple[Run, dict[str, Tensor]]:
-    """Train, record, and return the record and the last weights."""
-    model = model_of(seed)
+    every: int = 1,
+) -> Run:
+    """Train, and return the record."""
+    model = model_of()
     optimizer = optimizer_of(model)
-    with ng.RunRecorder(folder, model, optimizer, **{"fingerprints_every": 1, **options}) as recorder:
+    with ng.RunRecorder(folder, model, optimizer, fingerprints_every=every) as recorder:
         for step in range(1, STEPS + 1):
-            tokens, losses = tokens_at(step), []
-            for part in tokens.chunk(micro_batches):
-                loss = loss_of(model, part, cast=cast) / micro_batches
-                loss.backward()
-                losses.append(loss.detach())
-            before_step(model, step)
+            tokens = tokens_at(step)
+            loss = loss_of(model, tokens, cast=cast)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            recorder.step(torch.stack(losses).sum(), tokens=tokens.numel(), batch=tokens)
-    return ng.read_run(folder), copy.deepcopy(model.state_dict())
-
-
-def compared(one: Run, other: Run) -> TwoRuns:
-    return compare_two(one, other)
+            recorder.step(loss, tokens=tokens.numel(), batch=tokens)
+            after_step(model, step)
+    return ng.read_run(folder)
 
 
 def test_every_tensor_of_a_step_is_recorded(tmp_path: Path) -> None:
-    found, _ = recorded(tmp_path / "a")
-    recorded(tmp_path / "b", fingerprints_every=0)
-    unhashed = ng.read_run(tmp_path / "b")
-    assert unhashed.fingerprints == [] and compared(found, unhashed).is_complete  # the last weights are the same
+    found, unhashed = recorded(tmp_path / "a"), recorded(tmp_path / "b", every=0)
+    assert unhashed.fingerprints == [] and compare_two(found, unhashed).is_complete  # the last weights are the same
     rows = {row["step"]: row["tensors"] for row in found.fingerprints}
     assert list(rows) == list(range(STEPS + 1))
     names = [name for name, _ in model_of().named_parameters()]
     assert list(rows[0]) == [f"weight:{name}" for name in names]
-    modules = ["0", "1", "3", ""]
-    assert [key for key in rows[2] if key.startswith(("tokens:", "output:"))] == [
-        "tokens:batch",
-        *(f"output:{name}" for name in modules if name),
-    ]
-    kinds = ("weight", "exp_avg", "exp_avg_sq")
-    assert [key for key in rows[2] if not key.startswith(("tokens:", "output:"))] == [
+    forward = [key for key in rows[2] if key.startswith(("tokens:", "output:"))]
+    assert forward == ["tokens:batch", *(f"output:{name}" for name in "013")]
+    assert [key for key in rows[2] if key not in forward] == [
         *(f"grad:{name}" for name in reversed(names)),
-        *(f"{kind}:{name}" for kind in kinds for name in names),
+        *(f"{kind}:{name}" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in names),
     ]
     assert rows[0]["weight:1.weight"][1] == pytest.approx(float(model_of()[1].weight.norm()))
 
 
 def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path) -> None:
-    plain, _ = recorded(tmp_path / "plain")
+    plain = recorded(tmp_path / "plain")
     model = model_of()
     optimizer = adamw(model)
     with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1, audit_every=1) as recorder:
@@ -113,70 +94,38 @@ def test_a_step_with_a_closure_has_the_same_fingerprints(tmp_path: Path) -> None
     assert ng.read_run(tmp_path / "a").fingerprints == plain.fingerprints
 
 
-def written(folder: Path, at: Iterable[int], num_steps: int = 9) -> Run:
-    """A run whose loop scales one weight after some of its steps."""
-    model = model_of()
-    optimizer = adamw(model)
-    with ng.RunRecorder(folder, model, optimizer, fingerprints_every=1) as recorder:
-        for step in range(1, num_steps + 1):
-            loss = loss_of(model, tokens_at(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step(loss, tokens=32, batch=tokens_at(step))
-            if step in at:
-                with torch.no_grad():
-                    model.get_parameter("1.weight").mul_(0.999)
-    return ng.read_run(folder)
+@torch.no_grad()
+def scale_a_weight(model: nn.Module, step: int) -> None:
+    model.get_parameter("1.weight").mul_(0.999 if step == 4 else 1.0)
 
 
 def test_a_weight_that_changes_between_steps_is_located(tmp_path: Path) -> None:
-    found = compared(written(tmp_path / "plain", ()), written(tmp_path / "other", (4,)))
+    found = compare_two(recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight))
     first = found.readings[0]
     assert (first.step, first.stage, first.tensor, first.what) == (5, "between steps", "held:1.weight", "changed")
     assert "Only other has held:1.weight." in str(found) and "damage does not come twice" in str(found)
 
 
 def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:
-    def momentum(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    plain, _ = recorded(tmp_path / "plain", optimizer_of=momentum)
-    assert "state:momentum_buffer:1.weight" in plain.fingerprints[1]["tensors"]
-
-
-# ── formats ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    run = recorded(tmp_path, optimizer_of=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert "state:momentum_buffer:1.weight" in run.fingerprints[1]["tensors"]
 
 
 def test_one_run_under_autocast_is_another_format(tmp_path: Path) -> None:
-    plain, _ = recorded(tmp_path / "plain")
-    cast, _ = recorded(tmp_path / "cast", cast=True)
+    plain, cast = recorded(tmp_path / "plain"), recorded(tmp_path / "cast", cast=True)
     assert [run.run["model"]["formats"] for run in (plain, cast)] == ["float32", "bfloat16, float32"]
-    found = compared(plain, cast)
-    assert "can act there: formats float32 and bfloat16, float32." in str(found)
-
-
-# ── what a user's loop may do besides ───────────────────────────────────────────────────────────────────────────────
+    assert "can act there: formats float32 and bfloat16, float32." in str(compare_two(plain, cast))
 
 
 def test_an_error_while_hashing_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("no bits")
 
-    model = model_of()
-    optimizer = adamw(model)
-    with ng.RunRecorder(tmp_path / "a", model, optimizer, fingerprints_every=1) as recorder:
-        for step in range(1, 4):
-            if step == 2:
-                monkeypatch.setattr(fingerprints, "fingerprints_whole_and_own", fails)
-            loss = loss_of(model, tokens_at(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step(loss)
-    run = ng.read_run(tmp_path / "a")
-    assert [row["step"] for row in run.steps] == [1, 2, 3]
-    assert [row["step"] for row in run.fingerprints] == [0, 1]
+    def break_hashes(model: nn.Module, step: int) -> None:
+        monkeypatch.setattr(fingerprints, "fingerprints_whole_and_own", fails)
+
+    run = recorded(tmp_path, after_step=break_hashes)
+    assert len(run.steps) == STEPS and [row["step"] for row in run.fingerprints] == [0, 1]
     said = [event["message"] for event in run.events if event["kind"] == "note"]
     assert said == ["no more fingerprints are recorded: ValueError: no bits"]
 

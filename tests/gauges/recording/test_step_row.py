@@ -18,6 +18,8 @@ from narrowgauge.gauges.recording.record import FAILURES
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 
+pytestmark = pytest.mark.filterwarnings("ignore::narrowgauge.gauges.recording.run_recorder.RunNotice")
+
 
 def record(folder: Path, mesh: Any = None, loss: float = 1.0) -> int:
     """A recorded loop of four steps with given gradients, one of them infinite in a row of the first rank."""
@@ -65,7 +67,6 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
         assert two.summary[name] == one.summary[name], name
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.gauges.recording.run_recorder.RunNotice")
 def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with ng.RunRecorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1)) as recorder:
@@ -78,7 +79,6 @@ def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     assert ng.compare_runs([run]).rows[0]["diverged"]
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.gauges.recording.run_recorder.RunNotice")
 def test_overflows_at_the_floor_of_the_loss_scale_are_failures(tmp_path: Path) -> None:
     """The first step may lower the scale from 2 to 1; no later one may."""
     model, scaler = nn.Linear(4, 4, bias=False).half(), ng.LossScaler(2.0, hysteresis=1)

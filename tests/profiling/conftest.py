@@ -1,0 +1,3 @@
+"""The fixtures of tests that train."""
+
+from trainer.fixtures import place as place
