@@ -207,7 +207,7 @@ def read_log(path: Path) -> dict[str, Any] | None:
             for file in files:
                 for name, series in _READERS[pattern](file).items():
                     values.setdefault(name, {}).update(series)
-            steps, evals = _rows(values, STEP), _rows(values, EVAL)
+            steps, evals = _rows(values, STEP), [row for row in _rows(values, EVAL) if "val_loss" in row]
             config, is_finished = _progress(files[0])
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{files[0]} is damaged: {error}.", "Restore the file from a copy.") from error

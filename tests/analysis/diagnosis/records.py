@@ -54,7 +54,7 @@ def gauges(step: int, **wrong: Any) -> Row:
 def healthy_steps(seed: int = 0) -> list[Row]:
     """Rows of steps whose loss falls with some noise."""
     draw = random.Random(seed)
-    return [
+    rows: list[Row] = [
         {
             "step": step, "loss": 2.5 + 3.0 * math.exp(-step / 40) + draw.gauss(0, 0.03), "lr": 3e-3,
             "grad_norm": 0.5 * math.exp(draw.gauss(0, 0.1)), "tokens": 256 * step, "seconds": 0.1 + draw.uniform(0, 0.01),
@@ -62,6 +62,7 @@ def healthy_steps(seed: int = 0) -> list[Row]:
         }
         for step in range(1, NUM_STEPS + 1)
     ]  # fmt: skip
+    return [{**row, "tokens_per_second": 256 / row["seconds"]} for row in rows]
 
 
 def healthy_run(recipe: str = "bfloat16/word") -> Run:

@@ -29,6 +29,8 @@ def steps(since: int = AT, until: int = NUM_STEPS, **columns: object) -> Fault:
         for row in run.steps:
             if since <= row["step"] <= until:
                 row.update({name: value(row) if callable(value) else value for name, value in columns.items()})
+                if "seconds" in columns:
+                    row["tokens_per_second"] = 256 / row["seconds"]
 
     return strike
 
@@ -102,6 +104,12 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
         "loss", "", "divergence",
     ),
     "steps that became slower": ("bfloat16/word", steps(seconds=0.4), AT, "between steps", "", "slower-steps"),
+    "steps that became slower, but one in ten": (
+        "bfloat16/word", steps(seconds=lambda row: 0.1 if row["step"] % 10 == 0 else 0.4), AT, "between steps", "", "slower-steps",
+    ),
+    "steps that become slower and slower": (
+        "bfloat16/word", steps(1, seconds=lambda row: 0.2 + row["step"] / 200), 36, "between steps", "", "slower-steps",
+    ),
     "steps that were slower for a while": (
         "bfloat16/word", steps(AT, AT + 39, seconds=1.0), AT, "between steps", "", "slower-steps",
     ),
@@ -175,7 +183,7 @@ HEALTHY: dict[str, tuple[str, Fault]] = {
     "every fourth step evaluates or saves": (
         "bfloat16/word", steps(1, seconds=lambda row: 9.0 if row["step"] % 4 == 0 else 0.1),
     ),
-    "a slow file system for a few steps": ("bfloat16/word", steps(AT, AT + 18, seconds=20.0)),
+    "a slow file system for a few steps": ("bfloat16/word", steps(AT, AT + 8, seconds=20.0)),
     "short steps that other programs slow down": ("bfloat16/word", steps(1, seconds=lambda row: 0.01 * (1 + (row["step"] > AT)))),
     "throughput that falls by a quarter": ("bfloat16/word", steps(seconds=0.132)),
     "a resume with the same state": ("bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W})),
