@@ -78,9 +78,10 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     found["offload"] = learn(*prepared("word", mesh=line, offload=True))
     found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in ("word", "autocast")}
     found["groups"] |= {wide: shapes(sharding.shard(mixed(wide), line)) for wide in ("lm_head", "norm")}
-    blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    blocks[1].weight = blocks[0].weight
-    found["groups"]["tied blocks"] = shapes(sharding.shard(nn.ModuleDict({"blocks": blocks}), line))
+    tied = nn.Sequential()
+    tied.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    tied.blocks[1].weight = tied.blocks[0].weight
+    found["groups"]["tied blocks"] = shapes(sharding.shard(tied, line))
     found["unequal"] = learn(*unequal(rank, line))
     found["refusals"] = refusals(line)
     return found
@@ -132,7 +133,7 @@ def test_a_sharded_model_is_the_model_of_one_process(tmp_path: Path, one_thread:
     units, whole = groups["norm"]
     assert units == ["", *layers] and len(whole) == 5 and all("norm" in name for name in whole)
     said = {
-        "sharded": "fully_shard or DistributedDataParallel has",
+        "sharded": "parallelize_module",
         "wrapped": "swap_linears",
         "unnamed": "mesh_dim_names",
     }

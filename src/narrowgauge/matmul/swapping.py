@@ -86,7 +86,11 @@ class NarrowLayers:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
-            if parameter.ndim < 2 or "bias" in name.rpartition(".")[2] or isinstance(owner, nn.Embedding | nn.LayerNorm):
+            if (
+                parameter.ndim < 2
+                or "bias" in name.rpartition(".")[2]
+                or isinstance(owner, nn.Embedding | nn.LayerNorm)
+            ):
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
             is_choice = (
