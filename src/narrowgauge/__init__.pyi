@@ -28,6 +28,7 @@ from .numerics.rounding import round_to as round_to
 from .numerics.scaling import LossScaler as LossScaler
 from .optim.accumulation import GradientAccumulator as GradientAccumulator
 from .optim.audit import audit as audit
+from .optim.low_bits import fill_low_bits as fill_low_bits
 from .optim.optimizer import Optimizer as Optimizer
 from .optim.optimizers import SGD as SGD
 from .optim.optimizers import Adafactor as Adafactor

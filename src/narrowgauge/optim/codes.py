@@ -312,6 +312,11 @@ class Written:
     changes: tuple[Tensor, Tensor, Tensor]
 
 
+def gradient_mantissa(visible: str, bits: Tensor) -> Tensor:
+    """Return the mantissa of a gradient, a part of the key of random bits. A power of two on all gradients does not change it."""
+    return (bits >> 16) & 0x7F if visible == "bfloat16" else bits & MANTISSA
+
+
 def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
     """Return the addend of each code (weight and states) before the cut, from one hashed word per element.
 
@@ -325,8 +330,7 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
     stochastic = [(n, dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
     if not stochastic:
         return result
-    mantissa = (gradient_bits >> 16) & 0x7F if storage.visible == "bfloat16" else gradient_bits & 0x7FFFFF
-    random, start = random_bits(bits_of(weight) ^ mantissa, seed), 0
+    random, start = random_bits(bits_of(weight) ^ gradient_mantissa(storage.visible, gradient_bits), seed), 0
     for place, (name, dropped) in enumerate(stochastic):
         start += min(dropped, (32 - start) // (len(stochastic) - place))
         missing = max(0, dropped - start)

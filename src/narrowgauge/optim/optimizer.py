@@ -82,6 +82,8 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too. Do not pass it here.
+        low_bits: how a weight begins whose low bits nobody knows, since the model holds it in 16 bits: ``"zero"``, or ``"random"``
+            within its rounding cell (:mod:`narrowgauge.optim.low_bits`).
         flags: ``amsgrad``, ``maximize``, ``fused``, ``foreach``, ``capturable``, ``differentiable`` of ``torch.optim``; false or
             ``None``.
 
@@ -104,6 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         audit_every: int = 10,
         compile: bool | None = None,
         loss_scaler: LossScaler | None = None,
+        low_bits: str = "zero",
         **flags: bool | None,
     ) -> None:
         if unknown := flags.keys() - set(FLAGS):
@@ -136,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
         # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
         self._pending: tuple[HostCopy | None, list[ParameterState], Finite | None] | None = None
         storage = known_row("word" if storage is None else storage).name
-        super().__init__(params, {**defaults, "storage": storage, "seed": seed})
+        super().__init__(params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits})
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
         self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
         self.register_load_state_dict_post_hook(put_states)

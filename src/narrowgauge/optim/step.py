@@ -20,6 +20,7 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.kernel import Kernel, least_decay
 from narrowgauge.optim.layout import Bucket, buckets_of
+from narrowgauge.optim.low_bits import fill_states
 from narrowgauge.optim.matrix_step import step_matrices
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
@@ -75,6 +76,8 @@ class Stepper:
 
         Small states of one kernel and step number share buckets: those of the last step, if the same states step together.
         """
+        if self.group.get("low_bits") == "random":
+            fill_states([state for state in states if state.step == 0], self.group["seed"], self.control[1])
         small: dict[tuple[Kernel, int], list[ParameterState]] = {}
         elementwise: list[ParameterState] = []
         matrices: list[ParameterState] = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.optim.low_bits import LOW_BITS
 from narrowgauge.optim.rules.elementwise import ADAMW, PLAIN_SGD, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.formats import dtype_name
@@ -39,6 +40,8 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
                 f"Cannot set {name} = {options[name]} in a param group because it applies to all groups.",
                 "Pass it to the optimizer.",
             )
+    if options.get("low_bits", "zero") not in LOW_BITS:
+        raise RecipeError(f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'.")
     check_step(options, rule)
     _check_values(options, LAWS.get(rule.name, {}))
 

@@ -1,0 +1,149 @@
+"""Random low bits: weights of a 16-bit checkpoint that move from the first step.
+
+A checkpoint in bfloat16 lies on the grid of bfloat16. Copied to float32 it still does: all low bits are zero. The forward pass
+rounds weights to bfloat16, so it sees no change of a weight before the sum of its updates reaches half an ulp. At a learning rate
+of 5e-6 and a weight of 0.2 that is a hundred steps.
+
+Low bits at random within the cell that rounds to the same bfloat16 value end this. No visible weight changes. But some weights
+lie near the end of their cell, and move by an ulp in the first step. On average, the visible change is the update.
+
+The offset of a weight is drawn once. Stochastic rounding draws new noise at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.numerics.chunks import chunk_size
+from narrowgauge.numerics.dtensor import local_of, own_part
+from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, float_of, half, random_bits
+from narrowgauge.optim import codes, layout
+from narrowgauge.optim.codes import MANTISSA, Lane
+from narrowgauge.optim.kernel import lanes_of
+from narrowgauge.spec.storages import VISIBLE, Storage
+
+LOW_BITS = ("zero", "random")
+"""The values of the option ``low_bits``."""
+
+
+def random_in_cell(visible: str, bits: Tensor, random: Tensor) -> Tensor:
+    """Return a random value of the cell that rounds to each visible weight, in the bits of :func:`codes.visible_value`.
+
+    It is uniform in the cell, which below a power of two is half as wide. Zeros, infinities and NaN stay as they are.
+
+    Args:
+        visible: ``"bfloat16"`` or ``"float16"``.
+        bits: int32, of weights in that format.
+        random: int32 random bits.
+    """
+    below = VISIBLE[visible][1]
+    offset = (random >> (32 - below)) & ((1 << below) - 1)
+    # Below a power of two, but for the smallest normal one, an ulp is half as large.
+    narrowed = ((3 * offset) >> 2) - (1 << (below - 2))
+    is_power = ((bits & MANTISSA) == 0) & ((bits & EXPONENT) > 1 << 23)
+    offset = torch.where(is_power, torch.where(narrowed < 0, 2 * narrowed, narrowed), offset - half(below))
+    infinity = EXPONENT if visible == "bfloat16" else 31 << 23
+    magnitude = bits & MAGNITUDE
+    return torch.where((magnitude == 0) | (magnitude >= infinity), bits, bits + offset)
+
+
+def has_low_bits(storage: Storage) -> bool:
+    """Return whether a storage keeps more of a weight than the model sees."""
+    return bool(storage.beside) and storage.visible != "float32" and not storage.weight.scaled
+
+
+def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
+    """Fill the low bits of states before their first step. They have their gradients.
+
+    A tensor with any low bit keeps all of its own. The random bits hash an element's weight and its gradient's mantissa.
+
+    Args:
+        states: :class:`narrowgauge.optim.state.ParameterState`.
+        seed: of the param group.
+        skip: 0-d, nonzero if the step will be skipped: then nothing changes.
+    """
+    for state in states:
+        if not has_low_bits(state.storage) or not state.parameter.numel():
+            continue
+        device = state.parameter.device
+        number = torch.tensor(step_seed(seed, 0), dtype=torch.int32, device=device)  # steps count from 1
+        keeps = skip != 0
+        for lanes, _ in _chunks(state):
+            for lane in lanes:
+                seen = codes.visible_value(state.storage.visible, lane.visible)
+                keeps = keeps | (codes.read_weight(state.storage, lane) != seen).any()
+        for lanes, planes in _chunks(state):
+            new = layout.join_lanes(state.storage, [_filled(state.storage, lane, number) for lane in lanes])
+            for old, words in zip(planes, new, strict=True):
+                old.copy_(torch.where(keeps, old, words))
+
+
+def _chunks(state: Any) -> Iterator[tuple[list[Lane], list[Tensor]]]:
+    """Yield a state piece by piece: its lanes, and the words of its planes."""
+    storage, (tensors, _) = state.storage, state.kernel_tensors()
+    parts, num_planes = layout.num_parts(storage), len(state.plane_words)
+    end = 2 * parts + num_planes
+    rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
+    for start in range(0, len(tensors[0]), rows):
+        chunk = [tensor[start : start + rows] for tensor in tensors]
+        yield lanes_of(storage, chunk[:end], chunk[end:]), chunk[2 * parts : end]
+
+
+def _filled(storage: Storage, lane: Lane, seed: Tensor) -> dict[str, Tensor]:
+    """Return all fields of a lane in place, with random low bits of the weight."""
+    fields = {}
+    for name, bits in storage.fields:
+        word, shift = lane.fields[name]
+        fields[name] = word & (((1 << bits) - 1) << shift) if bits < word.itemsize * 8 else word
+    mantissa = codes.gradient_mantissa(storage.visible, lane.gradient)
+    key = bits_of(codes.visible_value(storage.visible, lane.visible)) ^ mantissa
+    value = codes.visible_value(
+        storage.visible, random_in_cell(storage.visible, lane.visible, random_bits(key, seed))
+    )
+    # Round a tail down, which stays in the cell; a leading part to nearest, which gives the visible weight.
+    addend = half(codes.dropped_bits(storage.weight)) if storage.weight.parts > 1 else 0
+    return fields | codes.write_weight(storage, lane, value, addend)[1]
+
+
+def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
+    """Fill the low bits of float32 parameters that lie on the grid of bfloat16 or float16, for any optimizer.
+
+    Call it once before training, where a 16-bit checkpoint was read into float32. A forward pass under autocast to the
+    checkpoint's format sees the same weights as before. A parameter with any low bit of its own does not change.
+
+    Args:
+        model: its parameters may be DTensors: the bits do not depend on the sharding.
+        seed: of the random bits. A bit depends on the seed, the weight, and its place in its tensor.
+    Returns:
+        The number of parameters' elements that were filled.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Linear(64, 64).bfloat16().float()
+        >>> before = model.weight.bfloat16()
+        >>> ng.fill_low_bits(model)
+        4160
+        >>> torch.equal(model.weight.bfloat16(), before)
+        True
+    """
+    total = 0
+    number = step_seed(seed, 0)
+    for parameter in model.parameters():
+        weights = local_of(parameter.detach())
+        if weights.dtype is not torch.float32 or not weights.numel():
+            continue
+        for visible in ("bfloat16", "float16"):
+            if torch.equal(weights.to(getattr(torch, visible)).float(), weights):
+                index = torch.arange(parameter.numel(), device=weights.device).view(parameter.shape)
+                place = local_of(own_part(parameter, index)).to(torch.int32)
+                bits = codes.visible_bits(visible, weights)
+                random = random_bits(bits ^ (place * 0x61C88647), torch.tensor(number, dtype=torch.int32, device=weights.device))
+                weights.copy_(codes.visible_value(visible, random_in_cell(visible, bits, random)))
+                total += weights.numel()
+                break
+    return total
