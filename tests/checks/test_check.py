@@ -316,3 +316,33 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
             ng.check(*wrong)
     with pytest.raises(ng.errors.RecipeError, match="batch= needs loss="):
         ng.check(model, optimizer, batch=TOKENS)
+
+
+@pytest.mark.parametrize("lr", [5e-6, 2e-5, 1e-3])
+def test_the_part_of_ten_updates_that_the_forward_pass_sees_is_predicted(lr: float) -> None:
+    """For updates that all go one way; with random low bits, or bits of its own, a model lies on no grid."""
+    torch.manual_seed(0)
+    model = ng.cast_parameters(nn.Linear(96, 96, bias=False), torch.bfloat16)
+    optimizer = ng.AdamW(model.parameters(), lr=lr, weight_decay=0.0, storage="word", compile=False)
+    (line,) = [line for line in ng.check(model, optimizer).lines if "grid" in line]
+    before = model.weight.detach().float().clone()
+    for _ in range(10):
+        model.weight.grad = torch.ones_like(model.weight) * -model.weight.detach().sign()
+        optimizer.step()
+    seen = float((model.weight.detach().float().abs() - before.abs()).mean()) / (10 * lr)
+    assert float(line.split(": ")[1].split()[0]) == pytest.approx(seen, abs=0.03)
+    copied = nn.Linear(96, 96).bfloat16().float()
+    for other, options in (
+        (model, {}),
+        (copied, {}),
+        (nn.Linear(8, 8), {}),
+        (nn.Linear(8, 8).bfloat16(), {"low_bits": "random"}),
+    ):
+        if other is copied:
+            assert any(
+                "fill_low_bits" in line for line in ng.check(copied, torch.optim.AdamW(copied.parameters())).lines
+            )
+            ng.fill_low_bits(copied)
+        storage = "float32" if next(other.parameters()).dtype is torch.float32 else "word"
+        stepper = optimizer if other is model else ng.AdamW(other.parameters(), storage=storage, **options)
+        assert not any("grid" in line for line in ng.check(other, stepper).lines)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.checks.grid import grid_lines
 from narrowgauge.checks.gradients import Backward, Loss, gradient_readings
 from narrowgauge.checks.parameters import parameter_readings
 from narrowgauge.checks.set_up import SetUp, described, set_up_of
@@ -59,7 +60,8 @@ def check(
     if (batch is None) != (loss is None):
         raise RecipeError("Cannot compare gradients because batch= needs loss=, and loss= needs batch=.", "Pass both.")
     set_up = set_up_of(model, optimizer)
-    readings, lines, unseen = [*static_readings(set_up)], described(set_up), set_up.unseen
+    readings, unseen = [*static_readings(set_up)], set_up.unseen
+    lines = described(set_up) + grid_lines(set_up)
     if loss is not None:
         more, words = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words

@@ -102,9 +102,7 @@ def _filled(storage: Storage, lane: Lane, seed: Tensor) -> dict[str, Tensor]:
         fields[name] = word & (((1 << bits) - 1) << shift) if bits < word.itemsize * 8 else word
     mantissa = codes.gradient_mantissa(storage.visible, lane.gradient)
     key = bits_of(codes.visible_value(storage.visible, lane.visible)) ^ mantissa
-    value = codes.visible_value(
-        storage.visible, random_in_cell(storage.visible, lane.visible, random_bits(key, seed))
-    )
+    value = codes.visible_value(storage.visible, random_in_cell(storage.visible, lane.visible, random_bits(key, seed)))
     # Round a tail down, which stays in the cell; a leading part to nearest, which gives the visible weight.
     addend = half(codes.dropped_bits(storage.weight)) if storage.weight.parts > 1 else 0
     return fields | codes.write_weight(storage, lane, value, addend)[1]
@@ -142,7 +140,9 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
                 index = torch.arange(parameter.numel(), device=weights.device).view(parameter.shape)
                 place = local_of(own_part(parameter, index)).to(torch.int32)
                 bits = codes.visible_bits(visible, weights)
-                random = random_bits(bits ^ (place * 0x61C88647), torch.tensor(number, dtype=torch.int32, device=weights.device))
+                random = random_bits(
+                    bits ^ (place * 0x61C88647), torch.tensor(number, dtype=torch.int32, device=weights.device)
+                )
                 weights.copy_(codes.visible_value(visible, random_in_cell(visible, bits, random)))
                 total += weights.numel()
                 break
