@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.grid import grid_lines
 from narrowgauge.checks.gradients import Backward, Loss, gradient_readings
+from narrowgauge.checks.grid import grid_lines
 from narrowgauge.checks.parameters import parameter_readings
 from narrowgauge.checks.set_up import SetUp, described, set_up_of
 from narrowgauge.checks.updates import update_readings

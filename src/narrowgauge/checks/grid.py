@@ -56,7 +56,8 @@ def _grid(p: SteppedParameter) -> torch.dtype | None:
         return None  # gains of 1 and biases of 0 lie on every grid
     if p.parameter.dtype is torch.float32:
         weights = spread(p.parameter)
-        return next((dtype for dtype in NARROW if torch.equal(weights.to(dtype).float(), weights)), None)
+        fits = (dtype for dtype in NARROW if torch.equal(weights.to(dtype).float(), weights))
+        return next(fits, None) if bool(weights.any()) else None
     if p.parameter.dtype not in NARROW or not p.storage.beside or p.group.get("low_bits") == "random":
         return None
     if isinstance(p.optimizer, Optimizer) and (state := p.optimizer.state_of(p.parameter)) is not None:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.numerics.chunks import chunk_size
-from narrowgauge.numerics.dtensor import local_of, own_part
+from narrowgauge.numerics.dtensor import add_up, by_group, local_of, own_part
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, float_of, half, random_bits
+from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, half, random_bits
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import MANTISSA, Lane
 from narrowgauge.optim.kernel import lanes_of
@@ -67,25 +67,46 @@ def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
         seed: of the param group.
         skip: 0-d, nonzero if the step will be skipped: then nothing changes.
     """
-    for state in states:
-        if not has_low_bits(state.storage) or not state.parameter.numel():
-            continue
-        device = state.parameter.device
-        number = torch.tensor(step_seed(seed, 0), dtype=torch.int32, device=device)  # steps count from 1
-        keeps = skip != 0
-        for lanes, _ in _chunks(state):
-            for lane in lanes:
-                seen = codes.visible_value(state.storage.visible, lane.visible)
-                keeps = keeps | (codes.read_weight(state.storage, lane) != seen).any()
+    states = [state for state in states if has_low_bits(state.storage)]
+    for state, has_bits in zip(
+        states, _on_any_rank([s.owner for s in states], [_has_bits(s) for s in states]), strict=True
+    ):
+        storage, keeps = state.storage, has_bits | (skip != 0)
+        number = torch.tensor(step_seed(seed, 0), dtype=torch.int32, device=skip.device)  # steps count from 1
         for lanes, planes in _chunks(state):
-            new = layout.join_lanes(state.storage, [_filled(state.storage, lane, number) for lane in lanes])
+            new = layout.join_lanes(storage, [_filled(storage, lane, number) for lane in lanes])
             for old, words in zip(planes, new, strict=True):
                 old.copy_(torch.where(keeps, old, words))
+
+
+def _has_bits(state: Any) -> Tensor:
+    """Return whether any stored weight of this rank differs from the visible one, 0-d bool."""
+    result = torch.zeros((), dtype=torch.bool, device=state.parameter.device)
+    for lanes, _ in _chunks(state):
+        for lane in lanes:
+            seen = codes.visible_value(state.storage.visible, lane.visible)
+            result = result | (codes.read_weight(state.storage, lane) != seen).any()
+    return result
+
+
+def _on_any_rank(owners: Sequence[Any], flags: Sequence[Tensor]) -> list[Tensor]:
+    """Return each flag, true if it is on any rank that holds a part of its owner."""
+    places = {id(owner): place for place, owner in enumerate(owners)}
+    joined = list(flags)
+    for groups, members in by_group(owners):
+        if groups:
+            chosen = [places[id(member)] for member in members]
+            result = add_up(torch.stack([flags[place] for place in chosen]).to(torch.int32), groups, "max")
+            for place, flag in zip(chosen, result.unbind(), strict=True):
+                joined[place] = flag != 0
+    return joined
 
 
 def _chunks(state: Any) -> Iterator[tuple[list[Lane], list[Tensor]]]:
     """Yield a state piece by piece: its lanes, and the words of its planes."""
     storage, (tensors, _) = state.storage, state.kernel_tensors()
+    if not state.parameter.numel():
+        return
     parts, num_planes = layout.num_parts(storage), len(state.plane_words)
     end = 2 * parts + num_planes
     rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
@@ -129,21 +150,22 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
         >>> torch.equal(model.weight.bfloat16(), before)
         True
     """
-    total = 0
-    number = step_seed(seed, 0)
-    for parameter in model.parameters():
-        weights = local_of(parameter.detach())
-        if weights.dtype is not torch.float32 or not weights.numel():
-            continue
-        for visible in ("bfloat16", "float16"):
-            if torch.equal(weights.to(getattr(torch, visible)).float(), weights):
-                index = torch.arange(parameter.numel(), device=weights.device).view(parameter.shape)
-                place = local_of(own_part(parameter, index)).to(torch.int32)
-                bits = codes.visible_bits(visible, weights)
-                random = random_bits(
-                    bits ^ (place * 0x61C88647), torch.tensor(number, dtype=torch.int32, device=weights.device)
-                )
-                weights.copy_(codes.visible_value(visible, random_in_cell(visible, bits, random)))
-                total += weights.numel()
-                break
+    parameters = [p for p in model.parameters() if p.dtype is torch.float32]
+    number, total = step_seed(seed, 0), 0
+    for visible in ("bfloat16", "float16"):
+        off = [(local_of(p.detach()) != local_of(p.detach()).to(getattr(torch, visible))).any() for p in parameters]
+        off = _on_any_rank(parameters, off)
+        filled = [p for p, is_off in zip(parameters, off, strict=True) if not is_off]
+        for parameter in filled:
+            weights = local_of(parameter.detach())
+            index = torch.arange(parameter.numel(), device=weights.device).view(parameter.shape)
+            place = local_of(own_part(parameter, index)).to(torch.int32) * 0x61C88647
+            bits, seeds = (
+                codes.visible_bits(visible, weights),
+                torch.tensor(number, dtype=torch.int32, device=weights.device),
+            )
+            random = random_bits(bits ^ place, seeds)
+            weights.copy_(codes.visible_value(visible, random_in_cell(visible, bits, random)))
+            total += parameter.numel()
+        parameters = [p for p in parameters if all(p is not other for other in filled)]
     return total

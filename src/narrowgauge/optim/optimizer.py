@@ -82,8 +82,8 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too. Do not pass it here.
-        low_bits: how a weight begins whose low bits nobody knows, since the model holds it in 16 bits: ``"zero"``, or ``"random"``
-            within its rounding cell (:mod:`narrowgauge.optim.low_bits`).
+        low_bits: how a weight begins that the model holds in 16 bits: ``"zero"``, or at a ``"random"`` place in its rounding cell
+            (:mod:`narrowgauge.optim.low_bits`).
         flags: ``amsgrad``, ``maximize``, ``fused``, ``foreach``, ``capturable``, ``differentiable`` of ``torch.optim``; false or
             ``None``.
 
