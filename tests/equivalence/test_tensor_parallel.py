@@ -28,7 +28,13 @@ def start(storage: str, mesh: Any = None, seed: int = 0) -> Training:
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(getattr(torch, STORAGES[storage].visible))
     if mesh is not None:
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    options: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 3.0, "audit_every": 2, "compile": False, "low_bits": "random"}
+    options: dict[str, Any] = {
+        "lr": 1e-2,
+        "max_grad_norm": 3.0,
+        "audit_every": 2,
+        "compile": False,
+        "low_bits": "random",
+    }
     return Training(model, ng.AdamW(model.named_parameters(), storage=storage, **options))
 
 

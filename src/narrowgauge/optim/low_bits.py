@@ -12,19 +12,17 @@ The offset of a weight is drawn once. Stochastic rounding draws new noise at eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of, own_part
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, half, random_bits
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.codes import MANTISSA, Lane
-from narrowgauge.optim.kernel import lanes_of
 from narrowgauge.spec.storages import VISIBLE, Storage
 
 LOW_BITS = ("zero", "random")
@@ -73,16 +71,16 @@ def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
     ):
         storage, keeps = state.storage, has_bits | (skip != 0)
         number = torch.tensor(step_seed(seed, 0), dtype=torch.int32, device=skip.device)  # steps count from 1
-        for lanes, planes in _chunks(state):
-            new = layout.join_lanes(storage, [_filled(storage, lane, number) for lane in lanes])
-            for old, words in zip(planes, new, strict=True):
-                old.copy_(torch.where(keeps, old, words))
+        for lanes, words in state.pieces():
+            filled = layout.with_fields(storage, lanes, [_filled(storage, lane, number) for lane in lanes])
+            for old, new in zip(words, filled, strict=True):
+                old.copy_(torch.where(keeps, old, new))
 
 
 def _has_bits(state: Any) -> Tensor:
     """Return whether any stored weight of this rank differs from the visible one, 0-d bool."""
     result = torch.zeros((), dtype=torch.bool, device=state.parameter.device)
-    for lanes, _ in _chunks(state):
+    for lanes, _ in state.pieces():
         for lane in lanes:
             seen = codes.visible_value(state.storage.visible, lane.visible)
             result = result | (codes.read_weight(state.storage, lane) != seen).any()
@@ -102,31 +100,14 @@ def _on_any_rank(owners: Sequence[Any], flags: Sequence[Tensor]) -> list[Tensor]
     return joined
 
 
-def _chunks(state: Any) -> Iterator[tuple[list[Lane], list[Tensor]]]:
-    """Yield a state piece by piece: its lanes, and the words of its planes."""
-    storage, (tensors, _) = state.storage, state.kernel_tensors()
-    if not state.parameter.numel():
-        return
-    parts, num_planes = layout.num_parts(storage), len(state.plane_words)
-    end = 2 * parts + num_planes
-    rows = max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
-    for start in range(0, len(tensors[0]), rows):
-        chunk = [tensor[start : start + rows] for tensor in tensors]
-        yield lanes_of(storage, chunk[:end], chunk[end:]), chunk[2 * parts : end]
-
-
 def _filled(storage: Storage, lane: Lane, seed: Tensor) -> dict[str, Tensor]:
-    """Return all fields of a lane in place, with random low bits of the weight."""
-    fields = {}
-    for name, bits in storage.fields:
-        word, shift = lane.fields[name]
-        fields[name] = word & (((1 << bits) - 1) << shift) if bits < word.itemsize * 8 else word
+    """Return the weight's fields of a lane in place, with random low bits."""
     mantissa = codes.gradient_mantissa(storage.visible, lane.gradient)
     key = bits_of(codes.visible_value(storage.visible, lane.visible)) ^ mantissa
-    value = codes.visible_value(storage.visible, random_in_cell(storage.visible, lane.visible, random_bits(key, seed)))
+    bits = random_in_cell(storage.visible, lane.visible, random_bits(key, seed))
     # Round a tail down, which stays in the cell; a leading part to nearest, which gives the visible weight.
     addend = half(codes.dropped_bits(storage.weight)) if storage.weight.parts > 1 else 0
-    return fields | codes.write_weight(storage, lane, value, addend)[1]
+    return codes.write_weight(storage, lane, codes.visible_value(storage.visible, bits), addend)[1]
 
 
 def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
