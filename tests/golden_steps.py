@@ -70,8 +70,9 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Each update rule with each storage that it can be computed in."""
-    return [
+    """Each update rule with each storage that it can be computed in, and AdamW from random low bits in one of each kind."""
+    filled = ("word", "exact", "compact", "kahan", "collage-plus", "float16/split")
+    return [("adamw", f"{storage} random") for storage in filled] + [
         (rule.name, storage.name)
         for rule in UPDATE_RULES.values()
         for storage in STORAGES.values()
@@ -86,12 +87,13 @@ def pairs() -> list[tuple[str, str]]:
 
 def steps(rule: str, storage: str) -> str:
     """The visible weights, the stored values, and what a checkpoint holds, after twelve steps: a fingerprint of each."""
+    storage, _, low_bits = storage.partition(" ")
     row, dtype = UPDATE_RULES[rule], getattr(torch, STORAGES[storage].visible)
     weights = {name: nn.Parameter(values(shape, 1).to(dtype)) for name, shape in SHAPES.items()}
     options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(rule, MATRIX_OPTIONS.get(rule, {}))
     optimizer = getattr(optimizers, row.optimizer)(
         list(weights.items()), lr=0.003, weight_decay=0.1, max_grad_norm=0.5, seed=7, audit_every=5,
-        storage=storage, compile=False, **options,
+        storage=storage, compile=False, low_bits=low_bits or "zero", **options,
     )  # fmt: skip
     for step in range(STEPS):
         for place, (name, weight) in enumerate(weights.items()):
