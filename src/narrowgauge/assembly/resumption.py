@@ -53,7 +53,7 @@ def _add(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any]) -> 
 def _take(loaded: dict[str, Any], optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     groups = state_dict["param_groups"]
     loaded.clear()
-    loaded.update(groups[0].get(KEY, {}), is_ours=any("storage" in group for group in groups))
+    loaded.update(groups[0].get(KEY, {}))
     rest = [{name: value for name, value in group.items() if name != KEY} for group in groups]
     return {**state_dict, "param_groups": rest}
 
@@ -62,7 +62,7 @@ def _put(model: nn.Module, loaded: dict[str, Any], optimizer: Optimizer) -> None
     restore(optimizer, model, loaded)
     _announce(optimizer, model)
     lacks = sorted(carried(optimizer, model).keys() - loaded.keys())
-    if loaded["is_ours"] and lacks:
+    if lacks:
         warnings.warn(
             f"the loaded optimizer state lacks {', '.join(lacks)}, so training continues with other bits. Save "
             "optimizer.state_dict() unedited.",
