@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 import narrowgauge
 import narrowgauge.trainer
-from narrowgauge.cli.main import main
-from narrowgauge.errors import Terminated
+from narrowgauge.cli.main import _ranks_to_start, main
+from narrowgauge.errors import RankError, Terminated
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import resume_checks
@@ -82,6 +82,14 @@ def test_of_all_ranks_the_first_prints_an_error(monkeypatch: pytest.MonkeyPatch)
         assert (refused.exit_code, refused.stderr.count("\n")) == (2, lines)
 
 
+def test_ranks_are_started_unless_torchrun_has_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, nproc, started in ((1, None, 0), (1, 1, 0), (1, 3, 3), (3, 3, 0)):
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        assert _ranks_to_start(nproc) == started
+    with pytest.raises(RankError, match="Cannot start 2 ranks"):
+        _ranks_to_start(2)
+
+
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
@@ -91,7 +99,7 @@ def test_resume_passes_on(calls: dict[str, Calls]) -> None:
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None  # from here on, to import it is an error
-from narrowgauge.cli.main import main
+from narrowgauge.cli.main import _ranks_to_start, main
 for line in sys.stdin:
     try:
         main(line.split(), prog_name="narrowgauge")
@@ -160,7 +168,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-from narrowgauge.cli.main import main
+from narrowgauge.cli.main import _ranks_to_start, main
 main(sys.argv[1:], prog_name="narrowgauge")
 """
 
