@@ -162,6 +162,12 @@ def test_a_record_gives_its_reading(name: str) -> None:
     assert f"{what}" in str(found) and json.dumps(found.to_dict())
 
 
+def test_a_loss_scale_that_began_anew_names_the_steps_that_it_cost() -> None:
+    anew = both(steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0), steps(AT, AT + 1, skipped=True))
+    reading = next(r for r in ng.diagnose(struck("float16/split", anew)).readings if r.what == "loss-scale-anew")
+    assert f"then steps {AT}, {AT + 1} were skipped" in reading.advice
+
+
 def scaled_search(run: Run) -> None:
     """A loss scale that is found by halving, and grows."""
     steps(1, loss_scale=lambda row: 2.0 ** (24 - min(row["step"], 12)) * (2.0 if row["step"] > AT else 1.0))(run)

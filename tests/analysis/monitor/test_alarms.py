@@ -196,3 +196,9 @@ def test_resumed_alarms_go_on_as_if_never_interrupted(name: str) -> None:
 def test_rows_with_holes_are_normal(tables: Row) -> None:
     alarms = Alarms()
     assert alarms.on_gauges({"step": 1, **tables}) == alarms.on_step({"step": 1}) == []
+
+
+def test_a_relative_limit_needs_a_baseline_above_zero() -> None:
+    relative = [detector for detector in DETECTORS.values() if detector.relative]
+    assert relative and all(detector.limit(None) is None for detector in relative)
+    assert all((detector.limit(0.0) is None) == (detector.floor == 0) for detector in relative)

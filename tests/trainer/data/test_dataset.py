@@ -13,7 +13,7 @@ import pytest
 from narrowgauge.errors import DataError
 from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data, prepare_data
 from narrowgauge.trainer.data.text import open_texts
-from narrowgauge.trainer.data.tokens import load_tokenizer, train_tokenizer, write_tokens
+from narrowgauge.trainer.data.tokens import load_tokenizer, read_tokens, train_tokenizer, write_tokens
 
 SENTENCE = "the number of bits a weight keeps decides what a step may still change in it"
 WORDS = SENTENCE.split(" ")
@@ -158,6 +158,11 @@ def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Datase
         data = prepare_data(source, held_out=0.2, seed=1)
         assert data.folder == folder and data.fingerprint == dataset.fingerprint
     assert set(cache.iterdir()) == entries
+    whole, tokens = read_tokens(folder, check=True), (folder / "tokens.bin").read_bytes()
+    assert whole.fingerprint == read_tokens(folder).fingerprint
+    (folder / "tokens.bin").write_bytes(bytes([tokens[0] ^ 1]) + tokens[1:])
+    with pytest.raises(DataError, match=r"tokens\.bin does not match its checksum"):
+        read_tokens(folder, check=True)
     (folder / "documents.bin").write_bytes(b"\0" * 16)
     with pytest.raises(DataError, match=r"documents\.bin does not fit"):
         prepare_data(folder)
