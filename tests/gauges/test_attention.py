@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_upper_left
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -32,6 +33,15 @@ class OwnAttention(nn.Module):
         parts = self.qkv(x).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
         q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.7, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class BiasedAttention(OwnAttention):
+    """With PyTorch's object for a causal mask, by position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for _ in range(3))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, causal_upper_left(LENGTH, LENGTH))
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -72,8 +82,12 @@ def direct(query: Tensor, key: Tensor, scale: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "scale"), [(OwnAttention, 0.7), (SelfAttention, (WIDTH / HEADS) ** -0.5), (OneAttention, (WIDTH / HEADS) ** -0.5)]
-)  # fmt: skip
+    ("kind", "scale"),
+    [
+        (OwnAttention, 0.7),
+        *((kind, (WIDTH / HEADS) ** -0.5) for kind in (SelfAttention, OneAttention, BiasedAttention)),
+    ],
+)
 def test_what_the_kernel_reads_is_read(kind: type[nn.Module], scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, operands, kernel = nn.Sequential(kind()), list[Tensor](), F.scaled_dot_product_attention
