@@ -7,7 +7,7 @@ can load a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,11 @@ def copied_to_cpu(tensor: Tensor) -> Tensor:
     return torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local)
 
 
-def column_groups(tensor: Any) -> list[Any]:
-    """Return the process groups of the mesh axes that split a tensor's last dimension. Their ranks share its rows."""
-    if not is_sharded(tensor):
-        return []
-    return [
-        tensor.device_mesh.get_group(axis) for axis, p in enumerate(tensor.placements) if _splits_columns(tensor, p)
-    ]
+def split_groups(tensor: Any, *, columns: bool = False) -> list[Any]:
+    """Return the process groups of the mesh axes that split a tensor's elements, or only its last dimension (``columns``)."""
+    splits = _splits_columns if columns else lambda tensor, placement: _splits(placement)
+    axes = enumerate(tensor.placements) if is_sharded(tensor) else ()
+    return [tensor.device_mesh.get_group(axis) for axis, placement in axes if splits(tensor, placement)]
 
 
 def _splits_columns(tensor: Any, placement: Any) -> bool:
@@ -93,9 +91,7 @@ def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     unsplit: list[Any] = []
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], unsplit)}
     for tensor in tensors:
-        if is_split_over_ranks(tensor):
-            mesh, placements = tensor.device_mesh, tensor.placements
-            groups = [mesh.get_group(axis) for axis, placement in enumerate(placements) if _splits(placement)]
+        if groups := split_groups(tensor):
             pairs.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(tensor)
         else:
             unsplit.append(tensor)
@@ -111,6 +107,20 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
         value = value.clone()
         dist.all_reduce(value, operation, group=group)
     return value
+
+
+def largest_over_ranks(values: Sequence[Tensor], groups: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Return the elementwise maximum of 1-D int32 values over the ranks of their groups, in one call for equal groups."""
+    result = list(values)
+    places: dict[tuple[str, ...], list[int]] = {}
+    for place, members in enumerate(groups):
+        if members:
+            places.setdefault(tuple(group.group_name for group in members), []).append(place)
+    for alike in places.values():
+        joined = add_up(torch.cat([values[place] for place in alike]), groups[alike[0]], "max")
+        for place, part in zip(alike, joined.split([len(values[place]) for place in alike]), strict=True):
+            result[place] = part
+    return result
 
 
 def gathered(owner: Any, part: Tensor) -> Tensor:

@@ -302,12 +302,11 @@ def with_fields(storage: Storage, lanes: Sequence[Any], fields: Sequence[Mapping
     """Return the kernel's words of lanes (:class:`narrowgauge.optim.codes.Lane`), with some fields replaced."""
     merged = []
     for lane, replaced in zip(lanes, fields, strict=True):
-        kept = {name: (*lane.fields[name], bits) for name, bits in storage.fields if name not in replaced}
-        masked = {
-            n: word & (((1 << b) - 1) << shift) if b < 8 * word.itemsize else word
-            for n, (word, shift, b) in kept.items()
-        }
-        merged.append({**masked, **replaced})
+        every = dict(replaced)
+        for name, bits in storage.fields:
+            word, shift = lane.fields[name]
+            every.setdefault(name, word & (((1 << bits) - 1) << shift) if bits < 8 * word.itemsize else word)
+        merged.append(every)
     return join_lanes(storage, merged)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.numerics.dtensor import add_up, by_group, local_of, own_part
+from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, own_part, split_groups
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, half, random_bits
 from narrowgauge.optim import codes, layout
@@ -66,9 +66,8 @@ def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
         skip: 0-d, nonzero if the step will be skipped: then nothing changes.
     """
     states = [state for state in states if has_low_bits(state.storage)]
-    for state, has_bits in zip(
-        states, _on_any_rank([s.owner for s in states], [_has_bits(s) for s in states]), strict=True
-    ):
+    flags = _on_any_rank([state.owner for state in states], [_has_bits(state) for state in states])
+    for state, has_bits in zip(states, flags, strict=True):
         storage, keeps = state.storage, has_bits | (skip != 0)
         number = torch.tensor(step_seed(seed, 0), dtype=torch.int32, device=skip.device)  # steps count from 1
         for lanes, words in state.pieces():
@@ -88,16 +87,9 @@ def _has_bits(state: Any) -> Tensor:
 
 
 def _on_any_rank(owners: Sequence[Any], flags: Sequence[Tensor]) -> list[Tensor]:
-    """Return each flag, true if it is on any rank that holds a part of its owner."""
-    places = {id(owner): place for place, owner in enumerate(owners)}
-    joined = list(flags)
-    for groups, members in by_group(owners):
-        if groups:
-            chosen = [places[id(member)] for member in members]
-            result = add_up(torch.stack([flags[place] for place in chosen]).to(torch.int32), groups, "max")
-            for place, flag in zip(chosen, result.unbind(), strict=True):
-                joined[place] = flag != 0
-    return joined
+    """Return each 0-d flag, true if it is on any rank that holds a part of its owner."""
+    numbers = [flag.to(torch.int32).view(1) for flag in flags]
+    return [number[0] != 0 for number in largest_over_ranks(numbers, list(map(split_groups, owners)))]
 
 
 def _filled(storage: Storage, lane: Lane, seed: Tensor) -> dict[str, Tensor]:
@@ -141,11 +133,8 @@ def fill_low_bits(model: nn.Module, seed: int = 0) -> int:
             weights = local_of(parameter.detach())
             index = torch.arange(parameter.numel(), device=weights.device).view(parameter.shape)
             place = local_of(own_part(parameter, index)).to(torch.int32) * 0x61C88647
-            bits, seeds = (
-                codes.visible_bits(visible, weights),
-                torch.tensor(number, dtype=torch.int32, device=weights.device),
-            )
-            random = random_bits(bits ^ place, seeds)
+            bits = codes.visible_bits(visible, weights)
+            random = random_bits(bits ^ place, torch.tensor(number, dtype=torch.int32, device=weights.device))
             weights.copy_(codes.visible_value(visible, random_in_cell(visible, bits, random)))
             total += parameter.numel()
         parameters = [p for p in parameters if all(p is not other for other in filled)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.chunks import chunk_size
-from narrowgauge.numerics.dtensor import add_up, column_groups, local_of, placed_like, sendable
+from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, placed_like, sendable, split_groups
 from narrowgauge.numerics.rounding import half, narrowed
 from narrowgauge.optim import codes, layout
 from narrowgauge.optim.kernel import Kernel, lanes_of
@@ -343,17 +342,10 @@ def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> 
 
     Ranks that split the columns of a parameter share its rows: all of them call this, and get the same magnitudes.
     """
-    peaks = [_peaks(*pair) for pair in zip(states, values, strict=True)]
-    shared: dict[tuple[str, ...], tuple[list[Any], list[int]]] = {}
-    for place, state in enumerate(states):
-        if groups := column_groups(state.owner):
-            shared.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(place)
-    for groups, places in shared.values():
-        # As integers, in which a NaN is the largest.
-        bits = add_up(torch.cat([peaks[place] for place in places]).view(torch.int32), groups, "max")
-        parts = bits.view(torch.float32).split([len(peaks[place]) for place in places])
-        peaks = [dict(zip(places, parts, strict=True)).get(place, rows) for place, rows in enumerate(peaks)]
-    return torch.cat(peaks).unsqueeze(1)
+    # As integers, in which a NaN is the largest.
+    peaks = [_peaks(*pair).view(torch.int32) for pair in zip(states, values, strict=True)]
+    peaks = largest_over_ranks(peaks, [split_groups(state.owner, columns=True) for state in states])
+    return torch.cat(peaks).view(torch.float32).unsqueeze(1)
 
 
 def _peaks(state: ParameterState, values: Tensor) -> Tensor:
