@@ -42,7 +42,7 @@ from narrowgauge.spec.storages import STORAGES
 SECTIONS = ("correctness", "times", "training")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIMED_STORAGES = ("word", "exact", "compact", "states8", "kahan")
-TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-delayed", "mxfp8", "nvfp4", "int8-row")
+TIMED_COMPUTES = ("float8-tensor", "float8-row", "mxfp8", "nvfp4", "int8-row")
 RECIPES = ("bfloat16/word", "bfloat16/master", "bfloat16/naive", "float8-row/word")
 STOCHASTIC = "torchao AdamW8bit stochastic"
 TIMED_PEERS = (STOCHASTIC, "bitsandbytes AdamW8bit", "optimi AdamW Kahan")

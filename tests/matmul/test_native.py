@@ -25,7 +25,7 @@ from oracles import cuda_matmuls as device_rules
 from oracles import linear as oracle
 
 NATIVE_ON = {
-    "float8-row": "sm90", "float8-tensor": "sm89", "float8-delayed-e5m2": "sm90", "float8-block": "sm90", "mxfp8": "sm100",
+    "float8-row": "sm90", "float8-tensor": "sm89", "float8-tensor-e5m2": "sm90", "float8-block": "sm90", "mxfp8": "sm100",
     "mxfp4": "sm100", "nvfp4": "sm120",
 }  # fmt: skip
 """A compute of each way through the code, on a chip that has its kernel."""
@@ -60,7 +60,7 @@ def values_of(operand: Operand, dim: int) -> Tensor:
 
 
 def test_which_computes_each_chip_multiplies_itself() -> None:
-    whole = {"float8-tensor", "float8-delayed", "float8-row", "float8-tensor-e5m2", "float8-delayed-e5m2", "scalify"}
+    whole = {"float8-tensor", "float8-row", "float8-tensor-e5m2", "scalify"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942", "gfx950"), whole),
         "sm90": whole | {"float8-block"}, "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},

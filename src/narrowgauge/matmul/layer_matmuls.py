@@ -17,16 +17,15 @@ Source: Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
-from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype
-from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, random_words
+from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, random_words
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
 from narrowgauge.torch_names import is_traced, is_transformed
@@ -64,42 +63,41 @@ def register(compute: Compute) -> str:
 # ── one operand, one product ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Call(NamedTuple):
+    """One call of a layer: what its casts depend on besides their tensors.
+
+    Attributes:
+        name: of a registered compute.
+        keys: of random bits; ``None`` rounds to nearest.
+        sequence_length: rows per sequence, which key the random bits of gradients.
+        unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
+    """
+
+    name: str
+    keys: Keys | None = None
+    sequence_length: int = 1
+    unit: Tensor | None = None
+
+    @property
+    def compute(self) -> Compute:
+        return REGISTERED[self.name]
+
+
 def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
     # Codes saved for backward stay codes, even if this matmul widens them.
     as_codes = slot == "output.left" and compute.keeps_codes
     return operand_dtype(compute.casts[slot], compute.products[SLOTS[slot].matmul], device, as_codes=as_codes)
 
 
-def cast_to_slot(
-    x: Tensor,
-    compute: Compute,
-    slot: str,
-    *,
-    keys: Keys | None = None,
-    history: Tensor | None = None,
-    record: bool = False,
-    sequence_length: int = 1,
-    fold: Tensor | None = None,
-) -> Operand:
-    """Cast a tensor of a layer to the operand of a slot.
-
-    Args:
-        keys: the layer's keys; needed for random bits or delayed scales.
-        history: the layer's amax history. Without it, a delayed scale comes from ``x``.
-        record: write the amax of ``x`` into the history.
-        sequence_length: rows per sequence, which key random bits.
-        fold: multiplied into ``x`` first, see :func:`scales_to_fold`.
-    """
-    slot_row, cast = SLOTS[slot], compute.casts[slot]
-    amax = words = None
-    if keys is not None and (cast.needs_bits or history is not None):
-        if history is not None:
-            amax = delayed_amax(x, cast, history, slot_row.history_index, keys.clock[STEP], record)
-        length = None if slot_row.tensor == "weight" else sequence_length
-        words = random_words(cast, x, slot_row.dim, keys, slot_row.random_key, length)
+def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -> Operand:
+    """Cast a tensor of a layer to the operand of a slot. Multiply ``fold`` into it first, see :func:`scales_to_fold`."""
+    slot_row, cast, words = SLOTS[slot], call.compute.casts[slot], None
+    if call.keys is not None and cast.needs_bits:
+        length = None if slot_row.tensor == "weight" else call.sequence_length
+        words = random_words(cast, x, slot_row.dim, call.keys, slot_row.random_key, length)
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
-    return cast_matrix(x, cast, slot_row.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
+    return cast_matrix(x, cast, slot_row.dim, slot_dtype(call.compute, slot, x.device), words=words, fold=fold)
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
@@ -151,32 +149,25 @@ def _(lhs: Tensor, _a: Any, _b: Any, rhs: Tensor, _c: Any, _d: Any, compute: str
 # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cast_weight_to_slot(
-    weight: Tensor, name: str, slot: str, *, keys: Keys | None, history: Tensor | None, record: bool = False,
-    unit: Tensor | None = None,
-) -> Operand:  # fmt: skip
+def cast_weight_to_slot(weight: Tensor, call: Call, slot: str) -> Operand:
     """Call :func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``. Use the cached cast if there is one."""
     if is_traced() and cast_cache.is_in_use():
-        clock, layer = keys or (None, None)
-        data, outer, inner = _cast_weight(weight, name, slot, clock, layer, history, record, unit)
+        data, outer, inner = _cast_weight(weight, call.name, slot, *(call.keys or (None, None)), call.unit)
         return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
-    compute = REGISTERED[name]
-    slot = compute.cast_slots[slot]
+    slot = call.compute.cast_slots[slot]
 
     def make() -> Operand:
-        source = weight if unit is None else weight.detach() / unit
-        return cast_to_slot(source, compute, slot, keys=keys, history=history, record=record)
+        return cast_to_slot(weight if call.unit is None else weight.detach() / call.unit, call, slot)
 
-    return cast_cache.cast_weight(weight, (compute.casts[slot], SLOTS[slot].dim), make)
+    return cast_cache.cast_weight(weight, (call.compute.casts[slot], SLOTS[slot].dim), make)
 
 
-@torch.library.custom_op("narrowgauge::cast_weight", mutates_args=("history",))
+@torch.library.custom_op("narrowgauge::cast_weight", mutates_args=())
 def _cast_weight(
-    weight: Tensor, compute: str, slot: str, clock: Tensor | None, layer: Tensor | None, history: Tensor | None,
-    record: bool, unit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    weight: Tensor, name: str, slot: str, clock: Tensor | None, layer: Tensor | None, unit: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     keys = None if clock is None or layer is None else Keys(clock, layer)
-    operand = cast_weight_to_slot(weight, compute, slot, keys=keys, history=history, record=record, unit=unit)
+    operand = cast_weight_to_slot(weight, Call(name, keys, unit=unit), slot)
     # An operator may return neither None nor memory that is in use elsewhere.
     missing = weight.new_empty(0, dtype=torch.float32)
     data, outer, inner = (missing if part is None else part.clone() for part in operand)
@@ -184,12 +175,8 @@ def _cast_weight(
 
 
 @_cast_weight.register_fake
-def _(
-    weight: Tensor, compute: str, slot: str, clock: Tensor | None, layer: Tensor | None, history: Tensor | None,
-    record: bool, unit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    registered = REGISTERED[compute]
-    operand = cast_to_slot(weight, registered, registered.cast_slots[slot])
+def _(weight: Tensor, name: str, slot: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    operand = cast_to_slot(weight, Call(name), REGISTERED[name].cast_slots[slot])
     missing = weight.new_empty(0, dtype=torch.float32)
     data, outer, inner = (missing if part is None else torch.empty_like(part) for part in operand)
     return data, outer, inner
@@ -257,21 +244,11 @@ def _(result: Tensor, *_: Any) -> Tensor:
 
 
 def output(
-    x: Tensor, weight: Tensor, bias: Tensor | None, name: str, clock: Tensor | None, key: Tensor | None,
-    history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for backward: x's cast, or x itself.
-
-    Args:
-        name: of a registered compute.
-        clock, key, history: the layer's; ``None`` if its casts need none.
-        sequence_length: rows per sequence, which key the random bits of gradients.
-        record: write amax values into the history.
-        unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
-    """
-    compute, keys = REGISTERED[name], None if clock is None or key is None else Keys(clock, key)
-    lhs = cast_to_slot(x, compute, "output.left", keys=keys, history=history, record=record)
-    rhs = cast_weight_to_slot(weight, name, "output.right", keys=keys, history=history, record=record, unit=unit)
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for backward: x's cast, or x itself."""
+    compute = call.compute
+    lhs, rhs = cast_to_slot(x, call, "output.left"), cast_weight_to_slot(weight, call, "output.right")
     y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
         y = add_outliers(y, x, compute, weight, rhs)
@@ -280,39 +257,42 @@ def output(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], saved: Sequence[Tensor | None]) -> None:
-    """Save what :func:`gradients` takes: the inputs of :func:`output`, and the operand that it returned."""
-    _, weight, _, name, clock, key, history, sequence_length, record, unit = inputs
+    """Save what :func:`_restored` returns: the operand that :func:`output` returned, the weight, and the call."""
+    _, weight, _, call = inputs
     # A copy of the clock, since another model's optimizer may step before this backward pass.
-    now = None if clock is None else clock.clone()
-    ctx.save_for_backward(*saved, weight, now, key, unit)
-    # The history is not saved for backward: autograd would refuse it after another layer or pass writes to it.
-    ctx.settings = history, name, sequence_length, record
+    keys = (None, None) if call.keys is None else (call.keys.clock.clone(), call.keys.layer)
+    ctx.save_for_backward(*saved, weight, *keys, call.unit)
+    ctx.settings = call.name, call.sequence_length
+
+
+def _restored(ctx: Any) -> tuple[Any, ...]:
+    """Return the arguments of :func:`gradients` after the first."""
+    *operand, weight, clock, layer, unit = ctx.saved_tensors
+    name, sequence_length = ctx.settings
+    keys = None if clock is None else Keys(clock, layer)
+    return *operand, weight, Call(name, keys, sequence_length, unit), ctx.needs_input_grad[:3]
 
 
 def gradients(
-    grad: Tensor, data: Tensor, outer: Tensor | None, inner: Tensor | None, weight: Tensor, clock: Tensor | None,
-    key: Tensor | None, unit: Tensor | None, history: Tensor | None, name: str, sequence_length: int, record: bool,
+    grad: Tensor, data: Tensor, outer: Tensor | None, inner: Tensor | None, weight: Tensor, call: Call,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of input, weight and bias from that of the output ``[tokens, out]``, each if needed."""
-    compute, keys = REGISTERED[name], None if clock is None or key is None else Keys(clock, key)
+    compute = call.compute
     slots, grad = compute.cast_slots, grad.contiguous()
     grad_input = grad_weight = lhs = None
 
     def cast_grad(slot: str, rhs: Operand) -> Operand:
-        fold = scales_to_fold(rhs.outer, compute, SLOTS[slot].matmul)
-        return cast_to_slot(
-            grad, compute, slot, keys=keys, history=history, record=record, sequence_length=sequence_length, fold=fold
-        )
+        return cast_to_slot(grad, call, slot, scales_to_fold(rhs.outer, compute, SLOTS[slot].matmul))
 
     if needs[0]:
-        rhs = cast_weight_to_slot(weight, name, "grad_input.right", keys=keys, history=history, unit=unit)
+        rhs = cast_weight_to_slot(weight, call, "grad_input.right")
         lhs = cast_grad("grad_input.left", rhs)
         grad_input = multiply_slots(lhs, rhs, compute, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
     if needs[1]:
         rhs = Operand(data, outer, inner)
         if slots["grad_weight.right"] == "grad_weight.right":
-            rhs = cast_to_slot(data, compute, "grad_weight.right", keys=keys)
+            rhs = cast_to_slot(data, call, "grad_weight.right")
         if lhs is None or slots["grad_weight.left"] == "grad_weight.left":
             lhs = cast_grad("grad_weight.left", rhs)
         shape = weight.shape[0], weight.shape[1]
@@ -344,10 +324,10 @@ class _Product(_FirstOrder):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        arguments: Any = (grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3])
+        arguments: Any = (grads[0], *_restored(ctx))
         # With create_graph=True. Casts are detached, so a second derivative would lack terms: it is refused.
         results = _Gradients.apply(*arguments) if torch.is_grad_enabled() else gradients(*arguments)  # type: ignore[no-untyped-call]
-        return *results, *[None] * 7
+        return *results, None
 
 
 class _TransformedProduct(_FirstOrder):
@@ -366,9 +346,8 @@ class _TransformedProduct(_FirstOrder):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        arguments = grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3]
         apply: Callable[..., Any] = _Gradients.apply  # only its forward gets plain tensors
-        return *apply(*arguments), *[None] * 7
+        return *apply(grads[0], *_restored(ctx)), None
 
 
 class _Gradients(_FirstOrder):
@@ -377,8 +356,8 @@ class _Gradients(_FirstOrder):
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards on computes and casts.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def multiply_layer(*arguments: Any) -> Tensor:
-    """Return the product of a layer with gradients, from the arguments of :func:`output`."""
+def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """Return the product of :func:`output`, with gradients."""
     if is_transformed():
-        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(*arguments)[0]
-    return cast(Callable[..., Tensor], _Product.apply)(*arguments)
+        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(x, weight, bias, call)[0]
+    return cast(Callable[..., Tensor], _Product.apply)(x, weight, bias, call)

@@ -147,7 +147,7 @@ def _cast_blocks(
 # from counters, and not from the values as the optimizer's do. The row counter counts tokens of the whole batch on all ranks.
 # The clock holds the index of the micro-batch's first sequence, or of its first token.
 
-STEP_SEED, STEP, FIRST_SEQUENCE, FIRST_TOKEN = range(4)
+STEP_SEED, FIRST_SEQUENCE, FIRST_TOKEN = range(3)
 """Places in the words of a clock."""
 
 
@@ -191,7 +191,7 @@ class Clock:
         return self._words[device]
 
     def _numbers(self) -> list[int]:
-        return [step_seed(self.seed, self.step), self.step, self.first_sequence, self.first_token]
+        return [step_seed(self.seed, self.step), self.first_sequence, self.first_token]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_words": {}}  # a copy of a layer asks for them again
