@@ -95,8 +95,13 @@ def cast_matrix(
     data, outer = data.view(x.shape), scale[0] if scale else None
     if dtype not in CODES:
         return Operand(data, outer)
-    data = packed_pairs(data, dim) if dtype == PAIRS else data
+    data = _along_contraction(packed_pairs(data, dim) if dtype == PAIRS else data, dim)
     return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(_SCALE_DTYPES.get(cast.scale, torch.float32)))
+
+
+def _along_contraction(codes: Tensor, dim: int) -> Tensor:
+    """Lay codes out as kernels read them. A compiler writes them so in the loop of the cast."""
+    return codes.t().contiguous().t() if dim == 0 else codes
 
 
 def block_values(operand: Operand, dim: int) -> Tensor:
@@ -126,7 +131,9 @@ def _cast_whole(
     codes, outer = quantization.quantize_whole(x, cast, dim, _words(by_row, by_column), fold, amax)
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
-    return (codes.to(dtype),) if outer is None else (codes.to(dtype), outer)
+    codes = codes.to(dtype)
+    codes = _along_contraction(codes, dim) if dtype in CODES else codes
+    return (codes,) if outer is None else (codes, outer)
 
 
 def _rotate(dim: int, x: Tensor) -> Tensor:

@@ -175,6 +175,19 @@ class Compute:
     def products(self) -> dict[str, Product]:
         return {place: getattr(self, place) for place in PLACES}
 
+    def accumulating(self, accumulation: Accumulation) -> Compute:
+        """Return this compute with one accumulation in all three matmuls, which native kernels alone follow.
+
+        torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: faster, and up to n · 2^-13 off in a sum of n products.
+
+        Example:
+            >>> COMPUTES["float8-row"].accumulating("fast").grad_input.accumulation
+            'fast'
+        """
+        output, grad_input, grad_weight = (replace(p, accumulation=accumulation) for p in self.products.values())
+        name = f"{self.name} {accumulation}"
+        return replace(self, name=name, output=output, grad_input=grad_input, grad_weight=grad_weight)
+
     @cached_property
     def casts(self) -> dict[str, Cast]:
         """Return the six casts by slot, such as ``"grad_input.left"``."""
