@@ -147,7 +147,7 @@ class LargeOperations(TorchDispatchMode):
 def test_a_product_of_whole_sides_is_the_kernel_alone(compute: str, place: str, bias: Tensor | None) -> None:
     """Nothing is turned, padded, cropped or added outside it: casts write codes as it reads them."""
     row = COMPUTES[compute]
-    arguments: Any = (*cast_operands(row, place, (48, 64, 80)), row, place, (48, 80), torch.bfloat16, bias)
+    arguments: Any = (*cast_operands(row, place, (48, 64, 80)), compute, place, (48, 80), torch.bfloat16, bias)
     multiply_slots(*arguments)  # the trials
     with LargeOperations(48 * 64) as operations:
         multiply_slots(*arguments)

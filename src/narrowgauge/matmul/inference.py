@@ -40,7 +40,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(codes, scales, weight)
         registered = REGISTERED[compute]
         lhs, rhs = cast_to_slot(x, Call(compute), "output.left"), Operand(codes, scales)
-        y = multiply_slots(lhs, rhs, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
+        y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
         return add_outliers(y, x, registered, weight, rhs) if registered.output.left.outliers else y
 
     @staticmethod

@@ -108,20 +108,14 @@ def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tenso
 
 
 def multiply_slots(
-    lhs: Operand,
-    rhs: Operand,
-    compute: Compute,
-    matmul: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Multiply the two operands of one of the three matmuls. Return ``shape``, without padding, in ``dtype``."""
-    product = compute.products[matmul]
+    lhs: Operand, rhs: Operand, name: str, matmul: str, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Multiply the two operands of a matmul of the registered compute ``name``. Return ``shape``, without padding."""
+    product = REGISTERED[name].products[matmul]
     if product.right.granularity == "column":
         rhs = rhs._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
     if is_traced() and is_opaque(lhs, rhs, product):
-        return cast(Tensor, _multiply_opaque(*lhs, *rhs, register(compute), matmul, list(shape), dtype, bias))
+        return cast(Tensor, _multiply_opaque(*lhs, *rhs, name, matmul, list(shape), dtype, bias))
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
     y = multiply(lhs, rhs, dims, product, dtype, bias)
     if (*y.shape,) == shape and not y._is_view():
@@ -134,15 +128,15 @@ def multiply_slots(
 def _multiply_opaque(
     lhs: Tensor, lhs_outer: Tensor | None, lhs_inner: Tensor | None,
     rhs: Tensor, rhs_outer: Tensor | None, rhs_inner: Tensor | None,
-    compute: str, matmul: str, shape: list[int], dtype: torch.dtype, bias: Tensor | None,
+    name: str, matmul: str, shape: list[int], dtype: torch.dtype, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     operands = Operand(lhs, lhs_outer, lhs_inner), Operand(rhs, rhs_outer, rhs_inner)
-    return multiply_slots(*operands, REGISTERED[compute], matmul, (shape[0], shape[1]), dtype, bias)
+    return multiply_slots(*operands, name, matmul, (shape[0], shape[1]), dtype, bias)
 
 
 @_multiply_opaque.register_fake
-def _(lhs: Tensor, _a: Any, _b: Any, rhs: Tensor, _c: Any, _d: Any, compute: str, matmul: str, shape: list[int],
-      dtype: torch.dtype, bias: Any) -> Tensor:  # fmt: skip
+def _(lhs: Tensor, *rest: Any) -> Tensor:
+    *_, shape, dtype, _ = rest
     return lhs.new_empty(shape, dtype=dtype)
 
 
@@ -249,7 +243,7 @@ def output(
     """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for backward: x's cast, or x itself."""
     compute = call.compute
     lhs, rhs = cast_to_slot(x, call, "output.left"), cast_weight_to_slot(weight, call, "output.right")
-    y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
+    y = multiply_slots(lhs, rhs, call.name, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
         y = add_outliers(y, x, compute, weight, rhs)
     saved = lhs if compute.cast_slots["grad_weight.right"] == "output.left" else Operand(x)
@@ -270,13 +264,12 @@ def _restored(ctx: Any) -> tuple[Any, ...]:
     *operand, weight, clock, layer, unit = ctx.saved_tensors
     name, sequence_length = ctx.settings
     keys = None if clock is None else Keys(clock, layer)
-    return *operand, weight, Call(name, keys, sequence_length, unit), ctx.needs_input_grad[:3]
+    return Operand(*operand), weight, Call(name, keys, sequence_length, unit), ctx.needs_input_grad[:3]
 
 
 def gradients(
-    grad: Tensor, data: Tensor, outer: Tensor | None, inner: Tensor | None, weight: Tensor, call: Call,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor, saved: Operand, weight: Tensor, call: Call, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias from that of the output ``[tokens, out]``, each if needed."""
     compute = call.compute
     slots, grad = compute.cast_slots, grad.contiguous()
@@ -288,15 +281,15 @@ def gradients(
     if needs[0]:
         rhs = cast_weight_to_slot(weight, call, "grad_input.right")
         lhs = cast_grad("grad_input.left", rhs)
-        grad_input = multiply_slots(lhs, rhs, compute, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
+        grad_input = multiply_slots(lhs, rhs, call.name, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
     if needs[1]:
-        rhs = Operand(data, outer, inner)
+        rhs = saved
         if slots["grad_weight.right"] == "grad_weight.right":
-            rhs = cast_to_slot(data, call, "grad_weight.right")
+            rhs = cast_to_slot(saved.data, call, "grad_weight.right")
         if lhs is None or slots["grad_weight.left"] == "grad_weight.left":
             lhs = cast_grad("grad_weight.left", rhs)
         shape = weight.shape[0], weight.shape[1]
-        grad_weight = multiply_slots(lhs, rhs, compute, "grad_weight", shape, weight.dtype)
+        grad_weight = multiply_slots(lhs, rhs, call.name, "grad_weight", shape, weight.dtype)
     return grad_input, grad_weight, bias_gradient(grad) if needs[2] else None
 
 
@@ -330,7 +323,7 @@ class _Product(_FirstOrder):
         return *results, None
 
 
-class _TransformedProduct(_FirstOrder):
+class _TransformedProduct(_Product):
     """The function :class:`_Product` for ``torch.func``: the same bits, and 40 µs more a call."""
 
     @staticmethod
@@ -343,11 +336,6 @@ class _TransformedProduct(_FirstOrder):
         _save(ctx, inputs, output[1:])
         ctx.mark_non_differentiable(*(part for part in output[1:] if part is not None))
         ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        apply: Callable[..., Any] = _Gradients.apply  # only its forward gets plain tensors
-        return *apply(grads[0], *_restored(ctx)), None
 
 
 class _Gradients(_FirstOrder):
