@@ -5,7 +5,7 @@ Linear layers, experts, inference and the profiler call these functions.
 
 ``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the model's graph, and fuse with
 their neighbours. Three operators are opaque: casts of weights that are cached or gathered as codes (looked up while the graph
-runs), products on kernels that the compiler does not write, and outlier columns (their number varies).
+runs), products on kernels that compilers do not know, and outlier columns (their number varies).
 
 *Outlier features* are the few input columns that int8 cannot hold together with the others. In large language models some
 features are hundreds of times larger than the rest, in every token. A scale per row that covers them leaves few codes for the

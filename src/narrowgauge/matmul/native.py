@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge import torch_names
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values
+from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
@@ -270,19 +270,12 @@ def specimen(cast: Cast, rows: int, terms: int) -> Operand:
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
     is_packed = cast.element.bits == 4
     data = packed_pairs(four_bit_codes(values), 1) if is_packed else values.to(getattr(torch, cast.format))
+    two = torch.full((1, 1), 2.0, dtype=torch.float32, device="cpu")
     if cast.block is None:
-        outer = (
-            torch.tensor([[2.0]], dtype=torch.float32, device="cpu")
-            if cast.granularity == "tensor"
-            else _powers(rows, 1)
-        )
-        return Operand(data, outer)
+        return Operand(data, two if cast.granularity == "tensor" else _powers(rows, 1))
     inner = _powers(math.ceil(rows / cast.block[0]), math.ceil(terms / cast.block[1]))
-    has_outer = cast.scale == "float8_e4m3fn"
-    dtype = getattr(torch, cast.scale) if cast.scale.startswith("float8") else torch.float32
-    return Operand(
-        data, torch.tensor([[2.0]], dtype=torch.float32, device="cpu") if has_outer else None, inner.to(dtype)
-    )
+    outer = two if cast.scale == "float8_e4m3fn" else None
+    return Operand(data, outer, inner.to(SCALE_DTYPES.get(cast.scale, torch.float32)))
 
 
 def _powers(rows: int, columns: int) -> Tensor:
@@ -292,11 +285,8 @@ def _powers(rows: int, columns: int) -> Tensor:
 
 def _scattered(rows: int, columns: int) -> Tensor:
     """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
-    row, column = (
-        torch.arange(rows, dtype=torch.int64, device="cpu")[:, None],
-        torch.arange(columns, dtype=torch.int64, device="cpu"),
-    )
-    return (row * 37 + column * 101 + row * column * 7) % 251
+    row, column = (torch.arange(size, dtype=torch.int64, device="cpu") for size in (rows, columns))
+    return (row[:, None] * 37 + column * 101 + row[:, None] * column * 7) % 251
 
 
 def _values(operand: Operand) -> Tensor:

@@ -40,7 +40,7 @@ PAIRS = torch.uint8
 """The dtype of four-bit codes, two to a byte."""
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
 """Dtypes of codes that only some kernels multiply."""
-_SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn}
+SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 class Operand(NamedTuple):
@@ -96,7 +96,7 @@ def cast_matrix(
     if dtype not in CODES:
         return Operand(data, outer)
     data = _along_contraction(packed_pairs(data, dim) if dtype == PAIRS else data, dim)
-    return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(_SCALE_DTYPES.get(cast.scale, torch.float32)))
+    return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(SCALE_DTYPES.get(cast.scale, torch.float32)))
 
 
 def _along_contraction(codes: Tensor, dim: int) -> Tensor:

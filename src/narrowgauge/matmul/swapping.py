@@ -85,16 +85,12 @@ class NarrowLayers:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
-            if (
-                parameter.ndim < 2
-                or "bias" in name.rpartition(".")[2]
-                or isinstance(owner, nn.Embedding | nn.LayerNorm)
-            ):
+            is_bias = parameter.ndim < 2 or "bias" in name.rpartition(".")[2]
+            if is_bias or isinstance(owner, nn.Embedding | nn.LayerNorm):
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_choice = (
-                is_linear(owner) or experts.is_experts(owner) or any(choose(owner_name) is None for choose in choosers)
-            )
+            is_kept = any(choose(owner_name) is None for choose in choosers)
+            is_choice = is_kept or is_linear(owner) or experts.is_experts(owner)
             is_narrow = layer is not None and not layer.compute.is_wide
             readers[name] = "narrow" if is_narrow else "kept" if is_choice else type(owner).__name__
         return readers
