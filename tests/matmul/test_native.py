@@ -200,11 +200,11 @@ def test_a_kernel_that_rounds_before_it_adds_a_bias_gets_none(monkeypatch: pytes
         *args, bias = (*args, None)[:5]
         return scaled_mm(*args, **options) + (0 if bias is None else bias)
 
-    kernel = kernel_for(product, "sm90")
-    assert kernel is not None and native.adds_bias(kernel, product, CPU)
+    kernel, arguments = kernel_for(product, "sm90"), (product, gaussian(16), torch.bfloat16)
+    assert kernel is not None and native.adds_bias(kernel, *arguments)
     native._works.cache_clear()
     monkeypatch.setattr(torch, "_scaled_mm", twice_rounded)
-    assert is_native(product, CPU) and not native.adds_bias(kernel, product, CPU)
+    assert is_native(product, CPU) and not native.adds_bias(kernel, *arguments)
 
 
 @pytest.mark.usefixtures("untried", "sm90")

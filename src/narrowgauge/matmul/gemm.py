@@ -49,17 +49,11 @@ def multiply(
         bias = F.pad(bias, (0, columns - len(bias)))
     kernel = _kernel(lhs, rhs, product)
     if kernel is not None:
-        inside = None
-        if (
-            bias is not None
-            and bias.dtype == dtype == torch.bfloat16
-            and native.adds_bias(kernel, product, bias.device)
-        ):
-            inside, bias = bias, None
-        result_dtype = dtype if bias is None else torch.float32
-        fast = product.accumulation == "fast"
-        sums = native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast)
-        return _scaled(*sums, bias, dtype)
+        # Add the bias before the result is rounded: in the kernel, or to float32 sums.
+        inside = bias if bias is not None and native.adds_bias(kernel, product, bias, dtype) else None
+        after = bias if inside is None else None
+        result_dtype, fast = dtype if after is None else torch.float32, product.accumulation == "fast"
+        return _scaled(*native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast), after, dtype)
     a, b = _widened(lhs, dims[0]), _widened(rhs, dims[1])
     a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
     by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)

@@ -61,9 +61,10 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
     return kernel if kernel is not None and _works(kernel, product.left, product.right, device) else None
 
 
-def adds_bias(kernel: Kernel, product: Product, device: torch.device) -> bool:
-    """Return whether a working kernel adds a bfloat16 bias before it rounds to bfloat16."""
-    return kernel.name in SCALED_MM and _works(kernel, product.left, product.right, device, with_bias=True)
+def adds_bias(kernel: Kernel, product: Product, bias: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the kernel of a product adds this bias before it rounds to ``dtype``. All must be bfloat16."""
+    is_taken = kernel.name in SCALED_MM and bias.dtype == dtype == torch.bfloat16
+    return is_taken and _works(kernel, product.left, product.right, bias.device, with_bias=True)
 
 
 @lru_cache(None)
@@ -109,9 +110,8 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     extra = columns - x.shape[1], rows - x.shape[0]
     if not any(extra):
         return x
-    is_code = x.element_size() == 1
-    padded = F.pad(x.view(torch.int8) if is_code else x, (0, extra[0], 0, extra[1]))
-    return padded.view(x.dtype)
+    values = x.view(torch.int8) if x.element_size() == 1 else x
+    return F.pad(values, (0, extra[0], 0, extra[1])).view(x.dtype)
 
 
 def _filled(x: Tensor, least_rows: int = 0) -> Tensor:

@@ -178,7 +178,7 @@ class Compute:
     def accumulating(self, accumulation: Accumulation) -> Compute:
         """Return this compute with one accumulation in all three matmuls, which native kernels alone follow.
 
-        torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: faster, and up to n · 2^-13 off in a sum of n products.
+        torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to n · 2^-13 off.
 
         Example:
             >>> COMPUTES["float8-row"].accumulating("fast").grad_input.accumulation
