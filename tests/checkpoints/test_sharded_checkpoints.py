@@ -58,6 +58,22 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
     return caught.value.message, checkpoint.step, float(tensors_in(checkpoint.path)["w"].sum())
 
 
+def save_without_a_shared_disk(rank: int, folder: Path) -> str:
+    mesh, ranks = meet()
+    saver = Saver(folder / str(rank), ranks)
+    values = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None)
+    saver.save(1, {"w": values}, {})
+    with pytest.raises(RecordError) as caught:
+        saver.wait()
+    return caught.value.message
+
+
+def test_half_a_checkpoint_is_not_called_complete(tmp_path: Path) -> None:
+    for message in run_ranks(save_without_a_shared_disk, 2, tmp_path / "ranks", tmp_path):
+        assert message.endswith("because the files of rank 1 are not there (rank 0).")
+    assert not list((tmp_path / "0" / "checkpoints").iterdir())
+
+
 def save_replicas(rank: int, folder: Path) -> None:
     """Two replicas of two shards each, and a vector that no mesh knows."""
     mesh, ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")), all_ranks().apart()

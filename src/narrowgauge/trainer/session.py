@@ -212,7 +212,7 @@ class Session:
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
-        self.step = state["step"]
+        self.step = self.saver.resumed_from = state["step"]
         if self.linears is not None:
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
