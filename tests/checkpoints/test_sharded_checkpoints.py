@@ -15,14 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import narrowgauge as ng
 from checkpoints.test_saving import flip_a_bit, must_not_be_called
 from narrowgauge.checkpoints import dcp_files, saving
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
+from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecordError
+from narrowgauge.numerics.dtensor import local_of
 from ranks import run_ranks
 from tensors import assert_same_bits, tensors_in
 
@@ -82,6 +86,31 @@ def save_replicas(rank: int, folder: Path) -> None:
     for step in (1, 2):
         saver.save(step, {"w": placed, "plain": torch.ones(2), "number": torch.tensor(3)}, {})
         saver.wait()
+
+
+def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
+    """GaLore at full rank, whose bases and moments have the shape of the weight and are whole on each rank."""
+    mesh, ranks = meet()
+
+    def make() -> tuple[nn.Parameter, ng.optim.GaLore]:
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None))
+        return weight, ng.optim.GaLore([("weight", weight)], rank=4, storage="float32", compile=False)
+
+    weight, optimizer = make()
+    weight.grad = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    optimizer.step()
+    saver = Saver(folder, ranks)
+    path = saver.save(1, state_tensors([("weight", weight)], optimizer), {})
+    saver.wait()
+    again, other = make()
+    restore_tensors(load_tensors(path, [("weight", again)], other), [("weight", again)], other)
+    states = optimizer.state_dict()["state"][0], other.state_dict()["state"][0]
+    return [torch.equal(local_of(value), local_of(states[1][name])) for name, value in states[0].items() if name != "step"]
+
+
+def test_states_that_every_rank_holds_whole_come_back_whole(tmp_path: Path) -> None:
+    for same in run_ranks(go_on_with_a_whole_state, 2, tmp_path / "ranks", tmp_path / "run"):
+        assert len(same) >= 3 and all(same)
 
 
 def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
