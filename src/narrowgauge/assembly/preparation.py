@@ -143,7 +143,7 @@ def prepare(
     if narrow_gather:
         gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
-        stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
+        stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, mesh=mesh)
     if linears_of(model) is not None:
         stepper.register_step_pre_hook(partial(_join_amax, model))
     carry_state(stepper, model)

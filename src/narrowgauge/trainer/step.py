@@ -86,8 +86,6 @@ def differentiate(session: Session) -> Tensor:
     # A cache of casts of sharded weights would keep the whole model on each rank.
     is_cached = len(session.micro_batches) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
-        if reduction is not None:
-            reduction.set_step(session.step)
         shares = []
         with closing(losses(session)) as parts:
             for loss in parts:
