@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from first_minute import stdlib_tokens as stdlib_tokens  # noqa: E402
+from first_minute import stdlib_tokens as stdlib_tokens

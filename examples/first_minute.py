@@ -60,7 +60,9 @@ def stdlib_tokens(model: str) -> Path:
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )  # fmt: skip
-    tokenizer.train_from_iterator((piece for document in stdlib_documents() for piece in pieces(document.text)), trainer)
+    tokenizer.train_from_iterator(
+        (piece for document in stdlib_documents() for piece in pieces(document.text)), trainer
+    )
     with contextlib.suppress(RecordError):  # another process was faster
         write_tokens(stdlib_documents(), tokenizer, tokenizer.token_to_id(END_OF_TEXT), out)
     return read_tokens(out).folder
@@ -73,8 +75,8 @@ def words(given: list[str]) -> list[str]:
         return ["compare", *given]
     settings = {flag: value for flag, value in SETTINGS.items() if flag not in flags}
     if "--data" not in flags:
-        model = next((after for word, after in zip(given, given[1:]) if word == "--model"), "llama-1m")
-        settings["--data"] = str(stdlib_tokens(model))
+        model = given[given.index("--model") + 1 :] if "--model" in given else ["llama-1m"]
+        settings["--data"] = str(stdlib_tokens(*model[:1]))
     return ["compare", *(part for flag in settings.items() for part in flag), *given]
 
 

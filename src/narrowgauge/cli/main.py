@@ -320,8 +320,9 @@ def export(folder: Path, out: Path) -> None:
     help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )  # fmt: skip
 @click.option(
-    "--numerics", is_flag=True, help="Also train some steps on text and report the error of each layer's casts."
-)
+    "--numerics", metavar="DIR", type=click.Path(path_type=Path),
+    help="Also train some steps on this token map and report the error of each layer's casts.",
+)  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
 @click.option(
     "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."

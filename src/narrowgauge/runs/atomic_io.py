@@ -114,7 +114,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     temporary = temporary_name(path)
     with disk_errors(path, AGAIN):
         if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.samefile(Path.cwd())):
-            reason = "a file" if path.is_file() else "in use"
+            reason = "not empty" if path.is_dir() else "a file"
             raise RecordError(f"Cannot write {path}: it exists and is {reason}.", "Name a new folder.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -220,9 +220,9 @@ def run_comparison(
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
     requested = {run.path for run in runs}
     for run in read_runs([folder], say):
-        if run.path not in requested and not run.is_foreign and is_over(run):
-            if {name for name, _, _ in other_settings(run, configs[0])} <= {"recipe", "seed"}:
-                runs.append(run)
+        is_other = run.path not in requested and not run.is_foreign and is_over(run)
+        if is_other and {name for name, _, _ in other_settings(run, configs[0])} <= {"recipe", "seed"}:
+            runs.append(run)
     comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
 

@@ -144,7 +144,8 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = setting(
         0, "Seed of the initial weights, the order of the data and stochastic rounding.", Range(0, 1 << 64, is_integer=True))
-    out: str | None = setting(None, "Run folder: new, or with a run of these settings, which goes on.  [default: runs/MODEL-RECIPE-N, the first free N]")
+    out: str | None = setting(None, "Run folder: new, or with a run of these settings, which goes on.  "
+        "[default: runs/MODEL-RECIPE-N, the first free N]")
     held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
     eval_sequences: int = count(64, "Sequences per validation, over all ranks.")
@@ -259,12 +260,14 @@ class TrainConfig:
                 f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
+        config = replace(self, model=known_model(self.model))
+        config.require_agreement()
         if self.data is None:
             raise DataError(
-                "Cannot train because no data was named.", "Make a token map: narrowgauge tokenize TEXT OUT; --data OUT."
+                "Cannot train because no data was named.",
+                "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT.",
             )
-        config = replace(self, model=known_model(self.model), data=str(read_tokens(self.data).folder.resolve()))
-        config.require_agreement()
+        config = replace(config, data=str(read_tokens(self.data).folder.resolve()))
         if config.out is None:
             stem = f"{Path(config.model).name}-{config.recipe.name.replace('/', '-')}"
             config = replace(config, out=str(first_free(Path("runs") / stem)))
@@ -301,7 +304,8 @@ class TrainConfig:
         parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
         if parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16":
             raise RecipeError(
-                "Cannot train: accumulation_dtype 'bfloat16' sums no float16 gradients.", "Use --accumulation-dtype float32."
+                "Cannot train: accumulation_dtype 'bfloat16' sums no float16 gradients.",
+                "Use --accumulation-dtype float32.",
             )
         if self.batch_size % parts:
             raise NarrowgaugeError(
@@ -310,7 +314,8 @@ class TrainConfig:
             )
         if warmup > self.steps:
             raise NarrowgaugeError(
-                f"Cannot train: a warm-up of {warmup} steps is longer than the run of {self.steps}.", "Lower --warmup-steps."
+                f"Cannot train: a warm-up of {warmup} steps is longer than the run of {self.steps}.",
+                "Lower --warmup-steps.",
             )
         if self.model in MODELS:
             self.require_positions(MODELS[self.model].max_positions)

@@ -42,9 +42,9 @@ class Console:
         place = f"step {row['step']:>6}/{self.num_steps}"
         if kind == "evals":
             self.say(f"{place}  {EVAL['val_loss'].text(row)}")
-        elif kind == "steps" and self.log_every:
-            if row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps):
-                self.say("  ".join([place, *(STEP[name].text(row) for name in _LINE if row.get(name) is not None)]))
+        is_due = bool(self.log_every) and (row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps))
+        if kind == "steps" and is_due:
+            self.say("  ".join([place, *(STEP[name].text(row) for name in _LINE if row.get(name) is not None)]))
 
     def summary(self, row: Row) -> None:
         """Print the table of a finished run."""

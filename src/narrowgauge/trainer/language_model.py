@@ -63,13 +63,13 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
     with _unreadable_models_refused(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if weights is not None:
-            model = _loaded(folder, weights, config, vocab_size)
+            built = _loaded(folder, weights, config, vocab_size)
         else:
             if vocab_size is not None:
                 config.get_text_config().vocab_size = vocab_size
-            model = drawn(config, seed)
-        _require_causal(model, folder)
-    return model
+            built = drawn(config, seed)
+        _require_causal(built, folder)
+    return built
 
 
 @torch.no_grad()

@@ -90,10 +90,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         for note in [*data.notes, *session.notes]:
             record.event(Event("note", 0, note), shown=True)
         record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
-        _begin(session, record, shown)
-        if config.model not in MODELS:
-            weights = weights_file(Path(config.model))
-            shown.say(f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}")
+        _watch(session, record, shown)
         _run(session, record, shown)
     return folder
 
@@ -141,11 +138,13 @@ def resume(
         events = [Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged]
         changed = changed_settings(state.get("settings", present["config"]), present["config"])
         # The token map may have moved; its tokens are those of the start.
-        notes = [f"{n} was {old} up to step {step} and is {new} from there on" for n, old, new in changed if n != "data"]
+        notes = [
+            f"{n} was {old} up to step {step} and is {new} from there on" for n, old, new in changed if n != "data"
+        ]
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
         where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
-        _begin(session, record, shown)
+        _watch(session, record, shown)
         record.go_back(step, digests=state.get("rows"))
         for event in events:
             record.event(event, shown=True)
@@ -162,14 +161,13 @@ def _record(config: TrainConfig, console: Console, open_folder: Callable[[], Run
     return Record(open_folder, config.recipe, console.event, console.row)
 
 
-def _begin(session: Session, record: Record, console: Console) -> None:
+def _watch(session: Session, record: Record, console: Console) -> None:
     """Record the optimizer and the gauges. Must precede the first step, whose compiled code calls the gauges."""
     session.optimizer.on_alarm = lambda alarms: console.say(
         f"warning: {min(alarms, key=lambda alarm: alarm.reading.edq).message}"
     )
     record.watch(session.model, session.optimizer, every=session.config.gauges_every)
     record.reader.peak_tokens_per_second = session.peak_tokens_per_second()
-    console.say(f"{Path(session.config.model).name} · {session.config.recipe.title} · {session.folder}")
 
 
 class _End(Enum):
@@ -187,6 +185,10 @@ def _run(session: Session, record: Record, console: Console) -> None:
     end = _End.LAST_STEP if session.step >= config.steps else None
     # Unless spikes are only reported, the step is judged before its update, so that a spike changes no weight.
     judged = config.on_spike != "report"
+    console.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
+    if session.step == 0 and config.model not in MODELS:
+        weights = weights_file(Path(config.model))
+        console.say(f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}")
     with _signals() as signals, _ended(session, record, console):
         session.fingerprints.before_first(session.step)
         record.fingerprint(session.fingerprints)

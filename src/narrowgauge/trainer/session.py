@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -264,7 +264,7 @@ def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Opti
             shard=config.shard,
             average=False,
         )
-    return optimizer
+    return cast(Optimizer, optimizer)
 
 
 def _sums(
@@ -298,14 +298,14 @@ def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Ten
 
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
     """Refuse weights that belong to another tokenizer than the tokens, where both are known."""
-    files = Path(config.model) / "tokenizer.json", data.tokenizer_path
-    if files[1] is not None and files[0].is_file() and weights_file(files[0].parent):
-        first, second = (load_json(file.read_bytes())["model"]["vocab"] for file in files)
-        if first != second:
-            raise DataError(
-                f"Cannot train the weights in {config.model} because the tokens in {config.data} have another vocabulary.",
-                f"Make them again: narrowgauge tokenize TEXT OUT --tokenizer {config.model}.",
-            )
+    file, other = Path(config.model) / "tokenizer.json", data.tokenizer_path
+    if other is None or not file.is_file() or weights_file(file.parent) is None:
+        return
+    if load_json(file.read_bytes())["model"]["vocab"] != load_json(other.read_bytes())["model"]["vocab"]:
+        raise DataError(
+            f"Cannot train the weights in {config.model} because the tokens in {config.data} have another vocabulary.",
+            f"Make them again: narrowgauge tokenize TEXT OUT --tokenizer {config.model}.",
+        )
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -361,7 +361,8 @@ def load(folder: str | Path) -> Session:
     checkpoint = latest_checkpoint(folder, lambda path, reason: damaged.append(f"{path.name}: {reason}"), all_ranks())
     if checkpoint is None:
         raise RecordError(
-            f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.", "Restore its checkpoints."
+            f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
+            "Restore its checkpoints.",
         )
     recorded, none = run.run["data"], np.zeros(0, dtype=np.uint16)
     session = build(config, folder, Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"]))

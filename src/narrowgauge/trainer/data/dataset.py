@@ -102,7 +102,6 @@ class Dataset:
 
     def num_validation(self, limit: int, sequence_length: int) -> int:
         """Return how many validation sequences there are, at most ``limit``."""
-        self.require(sequence_length)
         return min(limit, (len(self.valid) - 1) // sequence_length)
 
     def validation(self, limit: int, sequence_length: int, rows: slice | None = None) -> np.ndarray:
@@ -110,8 +109,10 @@ class Dataset:
 
         They are always the same, and spread evenly over the validation data.
         """
-        num_chosen, num_windows = self.num_validation(limit, sequence_length), (len(self.valid) - 1) // sequence_length
-        return self._windows(self.valid, (np.arange(num_chosen) * num_windows // num_chosen)[rows or slice(None)], sequence_length)
+        self.require(sequence_length)
+        num_chosen, num_windows = (self.num_validation(most, sequence_length) for most in (limit, 1 << 62))
+        chosen = np.arange(num_chosen) * num_windows // num_chosen
+        return self._windows(self.valid, chosen[rows or slice(None)], sequence_length)
 
     def _windows(self, tokens: Stream | np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
         places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)

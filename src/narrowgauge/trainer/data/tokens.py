@@ -78,14 +78,15 @@ def read_tokens(path: str | Path) -> TokenMap:
                 raise ValueError(f"documents.bin does not fit its {len(ids):,} tokens")
         identity = [len(ids), head["dtype"], int(head["vocab_size"]), int(head["end_of_text"])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"no {Path(error.filename).name} is there" if isinstance(error, FileNotFoundError) else error
         advice = f"Make it from text: narrowgauge tokenize {folder} OUT, then --data OUT."
-        raise DataError(f"Cannot use the token map {folder}: {error}.", advice) from error
+        raise DataError(f"Cannot use the token map {folder}: {reason}.", advice) from error
     state = hashlib.blake2b(json.dumps(identity).encode() + documents.tobytes(), digest_size=16)
     content = ids.view(np.uint8)
     num_pages = -(-len(content) // _PAGE_BYTES)
     for page in range(min(num_pages, _MAX_PAGES)):
         first = page * num_pages // min(num_pages, _MAX_PAGES) * _PAGE_BYTES
-        state.update(content[first : first + _PAGE_BYTES])
+        state.update(content[first : first + _PAGE_BYTES].tobytes())
     return TokenMap(folder, ids, documents, identity[2], identity[3], state.hexdigest())
 
 
