@@ -50,7 +50,7 @@ SHAPE = {
 }  # fmt: skip
 SETTINGS = {
     "recipe": "bfloat16/word/reproducible", "steps": 8, "batch-size": 6, "gradient-accumulation-steps": 6,
-    "sequence-length": 16, "lr": 0.003, "eval-every": 3, "eval-batches": 2, "checkpoint-every": 2, "gauges-every": 3,
+    "sequence-length": 16, "lr": 0.003, "eval-every": 3, "eval-sequences": 2, "checkpoint-every": 2, "gauges-every": 3,
     "log-every": 1, "held-out": 0.2,
 }  # fmt: skip
 WORDS = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "import", "lazy", "dog", "self", "None"]
@@ -214,7 +214,7 @@ class Place:
     seconds: float = 1.0
 
     def train(self, out: Path) -> list[str]:
-        options = {"model": self.folder / "model", "data": self.folder / "text", "out": out, **SETTINGS}
+        options = {"model": self.folder / "model", "data": self.folder / "tokens", "out": out, **SETTINGS}
         return ["train", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
 
 
@@ -225,6 +225,7 @@ def prepare(folder: Path) -> Place:
     draw, place = random.Random(0), Place(folder, Run(folder, {}))
     for number in range(8):
         (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=250)))
+    require(Child(folder / "tokens.txt", ["tokenize", str(folder / "text"), str(folder / "tokens")]))
     require(Child(folder / "paused.txt", [*place.train(folder / "paused"), "--stop-after", "4"]))
     calls = folder / "calls"
     counter = os.open(calls, os.O_WRONLY | os.O_CREAT)

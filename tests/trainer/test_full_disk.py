@@ -16,7 +16,7 @@ import narrowgauge.runs.atomic_io
 from narrowgauge.checkpoints import saving
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import export, loop
-from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
+from trainer.tiny_runs import CASES, assert_same_run, call, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,10 +38,9 @@ def assert_refused(*words: str) -> None:
 
 
 def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync", full)
-    assert_refused(*words_of(settings(place, tmp_path / "run")))
-    assert not (tmp_path / "run").exists()
+    assert_refused("tokenize", str(place / "text"), str(tmp_path / "tokens"))
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fault", [full, hidden])

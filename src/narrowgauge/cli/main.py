@@ -93,7 +93,8 @@ def main(context: click.Context) -> None:
     """Train language models in narrow number formats, know what each costs, and get the same bits again.
 
     \b
-    narrowgauge train --data text.txt --recipe bfloat16/word
+    narrowgauge tokenize text.txt tokens
+    narrowgauge train --data tokens --recipe bfloat16/word
     narrowgauge compare --recipes bfloat16/master,bfloat16/word --seeds 3
     narrowgauge plan run --model llama-8b --chip H100-SXM5 --chips 8
     narrowgauge diagnose trainer_state.json
@@ -162,20 +163,42 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     return click.echo("\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items()))
 
 
+@main.command("tokenize", short_help="Make a token map from text, for train and compare.")
+@click.argument("text", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--tokenizer", metavar="FILE", type=click.Path(path_type=Path),
+    help="A tokenizer.json, or a Hugging Face folder with one.  [default: a token for each byte]",
+)  # fmt: skip
+def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
+    """Tokenize TEXT into a new token map OUT, the data of train and compare.
+
+    TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and .jsonl files.
+    """
+    from narrowgauge.trainer.data.text import read_documents
+    from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+
+    click.echo(write_tokens(read_documents(text), *load_tokenizer(tokenizer), out))
+
+
 @main.command("train", params=flags.of_settings())
 @_settings_file
 @_nproc
 def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
-    """Train a language model on text, and record it in a run folder."""
+    """Train a language model on tokens, and record it in a run folder.
+
+    The same command continues a run that was stopped.
+    """
     from narrowgauge.distributed import job
     from narrowgauge.trainer.config import TrainConfig
+    from narrowgauge.trainer.resume_checks import run_to_continue
 
     defaults = TrainConfig.from_toml(file) if file else TrainConfig()
     config = dataclasses.replace(defaults, **flags.given(settings))
     num_ranks, out = _ranks_to_start(nproc), config.out
     if job.world_size() == 1:
-        config = config.validated().on_ranks(num_ranks or 1)
-        config.require_ranks(num_ranks or 1)
+        config = config.validated()
+        run_to_continue(config.on_ranks(num_ranks or 1))
     if num_ranks:
         words = click.get_current_context().obj
         job.launch(num_ranks, words if out is not None else [*words, "--out", str(config.out)])
@@ -187,8 +210,9 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
 @main.command("resume", short_help="Resume a run, on one or more ranks.")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
+@click.option("--restart", is_flag=True, help="Begin again at step 0 if the run has lost its checkpoints.")
 @_nproc
-def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
+def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | None) -> None:
     """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
 
     On one rank the result is bit-identical to an uninterrupted run.
@@ -199,13 +223,12 @@ def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
     from narrowgauge.trainer.config import TrainConfig
 
     config = TrainConfig.from_dict(resume_checks.unfinished_run(folder).config, str(folder / "run.toml"))
-    config.require_agreement()
     if num_ranks := _ranks_to_start(nproc):
         config.require_ranks(num_ranks)
         job.launch(num_ranks, click.get_current_context().obj)
     from narrowgauge.trainer import loop
 
-    _run(config, lambda: loop.resume(folder, stop_after))
+    _run(config, lambda: loop.resume(folder, stop_after, restart=restart))
 
 
 @main.command(
@@ -237,7 +260,7 @@ def compare(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Train with several recipes from the same initial weights on the same text, and report what each costs.
+    """Train with several recipes from the same initial weights on the same tokens, and report what each costs.
 
     The same command with --out DIR continues a stopped comparison; with more --recipes or --seeds it adds their runs.
     """
@@ -297,8 +320,9 @@ def export(folder: Path, out: Path) -> None:
     help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )  # fmt: skip
 @click.option(
-    "--numerics", is_flag=True, help="Also train some steps on text and report the error of each layer's casts."
-)
+    "--numerics", metavar="DIR", type=click.Path(path_type=Path),
+    help="Also train some steps on this token map and report the error of each layer's casts.",
+)  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
 @click.option(
     "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."

@@ -109,12 +109,13 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder. Rename it to ``path`` if the block succeeds, remove it if the block fails.
 
-    ``path`` may be an empty folder.
+    ``path`` may be an empty folder, but not the current one.
     """
-    if path.absolute() == Path.cwd():
-        raise RecordError("Cannot replace the current folder.", "Name a new folder.")
     temporary = temporary_name(path)
     with disk_errors(path, AGAIN):
+        if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.samefile(Path.cwd())):
+            reason = "not empty" if path.is_dir() else "a file"
+            raise RecordError(f"Cannot write {path}: it exists and is {reason}.", "Name a new folder.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)

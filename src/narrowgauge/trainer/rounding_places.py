@@ -38,8 +38,8 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import loss_sum
-from narrowgauge.trainer.resume_checks import run_of_trainer
-from narrowgauge.trainer.session import Session, build, data_of_run
+from narrowgauge.trainer.resume_checks import require_same_run, run_of_trainer
+from narrowgauge.trainer.session import Session, build, open_on_ranks
 from narrowgauge.trainer.step import differentiate, losses, train_step
 
 PLACES: dict[str, str] = {
@@ -137,7 +137,9 @@ def rounding_places(
     config = replace(TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS)
     _require_casts(config.recipe)
     checkpoint = latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)
-    data, recorded = data_of_run(run, config, checkpoint), {row["step"]: row for row in run.steps}
+    if checkpoint is not None:
+        require_same_run(run, checkpoint.state()["settings"], config)
+    data, recorded = open_on_ranks(config, run), {row["step"]: row for row in run.steps}
     # Sums inside a matmul depend on the number of threads.
     threads = threads_of(run.run.get("machine", {}).get("num_threads"), False)
     with threads, tempfile.TemporaryDirectory() as temporary:
@@ -256,7 +258,7 @@ class _Step:
         total: Tensors = {}
         loss = 0.0
         with self._attached():
-            for share in losses(self.session, lambda tokens: loss_sum(model, tokens, chunked=False)):
+            for share in losses(self.session, lambda tokens: loss_sum(model, tokens)):
                 (share * self.scale).backward()
                 loss += float(share.detach())
                 for name, parameter in self.plain.named_parameters():
