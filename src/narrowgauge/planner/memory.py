@@ -257,15 +257,7 @@ class _Rank:
             f"its gradient, c = {count:,.0f} logits"
         )
         value = max(first * head + 12.0 * count, second * head + width * count)
-        return [
-            Term(
-                "logits",
-                "a chunk of logits, head in float32",
-                value,
-                formula,
-                "a loss in chunks; narrowgauge train keeps all logits",
-            )
-        ]
+        return [Term("logits", "a chunk of logits, head in float32", value, formula, "a loss in chunks; not train's")]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
