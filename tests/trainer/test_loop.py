@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,6 +127,14 @@ def test_the_validation_loss_is_the_mean_over_the_tokens_that_are_predicted(plac
     with torch.no_grad():
         expected = float(run.model(input_ids=tokens, labels=tokens).loss)
     assert loop.evaluate(run) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_validation_sequences_are_the_same_for_any_number_of_micro_batches(place: Path, tmp_path: Path) -> None:
+    losses = []
+    for parts in (1, 2, 4):
+        run = built(place, tmp_path, recipe="float32/float32", gradient_accumulation_steps=parts, eval_sequences=7)
+        losses.append(loop.evaluate(run))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 def test_a_row_has_the_rate_of_the_optimizer_and_not_of_the_plan(place: Path, tmp_path: Path) -> None:
@@ -277,19 +287,25 @@ def test_a_run_that_compiles_by_default_runs_uncompiled_where_nothing_can_be_com
     assert not (tmp_path / "other").exists()
 
 
-class Reader(io.StringIO):
-    """A pipe whose reader leaves after three writes."""
+class Output(io.StringIO):
+    """Fails after three writes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
     def write(self, text: str) -> int:
         if self.tell() > 200:
-            raise BrokenPipeError
+            raise OSError(self.number, os.strerror(self.number))
         return super().write(text)
 
 
-def test_a_reader_that_leaves_ends_the_run_at_a_checkpoint(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC])
+def test_output_that_cannot_be_written_ends_the_run_at_a_checkpoint(number: int, place: Path, tmp_path: Path) -> None:
     config = settings(place, tmp_path / "run", **CASES["naive"], checkpoint_every=0)
-    with pytest.raises(BrokenPipeError):
-        loop.train(config, console=Console(config.steps, 1, Reader()))
+    with pytest.raises(OSError) as failure:
+        loop.train(config, console=Console(config.steps, 1, Output(number)))
+    assert failure.value.errno == number
     steps = len(read_run(tmp_path / "run").steps)
     assert 0 < steps < config.steps
     assert loop.resume(tmp_path / "run") and (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}").is_dir()

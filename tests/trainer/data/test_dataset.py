@@ -16,7 +16,7 @@ import pytest
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data
 from narrowgauge.trainer.data.text import Document, read_documents
-from narrowgauge.trainer.data.tokens import END_OF_TEXT, load_tokenizer, read_tokens, write_tokens
+from narrowgauge.trainer.data.tokens import END_OF_TEXT, load_tokenizer, pieces, read_tokens, write_tokens
 
 SENTENCE = "the number of bits a weight keeps decides what a step may still change in it"
 WORDS = SENTENCE.split(" ")
@@ -199,6 +199,7 @@ def test_refusals_of_text(tmp_path: Path) -> None:
 def test_every_text_comes_back(tmp_path: Path, text: str) -> None:
     tokenizer, end = load_tokenizer(None)
     tokens = read_tokens(write_tokens([Document("a", text)], tokenizer, end, tmp_path / "tokens"))
+    assert "".join(pieces(text)) == text and max(map(len, pieces("x" * 600_000))) == 4096
     decoded = tokenizer.decode(tokens.ids[:-1].tolist(), skip_special_tokens=False)
     # Text that spells the end of a document does not end it.
     assert decoded == text and tokens.ids.tolist().count(end) == 1
