@@ -158,7 +158,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, mo
             patch.setattr(module, name, full)
             with pytest.raises(RecordError, match=r"step-00000002: the disk is full \([\d,]+ bytes free\)") as caught:
                 save(tmp_path, 2, tensors(2), {"n": 2}, keep=1)
-        assert "narrowgauge resume" in caught.value.advice
+        assert "the same command again" in caught.value.advice
         assert names(tmp_path) == ["step-00000001"]
     latest = latest_checkpoint(tmp_path, must_not_be_called)
     assert latest is not None and latest.state() == {"n": 1}
