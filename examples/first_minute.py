@@ -17,7 +17,6 @@ from pathlib import Path
 
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.machine import cache_folder
 from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer.data.text import Document
 from narrowgauge.trainer.data.tokens import END_OF_TEXT, pieces, read_tokens, write_tokens
@@ -50,7 +49,7 @@ def stdlib_tokens(model: str) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     vocab_size = MODELS.get(model, MODELS["llama-1m"]).vocab_size
-    out = cache_folder() / "tokens" / f"stdlib-{platform.python_version()}-{vocab_size}"
+    out = Path(__file__).parents[1] / "runs" / f"stdlib-{platform.python_version()}-{vocab_size}"
     with contextlib.suppress(DataError):
         return read_tokens(out).folder
     tokenizer = Tokenizer(models.BPE())

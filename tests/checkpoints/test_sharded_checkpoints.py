@@ -105,7 +105,9 @@ def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
     again, other = make()
     restore_tensors(load_tensors(path, [("weight", again)], other), [("weight", again)], other)
     states = optimizer.state_dict()["state"][0], other.state_dict()["state"][0]
-    return [torch.equal(local_of(value), local_of(states[1][name])) for name, value in states[0].items() if name != "step"]
+    return [
+        torch.equal(local_of(value), local_of(states[1][name])) for name, value in states[0].items() if name != "step"
+    ]
 
 
 def test_states_that_every_rank_holds_whole_come_back_whole(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.errors import RankError
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer import resume_checks
+from narrowgauge.trainer.data.text import Document
+from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
 from ranks import run_ranks
 from trainer.fixtures import place as place  # a fixture
-
 
 # ── what --nproc starts ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -33,6 +34,7 @@ def call(*words: str) -> Result:
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """The commands that torchrun was asked to run on how many ranks."""
     monkeypatch.chdir(tmp_path)
+    write_tokens([Document("a", "text")], *load_tokenizer(None), Path("tokens"))
     commands: list[list[str]] = []
     monkeypatch.setattr(logging, "disable", lambda: None)
     monkeypatch.setattr(
@@ -44,7 +46,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
 
 
 def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]]) -> None:
-    words = ["train", "--nproc", "2", "--gradient-accumulation-steps", "4"]
+    words = ["train", "--data", "tokens", "--nproc", "2", "--gradient-accumulation-steps", "4"]
     assert call(*words, "--out", "here").exit_code == 0 and call(*words).exit_code == 0
     named, chosen = started
     assert named == ["2", "narrowgauge", *words, "--out", "here"]
@@ -66,7 +68,7 @@ def test_the_exit_status_is_that_of_the_ranks(
         raise end
 
     monkeypatch.setattr(run, "run", fail)
-    result = call("train", "--nproc", "2")
+    result = call("train", "--data", "tokens", "--nproc", "2")
     assert (result.exit_code, result.output) == (status, "")
 
 
@@ -86,7 +88,7 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
     ],
 )  # fmt: skip
 def test_wrong_settings_cost_one_line_before_ranks_start(words: list[str], line: str, started: list[list[str]]) -> None:
-    result = call("train", *words)
+    result = call("train", "--data", "tokens", *words)
     assert (result.exit_code, result.stderr.count("\n"), started) == (2, 1, [])
     assert result.stderr.startswith(line)
 

@@ -71,9 +71,7 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
 
 
-def test_a_run_with_stochastic_casts_is_stopped_and_resumed_with_the_same_bits(
-    place: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_stochastic_casts_is_stopped_and_resumed_with_the_same_bits(place: Path, tmp_path: Path) -> None:
     changes = {**BASE, "recipe": "int8-row/word", "checkpoint_every": 0}
     runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
     run_ranks(train_here, 2, tmp_path / "ranks", place, runs)

@@ -26,7 +26,9 @@ from narrowgauge.spec.storages import STATE_NAMES
 
 Entry = Mapping[str, Any]
 _8BIT = "__bnb_optimizer_quant_state__"
-_ADVICE = "Give the state of torch's SGD, or of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
+_ADVICE = (
+    "Give the state of torch's SGD, or of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
+)
 
 
 def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:

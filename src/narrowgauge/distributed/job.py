@@ -23,6 +23,7 @@ TIMEOUT = timedelta(minutes=10)
 SHUTDOWN_SECONDS = "120"
 """How long torchrun waits after a signal for a step and its checkpoint. Its default is 30 seconds."""
 
+
 def rank() -> int:
     """Return the rank of this process: 0 without ``torchrun``."""
     return int(os.environ.get("RANK", "0"))

@@ -47,7 +47,7 @@ def setting(default: Any, help: str, law: Range | Choice | None = None) -> Any:
 
 def count(default: int | None, help: str, least: int = 1) -> Any:
     """Return a field that holds a whole number from ``least`` on."""
-    return setting(default, help, Range(least, 1 << 31, is_integer=True))
+    return setting(default, help, Range(least, 10**9, is_integer=True))
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import TEMPORARY
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import short
@@ -100,9 +101,13 @@ def require_same_run(run: Run, saved: Mapping[str, Any], config: TrainConfig) ->
 
 
 def require_restart(run: Run, config: TrainConfig, damage: str) -> None:
-    """Refuse to begin a run again that had a checkpoint. ``damage`` says what is wrong with those that are there."""
-    last, first_due = run.steps[-1]["step"] if run.steps else 0, config.checkpoint_every or 1
-    if damage or last >= first_due or any(event["kind"] == "stop" for event in run.events):
+    """Refuse to begin a run again that had a checkpoint. ``damage`` says what is wrong with those that are there.
+
+    A run that was killed while it wrote its first checkpoint had none.
+    """
+    last, first_due = run.steps[-1]["step"] if run.steps else 0, config.checkpoint_every or config.steps
+    was_writing = any((run.path / "checkpoints").glob(f"{TEMPORARY}*"))
+    if damage or (last > first_due and not was_writing) or any(event["kind"] == "stop" for event in run.events):
         raise RecordError(
             f"Cannot resume {run.path} because it holds no good checkpoint{damage and f': {damage}'}. Its record has "
             f"{counted(last, 'step')}.",
