@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
-from checkpoints.test_saving import flip_a_bit, must_not_be_called
+from checkpoints.test_saving import flip_a_bit, must_not_be_called, names
 from narrowgauge.checkpoints import dcp_files, saving
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
@@ -75,7 +75,7 @@ def save_without_a_shared_disk(rank: int, folder: Path) -> str:
 def test_half_a_checkpoint_is_not_called_complete(tmp_path: Path) -> None:
     for message in run_ranks(save_without_a_shared_disk, 2, tmp_path / "ranks", tmp_path):
         assert message.endswith("because the files of rank 1 are not there (rank 0).")
-    assert not list((tmp_path / "0" / "checkpoints").iterdir())
+    assert not names(tmp_path / "0")
 
 
 def save_replicas(rank: int, folder: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_full_disk_on_one_rank_is_told_on_all_and_keeps_the_older_checkpoint(
     for message, step, total in results:
         assert re.search(rf"step-00000002: the disk is full \([\d,]+ bytes free\) \(rank {rank}\)\.$", message)
         assert (step, total) == (1, 45.0)
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["step-00000001"]
+    assert names(tmp_path / "run") == ["step-00000001"]
 
 
 def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(tmp_path: Path) -> None:

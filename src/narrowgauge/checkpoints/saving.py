@@ -20,6 +20,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,7 @@ class Saver:
         temporary = self._place / f"{TEMPORARY}{final.name}"
         limit, self.resumed_from = step if self.resumed_from is None else self.resumed_from, None
         manifest, text = {"schema_version": SCHEMA_VERSION, "step": step}, json.dumps(state, indent=1)
-        self.ranks.of_first(self._clean)
+        self.ranks.of_first(lambda: self._clean(temporary))
         copy = self.ranks.together(lambda: dcp_files.TakenCopy(tensors))
 
         def write() -> None:
@@ -182,20 +183,21 @@ class Saver:
                 self.ranks.of_first(lambda: _remove_old(final, keep, limit))
             except BaseException as error:  # raised by wait()
                 self._error = error
-                if self.ranks.is_first:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                with suppress(OSError):  # leave the empty folder: a checkpoint was begun
+                    for file in temporary.iterdir() if self.ranks.is_first else ():
+                        file.unlink()
 
         # A daemon thread: a rank that must exit cannot wait for ranks that are gone.
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
         return final
 
-    def _clean(self) -> None:
-        """Remove the remains of a killed process."""
+    def _clean(self, temporary: Path) -> None:
+        """Remove the remains of a killed process, and make the temporary folder."""
         with disk_errors(self._place):
-            self._place.mkdir(parents=True, exist_ok=True)
             for remains in self._place.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(remains, ignore_errors=True)
+            temporary.mkdir(parents=True, exist_ok=True)
 
     def leave(self) -> None:
         """Wait a while for the checkpoint in flight, before this process ends with an error. The other ranks may be gone."""

@@ -26,7 +26,7 @@ from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, T
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.record import GO_BACK, Record
 from narrowgauge.gauges.recording.step_row import symptom
-from narrowgauge.runs.atomic_io import AGAIN, disk_errors
+from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
@@ -85,7 +85,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
 
     with _record(config, shown, create) as record:
         if ranks.is_first and data.tokenizer_path is not None:
-            with disk_errors(folder, AGAIN):
+            with disk_errors(folder):
                 shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
         for note in [*data.notes, *session.notes]:
             record.event(Event("note", 0, note), shown=True)
