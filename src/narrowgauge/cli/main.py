@@ -224,7 +224,7 @@ def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | Non
 
     config = TrainConfig.from_dict(resume_checks.unfinished_run(folder).config, str(folder / "run.toml"))
     if num_ranks := _ranks_to_start(nproc):
-        config.require_ranks(num_ranks)
+        config.require_agreement(num_ranks)
         job.launch(num_ranks, click.get_current_context().obj)
     from narrowgauge.trainer import loop
 

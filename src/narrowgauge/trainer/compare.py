@@ -35,29 +35,25 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.recording.record import Record
 
 
-# ── recipes and seeds ─────────────────────────────────────────────────────────────────────────────────────────────────
+def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[Any, int, str]]:
+    """Return each recipe and seed with the name of the run's folder, seed by seed. Refuse none, and one that comes twice.
 
-
-def seed_numbers(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """Return seeds from their number, counted from 0, or from the seeds themselves."""
-    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise NarrowgaugeError(f"seeds = {seeds!r} was requested.", "Request at least one, none twice.")
-    return numbers
-
-
-def require_distinct(recipes: Sequence[Any]) -> None:
-    """Refuse an empty list of recipes, and two recipes with one name. Their runs would share a folder."""
+    Args:
+        seeds: how many, counted from 0, or the seeds themselves.
+    """
+    numbers, labels = range(seeds) if isinstance(seeds, int) else seeds, [recipe_name(recipe) for recipe in recipes]
+    folders = [run_name(label, 0).lower() for label in labels]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
-    folders: set[str] = set()
-    for label in map(recipe_name, recipes):
-        if (folder := run_name(label, 0).lower()) in folders:
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise NarrowgaugeError(f"seeds = {seeds!r} was requested.", "Request at least one, none twice.")
+    for place, folder in enumerate(folders):
+        if folder in folders[:place]:
             raise RecipeError(
-                f"two of the recipes are called {label}.",
+                f"two of the recipes are called {labels[place]}.",
                 'Name each once, or give each a name of its own: name = "…" in its file.',
             )
-        folders.add(folder)
+    return [(r, seed, run_name(label, seed)) for seed in numbers for r, label in zip(recipes, labels, strict=True)]
 
 
 # ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
@@ -105,20 +101,15 @@ def compare(
         >>> comparison.baseline
         'bfloat16/master'
     """
-    names = [recipes] if isinstance(recipes, str) else list(recipes)
-    require_distinct([parsed_recipe(recipe) or recipe for recipe in names])
-    labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
+    plan = planned([recipes] if isinstance(recipes, str) else list(recipes), seeds)
     from narrowgauge.distributed.ranks import all_ranks
 
     if out is not None:
         require_package("plotly")  # for the page; not after hours of training
         all_ranks().of_first(lambda: require_free(out))
-    runs = []
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
-        for seed in numbers:
-            for name, label in zip(names, labels, strict=True):
-                folder = Path(out or temporary) / run_name(label, seed)
-                runs.append(_record(train_function, name, seed, folder))
+        place = Path(out or temporary)
+        runs = [_record(train_function, recipe, seed, place / name) for recipe, seed, name in plan]
     comparison = compare_runs(runs)
     if out is not None and all_ranks().is_first:
         publish(comparison, Path(out))
@@ -163,16 +154,10 @@ def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int
         NarrowgaugeError: a setting is invalid.
     """
     require_package("plotly")
-    require_distinct(recipes)
-    numbers = seed_numbers(seeds)
-    base = TrainConfig(**settings).validated()
+    plan, base = planned(recipes, seeds), TrainConfig(**settings).validated()
     for recipe in recipes:
         replace(base, recipe=recipe).validated()
-    return [
-        replace(base, recipe=recipe, seed=seed, out=run_name(recipe.title, seed))
-        for seed in numbers
-        for recipe in recipes
-    ]
+    return [replace(base, recipe=recipe, seed=seed, out=name) for recipe, seed, name in plan]
 
 
 def run_comparison(

@@ -71,9 +71,6 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
         law.check(field.name, value)
 
 
-# ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
-
-
 def known_model(name: str) -> str:
     """Return the full name of a preset, or the path of a model folder, which may be given by its ``config.json``."""
     path = Path(name).expanduser()
@@ -81,7 +78,7 @@ def known_model(name: str) -> str:
         return get_model(name).name
     if not path.exists():
         raise DataError(
-            f"the model folder {name} does not exist.", "Name a preset (narrowgauge show models) or a folder."
+            f"the model folder {name} does not exist.", "Name a folder, or a preset: narrowgauge show models."
         )
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
@@ -94,8 +91,6 @@ def first_free(stem: Path) -> Path:
     """Return ``STEM-N`` with the first N, from 1, that does not exist."""
     return next(path for number in itertools.count(1) if not (path := Path(f"{stem}-{number}")).exists())
 
-
-# ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
@@ -114,7 +109,7 @@ class TrainConfig:
     ``TrainConfig.from_dict(config.to_dict()) == config``, also through a TOML file.
 
     Example:
-        >>> TrainConfig(model="llama-1m", steps=400).validated().lr
+        >>> TrainConfig(model="llama-1m", steps=400).filled().lr
         0.003
     """
 
@@ -232,8 +227,6 @@ class TrainConfig:
             )
         return replace(self, **values)
 
-    # ── refused settings ──────────────────────────────────────────────────────────────────────────────────────────────
-
     def validated(self) -> TrainConfig:
         """Check every setting, alone and against the others.
 
@@ -275,52 +268,43 @@ class TrainConfig:
 
     def on_ranks(self, num_ranks: int) -> TrainConfig:
         """Return the settings with a micro-batch for each rank, unless the settings name several."""
-        config = self
-        if self.gradient_accumulation_steps == 1:
-            config = replace(self, gradient_accumulation_steps=num_ranks)
-            config.require_agreement()
-        config.require_ranks(num_ranks)
+        parts = num_ranks if self.gradient_accumulation_steps == 1 else self.gradient_accumulation_steps
+        config = replace(self, gradient_accumulation_steps=parts)
+        config.require_agreement(num_ranks)
         return config
 
-    def require_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that the settings do not fit."""
-        if num_ranks > self.gradient_accumulation_steps:
-            raise RankError(
-                f"{num_ranks} ranks were requested, and a step has {self.gradient_accumulation_steps} micro-batches; each rank "
-                "needs one.",
-                f"Set --gradient-accumulation-steps (in run.toml for a resume) to {num_ranks} or more, or start fewer ranks.",
-            )
-
-    def require_positions(self, positions: int | None) -> None:
-        """Refuse sequences that are longer than the model has positions."""
-        if positions is not None and self.sequence_length > positions:
-            raise RecipeError(
-                f"Cannot train: {self.model} has {positions} positions, and sequences have {self.sequence_length} tokens.",
-                f"Use --sequence-length {positions} or less, or another --model.",
-            )
-
-    def require_agreement(self) -> None:
-        """Refuse settings that contradict each other or the model."""
+    def require_agreement(self, num_ranks: int = 1, positions: int | None = None) -> None:
+        """Refuse settings that contradict each other, the number of ranks or the model's ``positions``."""
         parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
-        if parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16":
-            raise RecipeError(
-                "Cannot train: accumulation_dtype 'bfloat16' sums no float16 gradients.",
-                "Use --accumulation-dtype float32.",
-            )
-        if self.batch_size % parts:
-            raise NarrowgaugeError(
-                f"Cannot train: a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches.",
+        most = MODELS[self.model].max_positions if self.model in MODELS else positions or self.sequence_length
+        refusals: tuple[tuple[bool, type[NarrowgaugeError], str, str], ...] = (
+            (
+                parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16", RecipeError,
+                "accumulation_dtype 'bfloat16' sums no float16 gradients", "Use --accumulation-dtype float32.",
+            ),
+            (
+                self.batch_size % parts != 0, NarrowgaugeError,
+                f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches",
                 "Choose a --gradient-accumulation-steps that divides --batch-size.",
-            )
-        if warmup > self.steps:
-            raise NarrowgaugeError(
-                f"Cannot train: a warm-up of {warmup} steps is longer than the run of {self.steps}.",
-                "Lower --warmup-steps.",
-            )
-        if self.model in MODELS:
-            self.require_positions(MODELS[self.model].max_positions)
-
-    # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
+            ),
+            (
+                warmup > self.steps, NarrowgaugeError,
+                f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.",
+            ),
+            (
+                self.sequence_length > most, RecipeError,
+                f"{self.model} has {most} positions, and sequences have {self.sequence_length} tokens",
+                f"Use --sequence-length {most} or less, or another --model.",
+            ),
+            (
+                num_ranks > parts, RankError,
+                f"{num_ranks} ranks were requested, and each rank needs one of a step's {parts} micro-batches",
+                f"Set --gradient-accumulation-steps (in run.toml for a resume) to {num_ranks} or more, or start fewer ranks.",
+            ),
+        )  # fmt: skip
+        for is_refused, kind, message, advice in refusals:
+            if is_refused:
+                raise kind(f"Cannot train: {message}.", advice)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a TOML table with a key per setting; None is left out."""
@@ -359,11 +343,9 @@ class TrainConfig:
         """
         try:
             table = load_toml(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
         except (ValueError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
+            raise DataError(f"the settings file {path} cannot be read: {reason}.", "Name a UTF-8 TOML file.") from None
         if "schema_version" in table and isinstance(recorded := table.get("config"), dict):
             table = {name: value for name, value in recorded.items() if name != "out"}
         return cls.from_dict(table, str(path))

@@ -60,16 +60,21 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         return drawn(_preset_config(MODELS[name], vocab_size), seed)
     folder = Path(name)
     weights = weights_file(folder)
-    with _unreadable_models_refused(folder):
+    try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if weights is not None:
-            built = _loaded(folder, weights, config, vocab_size)
-        else:
-            if vocab_size is not None:
-                config.get_text_config().vocab_size = vocab_size
-            built = drawn(config, seed)
+        if weights is None and vocab_size is not None:
+            config.get_text_config().vocab_size = vocab_size
+        built = drawn(config, seed) if weights is None else _loaded(folder, weights, config, vocab_size)
         _require_causal(built, folder)
-    return built
+        return built
+    except NarrowgaugeError:
+        raise
+    except Exception as error:  # transformers, its packages and its many models raise any kind
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"Cannot build a causal language model from the folder {folder}: {reason}",
+            "It needs a Hugging Face config.json, and either no weights or those that fit it.",
+        ) from error
 
 
 @torch.no_grad()
@@ -86,20 +91,6 @@ def _require_causal(model: PreTrainedModel, folder: Path) -> None:
             f"Cannot train the {type(model).__name__} in {folder} because its outputs depend on later tokens.",
             "Take a causal language model. BERT and its like need is_decoder in config.json.",
         )
-
-
-@contextlib.contextmanager
-def _unreadable_models_refused(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except NarrowgaugeError:
-        raise
-    except Exception as error:  # transformers, its packages and its many models raise any kind
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"Cannot build a causal language model from the folder {folder}: {reason}",
-            "It needs a Hugging Face config.json, and either no weights or those that fit it.",
-        ) from error
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -114,8 +114,7 @@ def resume(
     folder, ranks = Path(folder), all_ranks()
     run = unfinished_run(folder)
     config = replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after)
-    config.require_agreement()
-    config.require_ranks(ranks.size)
+    config.require_agreement(ranks.size)
     shown = console or _console(config)
     with _record(config, shown, lambda: RunWriter.open(folder)) as record:
         damaged: list[str] = []

@@ -232,7 +232,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     here, device = all_ranks(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _require_tokenizer(config, data)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    config.require_positions(getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    config.require_agreement(here.size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     config = config.filled(model.num_parameters())
     nn.Module.to(model, device)
     if config.activation_checkpointing:
