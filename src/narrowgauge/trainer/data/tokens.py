@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,10 +117,9 @@ def write_tokens(documents: Iterable[Document], tokenizer: Tokenizer, end_of_tex
         tokenizer.save(str(folder / "tokenizer.json"))
         tokenizer.encode_special_tokens = True
         with (folder / "tokens.bin").open("wb") as stream:
-            for batch in _batches(documents):
-                for name_hash, ids in _encode(batch, tokenizer, end_of_text):
-                    ids.astype(dtype).tofile(stream)
-                    ends.append((name_hash, stream.tell() // dtype.itemsize))
+            for name_hash, ids in _encoded(documents, tokenizer):
+                np.array([*ids, end_of_text], dtype=dtype).tofile(stream)
+                ends.append((name_hash, stream.tell() // dtype.itemsize))
         if not ends:
             raise DataError("Cannot make a token map because there is no text.", f"Give {' '.join(SUFFIXES)} files.")
         np.array(ends, dtype="<u8").tofile(folder / "documents.bin")
@@ -188,24 +188,20 @@ def pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, list[int]]]:
+    """Yield the hash of each document's name, and its tokens. Some millions of characters are encoded at once."""
     batch: list[Document] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    yield batch
-
-
-def _encode(batch: list[Document], tokenizer: Tokenizer, end_of_text: int) -> Iterator[tuple[int, np.ndarray]]:
-    parts = [(number, piece) for number, document in enumerate(batch) for piece in pieces(document.text)]
-    encodings = tokenizer.encode_batch_fast([piece for _, piece in parts], add_special_tokens=False)
-    ids: list[list[np.ndarray]] = [[] for _ in batch]
-    for (number, _), encoding in zip(parts, encodings, strict=True):
-        ids[number].append(np.array(encoding.ids, dtype=np.uint32))
-    end = np.array([end_of_text], dtype=np.uint32)
-    for document, arrays in zip(batch, ids, strict=True):
-        yield hash_name(document.name), np.concatenate([*arrays, end])
+    for document in chain(documents, [None]):
+        if document is not None:
+            batch.append(document)
+            size += len(document.text)
+            if size < _BATCH_CHARACTERS:
+                continue
+        parts = [(number, piece) for number, (_, text) in enumerate(batch) for piece in pieces(text)]
+        encodings = tokenizer.encode_batch_fast([piece for _, piece in parts], add_special_tokens=False)
+        ids: list[list[int]] = [[] for _ in batch]
+        for (number, _), encoding in zip(parts, encodings, strict=True):
+            ids[number] += encoding.ids
+        yield from ((hash_name(name), tokens) for (name, _), tokens in zip(batch, ids, strict=True))
+        batch, size = [], 0
