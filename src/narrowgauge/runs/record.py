@@ -179,11 +179,11 @@ def read_summary(file: Path) -> Row | None:
     if data is None:
         return None
     try:
-        summary: Row = restored(load_json(data))
+        summary = restored(load_json(data))
         if wrong := wrong_value("summary", summary) if isinstance(summary, dict) else "no object":
             raise ValueError(f"it has {wrong}")
     except (ValueError, RecursionError) as error:
         advice = "Delete it; narrowgauge resume writes it again."
         raise RecordError(f"{file} is damaged: {error}.", advice) from error
     _require_known(summary, file.parent)
-    return summary
+    return dict(summary)
