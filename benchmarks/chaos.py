@@ -1,7 +1,7 @@
 """Kill trainings at random, fill their disks and damage their files: is the run lost?
 
 Every try trains a tiny model with ``narrowgauge train`` on one to three ranks, disturbs it once or more, and continues with
-``narrowgauge resume`` or the same command, often on another number of ranks. Tries are drawn by their number, so ``--first`` repeats one.
+``narrowgauge resume`` or the same command, often on another number of ranks. Each try is drawn by its number (``--first``).
 
 Claim: afterwards the run has every loss, norm and weight bit of a run that nobody disturbed, or the command has refused with one
 line and exit status 2, or 1 for a full disk. No try ends in a traceback, and no rank is left waiting. Baseline: the undisturbed

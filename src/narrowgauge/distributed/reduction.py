@@ -1,15 +1,14 @@
 """Sum gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
 
 A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch` surrounds each forward and
-backward pass. After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. A ``ReduceScatter`` of our own sums
-what FSDP2 shards, during the backward pass. Replicated gradients are summed after it.
-
-An order-invariant reduction also enforces what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`).
+backward pass. A ``ReduceScatter`` of our own sums what FSDP2 shards, during the backward pass. Replicated gradients are summed
+after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_hooks import OwnHook
 
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
-
-
 _IN_MICRO_BATCHES = (
     "Surround each forward and backward pass with reduction.micro_batch(is_last=…), which sums them; prepare() returns it as "
     "optimizer.reduction."
@@ -41,11 +38,7 @@ _IN_MICRO_BATCHES = (
 
 
 def reduce_gradients_with(
-    model: nn.Module,
-    name: str | Reduction,
-    *,
-    average: bool = True,
-    mesh: Any = None,
+    model: nn.Module, name: str | Reduction, *, average: bool = True, mesh: Any = None
 ) -> GradientReduction:
     """Sum a model's gradients across ranks by a row of ``REDUCTIONS``, from now on.
 
@@ -173,9 +166,9 @@ class GradientReduction:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
         if self.size > 1 or self.row.order_invariant:
             # The model keeps the reduction. A strong reference in a parameter's hook would keep both forever.
-            arrive = weakref.WeakMethod(self._arrive)
+            arrive: Any = weakref.WeakMethod(self._arrive)
             hooks = [p.register_post_accumulate_grad_hook(lambda p: arrive()(p)) for p in self._trainable]
-            holder = inner_of(model).register_state_dict_pre_hook(OwnHook(lambda *_: None if self else None))
+            holder = inner_of(model).register_state_dict_pre_hook(OwnHook(functools.partial(_do_nothing, self)))
             self._undo += [hook.remove for hook in (*hooks, holder)]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -429,6 +422,10 @@ class ExactReduction(GradientReduction):
                         f"and its parameters are {stored}.",
                         f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs no wider one.",
                     )
+
+
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 def inner_of(model: nn.Module) -> nn.Module:

@@ -104,6 +104,8 @@ def read_run(path: str | Path) -> Run:
     Args:
         path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
             or their folder. Or a table (CSV).
+    Returns:
+        Its content.
     Raises:
         RecordError: the run is missing, a file is damaged, or a newer version wrote it.
     Example:
@@ -179,11 +181,11 @@ def read_summary(file: Path) -> Row | None:
     if data is None:
         return None
     try:
-        summary: Row = restored(load_json(data))
+        summary = restored(load_json(data))
         if wrong := wrong_value("summary", summary) if isinstance(summary, dict) else "no object":
             raise ValueError(f"it has {wrong}")
     except (ValueError, RecursionError) as error:
         advice = "Delete it; narrowgauge resume writes it again."
         raise RecordError(f"{file} is damaged: {error}.", advice) from error
     _require_known(summary, file.parent)
-    return summary
+    return dict(summary)

@@ -7,7 +7,7 @@ A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists it
 
     {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
 
-A metric that does not apply is null. An empty table is left out. Histograms count binary exponents, pooled over all tensors of a kind.
+A metric that does not apply is null. An empty table is left out. Histograms count the binary exponents of all tensors of a kind.
 """
 
 from __future__ import annotations
