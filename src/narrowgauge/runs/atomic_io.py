@@ -101,8 +101,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
     path = path.absolute()
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
-        if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.samefile(Path.cwd())):
-            reason = "the current folder or not empty" if path.is_dir() else "a file"
+        reason = "the current folder" if path == Path.cwd() else ""
+        if path.exists() and not path.is_dir():
+            reason = "a file"
+        elif path.exists() and any(path.iterdir()):
+            reason = "not empty"
+        if reason:
             raise RecordError(f"Cannot write {path}: it exists and is {reason}.", "Name a new folder.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
