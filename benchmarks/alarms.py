@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from _faults import FAULTS, Fault, struck
+from _stdlib import stdlib_tokens
 from timing import Report, Row, parser
 
 from narrowgauge.analysis.detectors import DETECTORS
@@ -59,8 +60,14 @@ STRUCK_AT, EVERY_STRUCK, EVERY_HEALTHY = 41, 10, 5
 
 def run_of(folder: Path, options: argparse.Namespace, within: AbstractContextManager[None], **settings: Any) -> Run:
     """One run, without a word on the screen."""
-    given = {"log_every": 1 << 20, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 2, **settings}
-    where = {"model": options.model, "out": str(folder)}
+    given = {
+        "log_every": 1 << 20,
+        "eval_every": 0,
+        "checkpoint_every": 0,
+        "eval_sequences": 2 * options.batch_size,
+        **settings,
+    }
+    where = {"model": options.model, "data": str(stdlib_tokens(options.model)), "out": str(folder)}
     sizes = {"batch_size": options.batch_size, "sequence_length": options.sequence_length}
     config = TrainConfig.from_dict({**where, **sizes, **given})
     quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import itertools
 import json
 import math
@@ -41,6 +42,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from _others_training import FORMULAS, PEERS, cut, formula_bytes, peer_optimizer, peer_step
+from _stdlib import stdlib_tokens
 from peers import bytes_held, peer_version
 from timing import exit_by
 
@@ -50,12 +52,11 @@ from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
-from narrowgauge.runs.atomic_io import lock
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.significance import student_t
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset
-from narrowgauge.trainer.session import build, prepare_tokens
+from narrowgauge.trainer.data.dataset import Dataset, open_data
+from narrowgauge.trainer.session import build
 from narrowgauge.trainer.step import evaluate, train_step
 
 FILE = Path(__file__).with_name("board.jsonl")
@@ -102,7 +103,7 @@ class Setting:
     batch_size: int = 8
     sequence_length: int = 128
     final_lr: float = 1e-6
-    eval_batches: int = 64
+    eval_sequences: int = 512
 
     @property
     def cells(self) -> list[Cell]:
@@ -120,7 +121,7 @@ class Job:
     row: str
     cell: Cell
     seed: int
-    data: str = "stdlib"
+    data: str | None = None
 
     @property
     def name(self) -> str:
@@ -201,7 +202,7 @@ def records_of(setting: Setting, file: Path = FILE) -> list[Record]:
 def append(record: Record, setting: Setting, file: Path = FILE) -> None:
     """Append a record unless another process has appended the same run."""
     with file.open("a") as stream:
-        lock(stream.fileno(), wait=True)
+        fcntl.flock(stream, fcntl.LOCK_EX)
         if record.key not in {run.key for run in records_of(setting, file)}:
             stream.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
@@ -221,9 +222,8 @@ def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
     n / (n + 50).
     """
     size, tokens = data.vocab_size, np.asarray(data.train[np.arange(data.num_tokens)], dtype=np.int64)
-    batches = list(data.valid_batches(setting.batch_size, setting.sequence_length, setting.eval_batches))
-    first = np.concatenate([batch[:, :-1].ravel() for batch in batches])
-    second = np.concatenate([batch[:, 1:].ravel() for batch in batches])
+    sequences = data.validation(setting.eval_sequences, setting.sequence_length)
+    first, second = sequences[:, :-1].ravel(), sequences[:, 1:].ravel()
     count = np.bincount(tokens, minlength=size)
     unigram = (count + 1) / (len(tokens) + size)
     pairs, pair_count = np.unique(tokens[:-1] * size + tokens[1:], return_counts=True)
@@ -238,7 +238,7 @@ def trained(job: Job, out: Path) -> Record:
     config, folder = job.config, out / job.name
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    data = prepare_tokens(config)
+    data = open_data(config.data or stdlib_tokens(config.model), config.held_out, config.seed)
     session, edq = build(config, folder, data), None
     peer, formula = PEERS.get(job.row), FORMULAS.get(job.row)
     if peer is not None:
@@ -266,7 +266,7 @@ def trained(job: Job, out: Path) -> Record:
         else:  # the audit is of the step before the states were replaced
             size = formula_bytes(formula, session.optimizer)
     loss, (unigram, bigram) = evaluate(session), levels(data, job.setting)
-    setting = {name: value for name, value in vars(job.setting).items() if name not in ("lr", "eval_batches")}
+    setting = {name: value for name, value in vars(job.setting).items() if name not in ("lr", "eval_sequences")}
     return Record(
         **setting,
         row=job.row,
@@ -289,7 +289,7 @@ def trained(job: Job, out: Path) -> Record:
     )
 
 
-def jobs(setting: Setting, rows: Sequence[str], seeds: int, data: str = "stdlib") -> list[Job]:
+def jobs(setting: Setting, rows: Sequence[str], seeds: int, data: str | None = None) -> list[Job]:
     """Return the runs of these rows: one cell after another, in each one seed after another."""
     crossed = itertools.product(setting.cells, range(seeds), dict.fromkeys(rows))
     return [
@@ -304,7 +304,12 @@ def claimed(place: Path) -> Iterator[bool]:
     """Lock a run for this process; the lock ends with the process."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("a") as stream:
-        yield lock(stream.fileno(), wait=False)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except BlockingIOError:
+            is_locked = False
+        yield is_locked
 
 
 def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
@@ -474,7 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--quick", action="store_true", help="two rows, six steps; nothing is kept")
     flags.add_argument("--model", choices=SETTINGS, default="llama-1m")
     flags.add_argument("--seeds", type=int, default=3, help="seeds per cell (default 3)")
-    flags.add_argument("--data", default="stdlib", help="text or tokens (default: the standard library's source)")
+    flags.add_argument("--data", help="a token map (default: the standard library's source)")
     flags.add_argument("--out", type=Path, default=Path("runs/board"), help="checkpoints (default runs/board)")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
@@ -486,7 +491,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = ROWS if options.add == ["all"] else (MASTER, *options.add)
         return int(add(jobs(setting, rows, options.seeds, options.data), options.out) > 0)
     with tempfile.TemporaryDirectory() as folder:
-        short = dataclasses.replace(setting, steps=6, eval_batches=2)
+        short = dataclasses.replace(setting, steps=6, eval_sequences=16)
         wanted = [Job(short, row, short.cells[0], 0) for row in (WORD, "torch AdamW bfloat16")]
         return int(add(wanted, Path(folder), Path(folder, "board.jsonl")) > 0)
 

@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 from _parts import Part, add_out, complete, out_folder
+from _stdlib import stdlib_tokens
 from board import SETTINGS
 from timing import Report, Row, exit_by, parser
 from torch import Tensor
@@ -123,7 +124,8 @@ def trained(case: Case, seed: int, steps: int) -> dict[str, Any]:
             batch_size=BATCH,
             sequence_length=TOKENS,
             eval_every=0,
-            eval_batches=EVALUATED * case.micro_batches // BATCH,  # the same text for all cases
+            eval_sequences=EVALUATED,
+            data=str(stdlib_tokens(SETTING.model)),
             threads=1,
             compile=False,
             recipe=parse(case.recipe),
@@ -168,7 +170,7 @@ def part_name(case: Case, seed: int) -> str:
 def parts(options: argparse.Namespace) -> list[Part]:
     """Return a part for each run."""
     steps = 6 if options.quick else STEPS
-    sizes = {"batch_size": BATCH, "sequence_length": TOKENS, "steps": steps, "eval_batches": EVALUATED}
+    sizes = {"batch_size": BATCH, "sequence_length": TOKENS, "steps": steps, "eval_sequences": EVALUATED}
     return [
         Part(
             part_name(case, seed),

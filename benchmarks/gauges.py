@@ -15,14 +15,14 @@ import warnings
 from pathlib import Path
 
 import torch
+from _stdlib import stdlib_tokens
 from timing import Contender, Report, Row, exit_by, measure, nothing, parser
 
 from narrowgauge.gauges.attach import attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import prepare_data
+from narrowgauge.trainer.data.dataset import open_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
@@ -59,7 +59,7 @@ def main() -> int:
         losses[name].append(train_step(session)["loss"])
 
     with tempfile.TemporaryDirectory() as name:
-        data = prepare_data("stdlib", vocab_size=get_model(options.model).vocab_size)
+        data = open_data(stdlib_tokens(options.model), config.held_out, config.seed)
         plain, watched = (build(config, Path(name), data) for _ in losses)
         gauges = attach_gauges(watched.model, watched.optimizer, every=NEVER)
         contenders = [

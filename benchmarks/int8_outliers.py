@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from _parts import add_out, out_folder
+from _stdlib import stdlib_tokens
 from timing import Report, Row, exit_by, parser
 from torch import Tensor, nn
 
@@ -43,10 +44,10 @@ from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.dataset import open_data
 from narrowgauge.trainer.export import export
 from narrowgauge.trainer.language_model import loss_sum
-from narrowgauge.trainer.loop import resume, train
-from narrowgauge.trainer.session import load
+from narrowgauge.trainer.loop import train
 
 STRENGTHS = (1, 8, 32, 128)
 FORMS = ("bfloat16", "int8-row", "int8-outlier-codes", "int8-outlier")
@@ -55,7 +56,7 @@ CHANNELS, SEQUENCES, QUICK_SEQUENCES = 4, 128, 8
 """How many channels get outliers; every other one of how many sequences is tested."""
 TRAINING: dict[str, Any] = {
     "model": "llama-1m", "steps": 800, "batch_size": 8, "sequence_length": 128, "lr": 3e-3, "eval_every": 200,
-    "eval_batches": 8, "gauges_every": 0, "audit_every": 0, "checkpoint_every": 200, "keep_checkpoints": 1, "compile": False,
+    "eval_sequences": 64, "gauges_every": 0, "audit_every": 0, "checkpoint_every": 200, "keep_checkpoints": 1, "compile": False,
 }  # fmt: skip
 QUICK = {**TRAINING, "steps": 4, "sequence_length": 32, "eval_every": 4, "checkpoint_every": 4}
 READERS = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
@@ -66,12 +67,14 @@ def prepare(folder: Path, plain: Path, report: Report) -> None:
     """Train or resume the model where it is not finished, export it, and say what outliers change of it."""
     options, strength = report.options, 32 if report.options.quick else STRENGTHS[-1]
     given = QUICK if options.quick else TRAINING
-    config = TrainConfig(recipe=parse("bfloat16/master"), out=str(folder), threads=options.threads, **given)
-    if not (folder / "run.toml").is_file() or read_run(folder).summary is None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            resume(folder) if (folder / "run.toml").is_file() else train(config)
+    data = stdlib_tokens(str(given["model"]))
+    config = TrainConfig(
+        recipe=parse("bfloat16/master"), data=str(data), out=str(folder), threads=options.threads, **given
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(config)
     export(folder, plain)
-    tokens = torch.from_numpy(next(iter(load(folder).data.valid_batches(8, 128, 1))))
+    tokens = torch.from_numpy(open_data(data, config.held_out, config.seed).validation(8, 128))
     off = same_function(plain, strength, tokens)
     report.note(f"outliers × {strength} change the logits in float32 by {off:.1e} of the largest")
     largest = column_magnitudes(plain, tokens)
@@ -111,7 +114,7 @@ def column_magnitudes(plain: Path, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def losses(model: Any, sequences: Sequence[Tensor]) -> list[float]:
     """The mean loss of each sequence, in nats."""
-    return [float(loss_sum(model, each, chunked=False)) / (each.shape[1] - 1) for each in sequences]
+    return [float(loss_sum(model, each)) / (each.shape[1] - 1) for each in sequences]
 
 
 def measured(plain: Path, strength: float, form: str, sequences: Sequence[Tensor]) -> dict[str, Any]:
@@ -166,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder, plain = out / "model", Path(temporary, "plain")
         prepare(folder, plain, report)
         length = int(read_run(folder).config["sequence_length"])
-        tested = [torch.from_numpy(each) for each in load(folder).data.valid_batches(1, length, number)][::2]
+        data = open_data(str(read_run(folder).config["data"]), 0.05, 0)
+        tested = torch.from_numpy(data.validation(number, length)).split(1)[::2]
         cells = {(s, form): measured(plain, s, form, tested) for s in strengths for form in FORMS}
     wide = [cells[strength, "bfloat16"]["losses"] for strength in strengths]
     same = "the same bits" if all(each == wide[0] for each in wide) else "other bits"

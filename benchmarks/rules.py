@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from _parts import Part, add_out, complete, out_folder
+from _stdlib import stdlib_tokens
 from timing import Report, Row, exit_by, parser
 from torch import nn
 
@@ -48,15 +49,16 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.update_rules import UPDATE_RULES
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.session import Session, prepare_tokens
+from narrowgauge.trainer.data.dataset import open_data
+from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import evaluate, train_step
 
 OPTIMIZERS = {name: getattr(optimizers, row.optimizer) for name, row in UPDATE_RULES.items()}
 
 RUN_SECONDS = 75.0
 """That a run of the default size takes."""
-QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 32, "eval_batches": 2, "seeds": [0, 1]}
-SIZES = ("model", "steps", "batch_size", "sequence_length", "eval_batches")
+QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 32, "eval_sequences": 4, "seeds": [0, 1]}
+SIZES = ("model", "steps", "batch_size", "sequence_length", "eval_sequences")
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def outer_names(model: nn.Module) -> set[str]:
 def trained(case: Case, config: TrainConfig) -> dict[str, float]:
     """Train without a run folder; return the validation loss and the bytes per parameter."""
     torch.set_num_threads(1)
-    data = prepare_tokens(config)
+    data = open_data(stdlib_tokens(config.model), config.held_out, config.seed)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
     left_to_adamw = outer_names(model) if UPDATE_RULES[case.rule].is_matrix else set()
     _, optimizer = prepare(
@@ -138,7 +140,7 @@ def trained(case: Case, config: TrainConfig) -> dict[str, float]:
 
     def loss(tokens: torch.Tensor) -> torch.Tensor:
         with compute_scope(config.recipe, tokens.device):
-            return language_model.loss_sum(model, tokens, chunked=False)
+            return language_model.loss_sum(model, tokens)
 
     with tempfile.TemporaryDirectory() as folder:
         session = Session(config, Path(folder), data, model, optimizer, loss)
@@ -244,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--steps", type=int, default=300)
     flags.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     flags.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
-    flags.add_argument("--eval-batches", type=int, default=64, help="batches of the validation at the end")
+    flags.add_argument("--eval-sequences", type=int, default=512, help="sequences of the validation at the end")
     options = flags.parse_args(arguments)
     if options.quick:
         vars(options).update(QUICK)

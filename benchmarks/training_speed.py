@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _stdlib import stdlib_tokens
 from timing import Contender, Report, Row, Timing, measure, parser
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -36,12 +37,11 @@ from transformers import PreTrainedModel
 from narrowgauge.cli.main import keep_pages
 from narrowgauge.gauges.recording.record import Record
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.data.dataset import Dataset, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import train_step
 
@@ -108,7 +108,7 @@ class Peer:
     def step(self) -> None:
         """One step."""
         c = self.config
-        tokens = torch.from_numpy(self.data.batch(self.done, c.batch_size, c.sequence_length, c.seed))
+        tokens = torch.from_numpy(self.data.batch(self.done * c.batch_size, c.batch_size, c.sequence_length, c.seed))
         loss = self.loss(tokens)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), c.max_grad_norm)
@@ -141,7 +141,7 @@ def make_peer(kind: str, config: TrainConfig, data: Dataset) -> Peer:
     if kind == WHOLE:
         loss = _autocast(torch.compile(loss))
     elif kind == LAYERS:
-        layered = language_model.compiled_loss(model, chunked=False)
+        layered = language_model.compiled_loss(model)
         loss = _autocast(lambda tokens: layered(tokens) / (tokens.shape[0] * (tokens.shape[1] - 1)))
     assert config.lr is not None
     options: dict[str, Any] = {
@@ -167,13 +167,15 @@ def settings(quick: bool) -> TrainConfig:
         "log_every": 1,
     }
     if quick:
-        return TrainConfig(model="llama-1m", batch_size=2, sequence_length=64, steps=10_000, **common)
-    return TrainConfig(model="llama-8m", batch_size=8, sequence_length=256, steps=10_000, **common)
+        sizes: dict[str, Any] = {"model": "llama-1m", "batch_size": 2, "sequence_length": 64}
+    else:
+        sizes = {"model": "llama-8m", "batch_size": 8, "sequence_length": 256}
+    return TrainConfig(**sizes, data=str(stdlib_tokens(sizes["model"])), steps=10_000, **common)
 
 
 def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Callable[[], None]]]:
     """Our trainer, and the step of every loop by name."""
-    data = prepare_data(config.data, vocab_size=get_model(config.model).vocab_size, seed=config.seed)
+    data = open_data(str(config.data), config.held_out, config.seed)
     session = build(config, folder, data)
     console = Console(config.steps, config.log_every)
     record = Record(lambda: RunWriter.create(folder, describe(session)), config.recipe, console.event, console.row)

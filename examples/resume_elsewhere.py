@@ -25,7 +25,7 @@ SHAPE = {
 # Six micro-batches a step: three for each of two ranks, two for each of three, all for one.
 SETTINGS = {
     "recipe": "bfloat16/word/reproducible", "steps": 6, "batch-size": 6, "gradient-accumulation-steps": 6,
-    "sequence-length": 16, "eval-batches": 1, "held-out": 0.2, "gauges-every": 0,
+    "sequence-length": 16, "eval-sequences": 1, "held-out": 0.2, "gauges-every": 0,
 }  # fmt: skip
 
 
@@ -51,7 +51,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_text(folder)
-        settings = {"model": folder / "model", "data": folder / "text", **SETTINGS}
+        narrowgauge("tokenize", folder / "text", folder / "tokens")
+        settings = {"model": folder / "model", "data": folder / "tokens", **SETTINGS}
         flags = [word for flag, value in settings.items() for word in (f"--{flag}", value)]
         narrowgauge("train", *flags, "--out", folder / "run", "--nproc", 2, "--stop-after", 3)
         found = {}

@@ -166,14 +166,11 @@ class Reduction:
     Args:
         wire_bytes: per element of a float32 and of a bfloat16 gradient, each time that it travels.
         tolerance: of a sum of float32 gradients, relative to the sum.
-        share_of_amax: the largest error of an element of one rank's gradient, in that gradient's amax; 0 where gradients are not
-            compressed.
         order_invariant: equal gradients give equal bits on any number of ranks, in any order.
     """
 
     wire_bytes: tuple[float, float]
     tolerance: float = 1e-4
-    share_of_amax: float = 0.0
     order_invariant: bool = False
 
 
@@ -181,7 +178,6 @@ REDUCTIONS: dict[str, Reduction] = {
     "native": Reduction((4, 2)),
     "float32": Reduction((4, 4)),
     "reproducible": Reduction((4, 2), order_invariant=True),
-    "compressed8": Reduction((1.03515625, 1.03515625), share_of_amax=1 / 112),
 }
 
 

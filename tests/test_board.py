@@ -50,7 +50,7 @@ def test_a_cell_whose_baseline_did_not_learn_is_refused(board: Any) -> None:
 
 def test_levels_are_cross_entropies(board: Any) -> None:
     tokens = np.tile(np.array([0, 1, 2, 3]), 1000)
-    setting = dataclasses.replace(board.SETTINGS["llama-1m"], batch_size=2, sequence_length=8, eval_batches=4)
+    setting = dataclasses.replace(board.SETTINGS["llama-1m"], batch_size=2, sequence_length=8, eval_sequences=8)
     unigram, bigram = board.levels(Dataset(tokens, tokens, vocab_size=4), setting)
     assert unigram == pytest.approx(np.log(4), abs=1e-6)
     assert bigram == pytest.approx(-np.log((1000 + 50 / 4) / 1050), abs=1e-3)

@@ -14,6 +14,8 @@ import pytest
 
 import narrowgauge
 from narrowgauge.runs.record import read_run
+from narrowgauge.trainer.data.text import read_documents
+from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SHAPE = {
@@ -21,7 +23,7 @@ SHAPE = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
 }  # fmt: skip
 FIRST_MINUTE = (
-    "--model ./tiny --data text --steps 3 --sequence-length 16 --batch-size 2 --eval-batches 1 --seeds 2 --out here"
+    "--model ./tiny --data tokens --steps 3 --sequence-length 16 --batch-size 2 --eval-sequences 2 --seeds 2 --out here"
 )
 
 
@@ -73,6 +75,7 @@ def test_first_minute_compares_three_recipes_and_goes_on_with_what_was_stopped(
     for number in range(6):
         words = draw.choices(["def", "return", "import", "self", "None", "the", "fox"], k=200)
         (tmp_path / "text" / f"{number}.txt").write_text(" ".join(words))
+    write_tokens(read_documents(tmp_path / "text"), *load_tokenizer(None), tmp_path / "tokens")
     monkeypatch.chdir(tmp_path)
     results = tmp_path / "here" / "compare.json"
     printed = lines_of("first_minute", capfd, *FIRST_MINUTE.split())

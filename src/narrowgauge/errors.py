@@ -6,6 +6,7 @@ one line, without a traceback, and exits with ``status``.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 from collections.abc import Iterable
@@ -91,10 +92,9 @@ _EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report"}
 
 def require_package(name: str) -> None:
     """Raise a one-line error if a package of an extra is not installed."""
-    try:
+    is_there = False
+    with contextlib.suppress(ImportError, ValueError):  # ValueError: a stand-in without a spec
         is_there = importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # ValueError: a stand-in without a spec
-        is_there = False
     if not is_there:
         raise MissingPackageError(
             f"This needs the package {name}, which is not installed.", f'pip install "narrowgauge[{_EXTRAS[name]}]"'

@@ -1,4 +1,4 @@
-"""The machine: the number formats that its processor multiplies, its compilers, devices, folders, and installed packages.
+"""The machine: the number formats that its processor multiplies, its compilers, devices, and installed packages.
 
 AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16. VNNI, AMX and I8MM multiply int8. All processors multiply
 float32. PyTorch multiplies other formats in loops that are 8 to 180 times slower than float32's (``RESULTS.md``). So callers
@@ -82,21 +82,10 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-# ── folders and compilers ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── compilers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # PyTorch's compiler writes C++, and Triton for a GPU. Without a compiler it fails in the first training step, with 150 lines of
 # error.
-
-
-def cache_folder() -> Path:
-    """Return the shared folder of runs: ``NARROWGAUGE_CACHE``, or ``narrowgauge`` in the platform's cache folder."""
-    if chosen := os.environ.get("NARROWGAUGE_CACHE"):
-        return Path(chosen)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "narrowgauge"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "narrowgauge"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "narrowgauge"
 
 
 def compiler_name() -> str:

@@ -33,19 +33,17 @@ def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
     assert optimizer.state_dict()["param_groups"][0]["narrowgauge"]["matmul_step"] == 2
 
 
-def test_the_loss_scale_and_the_step_of_a_stochastic_reduction_travel() -> None:
-    (_, optimizer), (_, other) = (prepared("float16/split/compressed8") for _ in range(2))
-    assert optimizer.loss_scaler is not None and optimizer.reduction is not None
+def test_the_loss_scale_travels() -> None:
+    (_, optimizer), (_, other) = (prepared("float16/split") for _ in range(2))
+    assert optimizer.loss_scaler is not None
     for overflowed in (True, True, False):
         optimizer.loss_scaler.update_(torch.tensor(overflowed))
-    optimizer.reduction.set_step(5)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert other.loss_scaler is not None
     assert other.loss_scaler.state_dict() == optimizer.loss_scaler.state_dict()
-    assert other.reduction.step == 5
 
 
 @pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier/word"])

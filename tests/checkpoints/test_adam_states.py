@@ -113,6 +113,29 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
             ng.load_states(optimizer, checkpoint)
 
 
+@pytest.mark.parametrize("options", [{"momentum": 0.9, "dampening": 0.25}, {"momentum": 0.9, "nesterov": True}, {}])
+def test_a_run_of_torchs_sgd_goes_on_with_its_momentum(options: dict[str, Any]) -> None:
+    """The second group has a momentum of its own."""
+    weights = [torch.full((2, 2), 1.0), torch.full((2,), 2.0)]
+
+    def groups() -> list[dict[str, Any]]:
+        first, second = (nn.Parameter(weight.clone()) for weight in weights)
+        return [{"params": [first], **options}, {"params": [second], "momentum": 0.5 if options else 0.0}]
+
+    def step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters:
+            p.grad = p.detach().clone()
+        optimizer.step()
+        return [p.detach().clone() for p in parameters]
+
+    theirs = torch.optim.SGD(groups(), lr=0.25)
+    weights = step(theirs)
+    ours = ng.SGD(groups(), lr=0.25, storage="float32", compile=False)
+    assert ng.load_states(ours, theirs.state_dict()) == "torch.optim"
+    assert all(map(torch.equal, step(ours), step(theirs)))
+
+
 @pytest.mark.parametrize("storage", ["exact", "master"])
 def test_states_leave_the_bits_of_a_prepared_weight(storage: str) -> None:
     torch.manual_seed(0)

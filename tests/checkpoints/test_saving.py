@@ -57,7 +57,8 @@ def save(folder: Path, step: int, content: dict[str, torch.Tensor], state: dict[
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in (folder / "checkpoints").iterdir())
+    """The checkpoints, without the empty folder of one that failed."""
+    return sorted(entry.name for entry in (folder / "checkpoints").iterdir() if any(entry.iterdir()))
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -108,8 +109,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     r"shard-.*safetensors does not match its checksum": lambda path: flip_a_bit(path / FILE),
     r"shard-.*safetensors is missing": lambda path: (path / FILE).unlink(),
     r"its manifest\.json is damaged": lambda path: os.truncate(path / "manifest.json", 30),
-    "its manifest is of step 1": lambda path: change_manifest(path, step=1),
-    "schema 99": lambda path: change_manifest(path, schema_version=99),
+    "its manifest is of step-00000001": lambda path: change_manifest(path, step=1),
     r"its manifest\.json is damaged \(.*a file is not in this folder\)": name_a_file_outside,
 }
 
@@ -127,6 +127,26 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path: Path, word: 
     assert_same_bits(tensors_in(save(tmp_path, 2, tensors(3), {"n": 3})), tensors(3))
 
 
+@pytest.mark.parametrize(("keep", "step", "kept"), [(1, 45, [45]), (2, 45, [40, 45]), (2, 60, [40, 60])])
+def test_a_new_checkpoint_outlives_the_damaged_ones_before_it(
+    keep: int, step: int, kept: list[int], tmp_path: Path
+) -> None:
+    for earlier in (30, 40, 50):
+        save(tmp_path, earlier, tensors(earlier), {}, keep=3)
+    flip_a_bit(tmp_path / "checkpoints" / "step-00000050" / FILE)
+    saver = Saver(tmp_path)
+    saver.resumed_from = 40
+    saver.save(step, tensors(step), {}, keep)
+    saver.wait()
+    assert names(tmp_path) == [f"step-{number:08d}" for number in kept]
+
+
+def test_a_checkpoint_of_another_schema_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
+    change_manifest(save(tmp_path, 2, tensors(), {}), schema_version=99, files=[])
+    with pytest.raises(RecordError, match="step-00000002 because it has schema 99, not 4"):
+        latest_checkpoint(tmp_path, must_not_be_called)
+
+
 def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, tensors(1), {"n": 1}, keep=1)
 
@@ -139,7 +159,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_no_half_one(tmp_path: Path, mo
             patch.setattr(module, name, full)
             with pytest.raises(RecordError, match=r"step-00000002: the disk is full \([\d,]+ bytes free\)") as caught:
                 save(tmp_path, 2, tensors(2), {"n": 2}, keep=1)
-        assert "narrowgauge resume" in caught.value.advice
+        assert "the same command again" in caught.value.advice
         assert names(tmp_path) == ["step-00000001"]
     latest = latest_checkpoint(tmp_path, must_not_be_called)
     assert latest is not None and latest.state() == {"n": 1}

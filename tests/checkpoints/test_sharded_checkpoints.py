@@ -15,14 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from checkpoints.test_saving import flip_a_bit, must_not_be_called
+import narrowgauge as ng
+from checkpoints.test_saving import flip_a_bit, must_not_be_called, names
 from narrowgauge.checkpoints import dcp_files, saving
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
+from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecordError
+from narrowgauge.numerics.dtensor import local_of
 from ranks import run_ranks
 from tensors import assert_same_bits, tensors_in
 
@@ -58,6 +62,22 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
     return caught.value.message, checkpoint.step, float(tensors_in(checkpoint.path)["w"].sum())
 
 
+def save_without_a_shared_disk(rank: int, folder: Path) -> str:
+    mesh, ranks = meet()
+    saver = Saver(folder / str(rank), ranks)
+    values = distribute_tensor(torch.arange(10.0), mesh, [Shard(0)], src_data_rank=None)
+    saver.save(1, {"w": values}, {})
+    with pytest.raises(RecordError) as caught:
+        saver.wait()
+    return caught.value.message
+
+
+def test_half_a_checkpoint_is_not_called_complete(tmp_path: Path) -> None:
+    for message in run_ranks(save_without_a_shared_disk, 2, tmp_path / "ranks", tmp_path):
+        assert message.endswith("because the files of rank 1 are not there.")
+    assert not names(tmp_path / "0")
+
+
 def save_replicas(rank: int, folder: Path) -> None:
     """Two replicas of two shards each, and a vector that no mesh knows."""
     mesh, ranks = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")), all_ranks().apart()
@@ -68,6 +88,33 @@ def save_replicas(rank: int, folder: Path) -> None:
         saver.wait()
 
 
+def go_on_with_a_whole_state(rank: int, folder: Path) -> list[bool]:
+    """GaLore at full rank, whose bases and moments have the shape of the weight and are whole on each rank."""
+    mesh, ranks = meet()
+
+    def make() -> tuple[nn.Parameter, ng.optim.GaLore]:
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None))
+        return weight, ng.optim.GaLore([("weight", weight)], rank=4, storage="float32", compile=False)
+
+    weight, optimizer = make()
+    weight.grad = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    optimizer.step()
+    saver = Saver(folder, ranks)
+    path = saver.save(1, state_tensors([("weight", weight)], optimizer), {})
+    saver.wait()
+    again, other = make()
+    restore_tensors(load_tensors(path, [("weight", again)], other), [("weight", again)], other)
+    states = optimizer.state_dict()["state"][0], other.state_dict()["state"][0]
+    return [
+        torch.equal(local_of(value), local_of(states[1][name])) for name, value in states[0].items() if name != "step"
+    ]
+
+
+def test_states_that_every_rank_holds_whole_come_back_whole(tmp_path: Path) -> None:
+    for same in run_ranks(go_on_with_a_whole_state, 2, tmp_path / "ranks", tmp_path / "run"):
+        assert len(same) >= 3 and all(same)
+
+
 def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     """The step of the checkpoint that this rank would load, and what it was told of newer ones."""
     told: list[str] = []
@@ -76,15 +123,15 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
     return checkpoint.step, told
 
 
-@pytest.mark.parametrize(("full", "rank"), [("second", 1), ("first", 0)])
+@pytest.mark.parametrize(("full", "rank"), [("second", r" \(rank 1\)"), ("first", "")])
 def test_a_full_disk_on_one_rank_is_told_on_all_and_keeps_the_older_checkpoint(
-    full: str, rank: int, tmp_path: Path
+    full: str, rank: str, tmp_path: Path
 ) -> None:
     results = run_ranks(save_with_a_full_disk, 2, tmp_path / "ranks", tmp_path / "run", full)
     for message, step, total in results:
-        assert re.search(rf"step-00000002: the disk is full \([\d,]+ bytes free\) \(rank {rank}\)\.$", message)
+        assert re.search(rf"step-00000002: the disk is full \([\d,]+ bytes free\){rank}\.$", message)
         assert (step, total) == (1, 45.0)
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["step-00000001"]
+    assert names(tmp_path / "run") == ["step-00000001"]
 
 
 def test_replicas_are_written_once_and_all_ranks_go_back_to_the_same_checkpoint(tmp_path: Path) -> None:

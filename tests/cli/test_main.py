@@ -23,6 +23,8 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.text import Document
+from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
@@ -57,11 +59,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
         monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
     monkeypatch.setattr(resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": {}}))
+    write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens")
     return found
 
 
 def asked(calls: dict[str, Calls], *words: str) -> TrainConfig:
-    result = call("train", *words)
+    result = call("train", "--data", "tokens", *words)
     assert result.exit_code == 0, result.stderr
     [(config,)] = calls["train"]
     assert isinstance(config, TrainConfig)
@@ -93,7 +96,8 @@ def test_ranks_are_started_unless_torchrun_has_started_them(monkeypatch: pytest.
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
-    assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30)]
+    assert call("resume", "runs/a", "--restart").exit_code == 0
+    assert calls["resume"] == [(Path("runs/a"), None), (Path("runs/a"), 30), (Path("runs/a"), None)]
 
 
 WITHOUT_TORCH = """
@@ -139,20 +143,20 @@ def test_an_interruption_is_one_line_and_has_its_status(
     interruption: type[BaseException], status: int, calls: dict[str, Calls]
 ) -> None:
     calls["train"].answer = interruption("saved at step 7.")
-    result = call("train")
+    result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr) == (status, "Interrupted: saved at step 7.\n")
 
 
 def test_a_fault_of_ours_is_not_hidden(calls: dict[str, Calls]) -> None:
     calls["train"].answer = ZeroDivisionError("ours")
-    assert isinstance(call("train").exception, ZeroDivisionError)
+    assert isinstance(call("train", "--data", "tokens").exception, ZeroDivisionError)
 
 
 def test_too_little_memory_costs_one_line_with_advice(calls: dict[str, Calls]) -> None:
     with pytest.raises(RuntimeError, match="can't allocate memory") as refusal:
         torch.empty(1 << 60)
     calls["train"].answer = refusal.value
-    result = call("train")
+    result = call("train", "--data", "tokens")
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert "smaller batches" in result.stderr
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from torch import nn
 from torch.nn import utils
 
 import narrowgauge as ng
-from narrowgauge.distributed import order_invariance
 from narrowgauge.errors import RecipeError
 
 
@@ -42,11 +43,22 @@ def test_other_gradients_are_clipped_as_ever() -> None:
         assert utils.clip_grad_norm_(model.parameters(), math.inf) == parts.norm()
 
 
-def test_pytorchs_norm_is_back_when_the_last_reduction_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_invariance, "_restores", [])  # without those of other tests
+def test_pytorchs_norm_is_back_when_the_last_reduction_is_closed() -> None:
+    gc.collect()  # those of other tests
     before = utils.get_total_norm
     first, second = (ng.reduce_gradients_with(nn.Linear(2, 2), "reproducible") for _ in range(2))
     first.close()
     assert utils.get_total_norm is not before
     second.close()
     assert utils.get_total_norm is before and utils.clip_grad._get_total_norm is before
+
+
+def test_a_model_that_is_gone_leaves_no_reduction() -> None:
+    gc.collect()
+    before, model = utils.get_total_norm, nn.Linear(2, 2)
+    reduction = weakref.ref(ng.reduce_gradients_with(model, "reproducible"))
+    gc.collect()
+    assert reduction() is not None and utils.get_total_norm is not before
+    del model
+    gc.collect()
+    assert reduction() is None and utils.get_total_norm is before

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import logging
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from narrowgauge.cli.main import main
 from narrowgauge.distributed.job import require_same, threads_of
 from narrowgauge.errors import RankError
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer import resume_checks
+from narrowgauge.trainer.data.text import Document
+from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
 from ranks import run_ranks
 from trainer.fixtures import place as place  # a fixture
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "narrowgauge"]
-
 
 # ── what --nproc starts ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -30,25 +32,44 @@ def call(*words: str) -> Result:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-    """The programs that this process would have become."""
+    """The commands that torchrun was asked to run on how many ranks."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    programs: list[list[str]] = []
-
-    def execv(path: str, words: list[str]) -> None:
-        programs.append(words)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", execv)
-    return programs
+    write_tokens([Document("a", "text")], *load_tokenizer(None), Path("tokens"))
+    commands: list[list[str]] = []
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    monkeypatch.setattr(
+        run, "run", lambda a: commands.append([a.nproc_per_node, a.training_script, *a.training_script_args])
+    )
+    for name in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    return commands
 
 
 def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]]) -> None:
-    words = ["train", "--nproc", "2", "--gradient-accumulation-steps", "4"]
+    words = ["train", "--data", "tokens", "--nproc", "2", "--gradient-accumulation-steps", "4"]
     assert call(*words, "--out", "here").exit_code == 0 and call(*words).exit_code == 0
     named, chosen = started
-    assert named == [*TORCHRUN[:4], "--nproc-per-node", "2", "-m", "--", "narrowgauge", *words, "--out", "here"]
+    assert named == ["2", "narrowgauge", *words, "--out", "here"]
     assert chosen[-2] == "--out" and Path(chosen[-1]).parts[-2] == "runs", "the ranks have one folder"
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (ChildFailedError("", {1: ProcessFailure(1, 0, 2, "")}), 2),
+        (ChildFailedError("", {0: ProcessFailure(0, 0, -signal.SIGKILL, "")}), 137),
+        (SignalException("", signal.SIGTERM), 143),
+    ],
+)
+def test_the_exit_status_is_that_of_the_ranks(
+    end: Exception, status: int, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(arguments: object) -> None:
+        raise end
+
+    monkeypatch.setattr(run, "run", fail)
+    result = call("train", "--data", "tokens", "--nproc", "2")
+    assert (result.exit_code, result.output) == (status, "")
 
 
 def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,18 +77,18 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
     monkeypatch.setattr(resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": config}))
     words = ["resume", "run", "--nproc", "3"]
     assert call(*words).exit_code == 0 and started[-1][-len(words) :] == words
-    assert "each rank needs one" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
+    assert "each rank needs one of" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["--nproc", "2", "--recipe", "bfloat16/wrod"], "RecipeError: "),
-        (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: 3 ranks were requested, and a step has 2"),
+        (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: Cannot train: 3 ranks were requested"),
     ],
 )  # fmt: skip
 def test_wrong_settings_cost_one_line_before_ranks_start(words: list[str], line: str, started: list[list[str]]) -> None:
-    result = call("train", *words)
+    result = call("train", "--data", "tokens", *words)
     assert (result.exit_code, result.stderr.count("\n"), started) == (2, 1, [])
     assert result.stderr.startswith(line)
 

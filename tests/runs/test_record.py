@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatc
 
     before = (folder / "steps.jsonl").read_bytes()
     with RunWriter.open(folder) as writer:
-        monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "write", write)
+        monkeypatch.setattr(writer_module.os, "write", write)
         with pytest.raises(RecordError, match=r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"):
             writer.append("steps", {"step": 5, "loss": 0.0})
     assert (folder / "steps.jsonl").read_bytes() == before
@@ -307,11 +307,11 @@ def test_of_two_that_make_a_run_at_once_one_makes_it(tmp_path: Path, monkeypatch
     """The second one comes while the first writes ``run.toml``."""
     true_write, refusals = writer_module.write_whole, []
 
-    def write(path: Path, data: bytes, then: str) -> None:
+    def write(path: Path, data: bytes) -> None:
         with pytest.raises(RecordError) as caught:
             RunWriter.create(tmp_path / "run", {"config": {"seed": 2}})
         refusals.append(caught.value.message)
-        true_write(path, data, then)
+        true_write(path, data)
 
     monkeypatch.setattr(writer_module, "write_whole", write)
     with RunWriter.create(tmp_path / "run", {"config": {"seed": 1}}), pytest.raises(RecordError, match="there already"):

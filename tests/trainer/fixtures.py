@@ -10,12 +10,14 @@ import pytest
 
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
+from narrowgauge.trainer.data.text import read_documents
+from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
 from trainer.tiny_runs import CASES, SHAPE, settings
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model's shape and some text."""
+    """A folder with a model's shape, some text and its tokens."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
@@ -24,6 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["def", "return", "the", "quick", "brown", "fox", "jumps", "over", "import", "lazy", "dog", "self", "None"]
     for number in range(8):
         (folder / "text" / f"{number}.txt").write_text(" ".join(draw.choices(words, k=250)))
+    write_tokens(read_documents(folder / "text"), *load_tokenizer(None), folder / "tokens")
     return folder
 
 

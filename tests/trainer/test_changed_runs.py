@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -15,7 +16,8 @@ import tomli_w
 
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from trainer.tiny_runs import CASES, assert_same_run, call, settings
+from narrowgauge.trainer.data.dataset import Dataset
+from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -53,7 +55,7 @@ def refused(folder: Path, *words: str) -> str:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     result = call("resume", str(folder), *words)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
-    assert result.stderr.startswith("RecordError: ")
+    assert re.match("(Record|Data)Error: ", result.stderr)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     return result.stderr
 
@@ -86,6 +88,8 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
     [
         ({"seed": 7}, (), "seed 7, and the run began with"),
         ({"held_out": 0.4}, (), "held_out 0.4"),
+        ({"sequence_length": 8}, (), "sequence_length 8"),
+        ({"data": "/no/such"}, (), "no tokens.json is there"),
         ({"recipe": "bfloat16/exact"}, (), "exact"),
         ({}, ("--stop-after", "4"), "has done 4 steps, and a stop after step 4 was requested"),
     ],
@@ -100,8 +104,9 @@ def test_what_makes_another_run_or_lies_behind_is_refused(
 def test_where_a_run_and_its_text_lie_and_where_it_pauses_are_no_changes(
     place: Path, stopped: Path, finished: Run
 ) -> None:
-    moved, text = stopped.rename(stopped.with_name("moved")), shutil.copytree(place / "text", stopped / "text")
-    edit(moved, out=str(moved), data=str(text), stop_after=None, verify_every=7)
+    tokens = shutil.copytree(place / "tokens", stopped.with_name("elsewhere"))
+    moved = stopped.rename(stopped.with_name("moved"))
+    edit(moved, out=str(moved), data=str(tokens), stop_after=None, verify_every=7)
     loop.resume(moved, stop_after=6)
     loop.resume(moved, stop_after=8)  # the last step, which is an end
     run = read_run(moved)
@@ -162,16 +167,31 @@ def test_a_model_that_has_another_shape_since_is_refused(place: Path, tmp_path: 
     assert "of shape (32, 16) (it is (24, 16) there)" in refused(folder)
 
 
-def test_changed_data_are_refused_and_lost_ones_made_again(place: Path, finished: Run, tmp_path: Path) -> None:
-    file = Path(shutil.copytree(place / "text", tmp_path / "text")) / "0.txt"
-    folder = loop.train(replace(settings(place, tmp_path / "run", **CASE, stop_after=2), data=str(file.parent)))
-    shutil.rmtree(read_run(folder).run["data"]["folder"])
-    text = file.read_text()
-    file.write_text("other words")
-    assert "not those the run started with" in refused(folder)
-    file.write_text(text)
+def test_other_tokens_are_refused(place: Path, finished: Run, tmp_path: Path) -> None:
+    tokens = Path(shutil.copytree(place / "tokens", tmp_path / "tokens"))
+    config = replace(settings(place, tmp_path / "run", **CASE, stop_after=2), data=str(tokens))
+    folder, content = loop.train(config), (tokens / "tokens.bin").read_bytes()
+    (tokens / "tokens.bin").write_bytes(content[2:] + content[:2])
+    assert "are not those that it started with" in refused(folder)
+    assert "are not those that it started with" in call(*words_of(config)).stderr
+    (tokens / "tokens.bin").write_bytes(content)
     loop.resume(folder)
     assert_same_run(read_run(folder), finished)
+
+
+def test_an_edited_batch_size_reads_on_where_the_run_was(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true_batch, read = Dataset.batch, []
+
+    def batch(self: Dataset, first: int, number: int, *more: int) -> Any:
+        read.append((first, number))
+        return true_batch(self, first, number, *more)
+
+    monkeypatch.setattr(Dataset, "batch", batch)
+    edit(stopped, batch_size=2)
+    loop.resume(stopped, stop_after=6)
+    edit(stopped, batch_size=4)
+    loop.resume(stopped, stop_after=7)
+    assert read == [(16, 2), (18, 2), (20, 4)]
 
 
 # ── two at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,14 +200,14 @@ def test_changed_data_are_refused_and_lost_ones_made_again(place: Path, finished
 def test_a_second_resume_is_refused_before_it_reads_what_the_first_writes(
     stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_open, told = loop.data_of_run, []
+    true_open, told = loop.open_on_ranks, []
 
     def opened(*given: Any) -> Any:
         if not told:
             told.append(call("resume", str(stopped)).stderr)
         return true_open(*given)
 
-    monkeypatch.setattr(loop, "data_of_run", opened)
+    monkeypatch.setattr(loop, "open_on_ranks", opened)
     loop.resume(stopped, stop_after=5)
     assert told == [
         f"RecordError: Cannot write the run {stopped}: another process, or a recorder of this one that was not closed, is "

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ import torch
 import narrowgauge as ng
 from analysis.comparison.made_runs import SIZES
 from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, Terminated
 from narrowgauge.gauges.recording.record import Record
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer import loop, session
+from narrowgauge.trainer import loop
 from narrowgauge.trainer.compare import compare, define, run_comparison
 from narrowgauge.trainer.config import TrainConfig
 from trainer.tiny_runs import lasting, settings
@@ -173,18 +174,17 @@ def test_finished_runs_are_kept(first: tuple[Path, str], base: TrainConfig) -> N
     assert {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")} == before
 
 
-def test_finished_runs_are_compared_though_their_tokens_are_gone(
-    first: tuple[Path, str], base: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(*_: object) -> NoReturn:
-        raise DataError("the tokens are gone")
-
-    for name in ("open_data", "prepare_tokens"):
-        monkeypatch.setattr(session, name, gone)
-    (first[0] / "compare.json").unlink()
-    printed = done(base, first[0])
-    assert printed.count("earlier") == 4 and "Token frequencies" in printed
-    assert (first[0] / "compare.json").exists()
+def test_runs_on_other_tokens_are_not_compared(base: TrainConfig, place: Path, tmp_path: Path) -> None:
+    tokens = Path(shutil.copytree(place / "tokens", tmp_path / "tokens"))
+    short = replace(base, steps=1, data=str(tokens))
+    done(short, tmp_path / "out", RECIPES[:1], 1)
+    content = (tokens / "tokens.bin").read_bytes()
+    (tokens / "tokens.bin").write_bytes(content[2:] + content[:2])
+    with pytest.raises(RecordError, match="are not those that it started with"):
+        done(short, tmp_path / "out", RECIPES, 1)
+    done(short, tmp_path / "other", RECIPES[1:], 1)
+    both = compare_runs(read_runs([tmp_path / "out", tmp_path / "other"], print))
+    assert not both.differences and "other data" not in both.text() and "data" in both.verdict[-1]
 
 
 def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(
@@ -230,12 +230,10 @@ def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path) -> N
     assert done(broken, tmp_path, seeds=1).count("earlier") == 2
 
 
-def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("too short")
-    with pytest.raises(DataError, match="bfloat16-word-seed0: "):
-        done(replace(base, data=str(tmp_path / "text")), tmp_path / "deep" / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {"text"}
+def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, place: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="bfloat16-word-seed0: "):
+        done(replace(base, sequence_length=65), tmp_path / "deep" / "out")
+    assert not any(tmp_path.iterdir())
 
 
 def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfig) -> None:

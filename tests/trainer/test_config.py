@@ -19,18 +19,28 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.text import Document
+from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+from narrowgauge.trainer.resume_checks import run_to_continue
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs and relative paths live in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
 
 
-def test_defaults_are_a_run_that_can_start(elsewhere: Path) -> None:
-    config = TrainConfig().validated()
-    assert (config.lr, config.warmup_steps, config.compile) == (3e-3, 40, False)
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return str(write_tokens([Document("a", "text")], *load_tokenizer(None), tmp_path / "tokens"))
+
+
+def test_defaults_are_a_run_that_can_start(data: str, elsewhere: Path) -> None:
+    config = TrainConfig(data=data).validated()
+    filled = config.filled()
+    assert (filled.lr, filled.warmup_steps, filled.compile) == (3e-3, 40, False)
     assert config.out == str(Path("runs") / "llama-1m-bfloat16-word-1")
     assert not any(elsewhere.iterdir()), "checking writes nothing"
 
@@ -98,6 +108,9 @@ INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES
         ({"recipe": INVENTED}, "differs from the table's of that name"),
         ({"model": "./nowhere"}, "the model folder ./nowhere does not exist"),
         ({"model": "."}, "holds no config.json"),
+        ({"batch_size": (1 << 63) - 1}, "batch_size = 9223372036854775807 was requested"),
+        ({}, "no data was named"),
+        ({"data": "nowhere"}, "Cannot use the token map nowhere: no tokens.json is there"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) -> None:
@@ -107,23 +120,23 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], word: str) ->
 
 
 @pytest.mark.parametrize("settings", [{"max_grad_norm": math.inf}, {"eps": 0.0}, {"weight_decay": 0}, {"lr": 1}])
-def test_settings_at_the_edge_are_taken(settings: dict[str, Any]) -> None:
-    taken = TrainConfig(**settings).validated()
+def test_settings_at_the_edge_are_taken(settings: dict[str, Any], data: str) -> None:
+    taken = TrainConfig(**settings, data=data).validated()
     assert all(getattr(taken, name) == value for name, value in settings.items())
 
 
-def test_a_new_run_takes_the_first_free_number(elsewhere: Path) -> None:
+def test_a_new_run_takes_the_first_free_number(elsewhere: Path, data: str) -> None:
     (elsewhere / "runs" / "llama-1m-bfloat16-word-1").mkdir(parents=True)
     (elsewhere / "runs" / "llama-1m-bfloat16-word-3").mkdir()
-    assert TrainConfig().validated().out == str(Path("runs") / "llama-1m-bfloat16-word-2")
+    assert TrainConfig(data=data).validated().out == str(Path("runs") / "llama-1m-bfloat16-word-2")
 
 
 def test_a_folder_in_use_is_refused_and_an_empty_one_is_not(elsewhere: Path) -> None:
     (elsewhere / "run").mkdir()
-    assert TrainConfig(out="run").validated().out == "run"
+    assert run_to_continue(TrainConfig(out="run")) is None
     (elsewhere / "run" / "notes.txt").touch()
     with pytest.raises(RecordError, match="not empty"):
-        TrainConfig(out="run").validated()
+        run_to_continue(TrainConfig(out="run"))
 
 
 OVERRIDDEN = {"recipe": "bfloat16/word", "name": "mine", "override": [{"pattern": "lm_head", "compute": "mxfp8"}]}
@@ -136,8 +149,8 @@ OVERRIDDEN = {"recipe": "bfloat16/word", "name": "mine", "override": [{"pattern"
         TrainConfig(recipe=parse(OVERRIDDEN), out="some where/é"),
     ],
 )
-def test_the_way_through_toml_changes_nothing(config: TrainConfig) -> None:
-    for settings in (config, config.validated()):
+def test_the_way_through_toml_changes_nothing(config: TrainConfig, data: str) -> None:
+    for settings in (config, dataclasses.replace(config, data=data).validated()):
         assert TrainConfig.from_dict(load_toml(tomli_w.dumps(settings.to_dict()))) == settings
 
 

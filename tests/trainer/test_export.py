@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.trainer import loop, session
-from narrowgauge.trainer.data.tokens import END_OF_TEXT
+from narrowgauge.trainer.data.text import read_documents
+from narrowgauge.trainer.data.tokens import END_OF_TEXT, load_tokenizer, write_tokens
 from narrowgauge.trainer.export import export
 from trainer.tiny_runs import settings
 
@@ -51,21 +53,32 @@ def test_the_tokenizer_goes_along(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_end_of_text_is_that_of_the_training(place: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(place / "model", model)
-    first = loop.train(settings(place, tmp_path / "first", recipe="bfloat16/word", steps=1))
-    named = (first / "tokenizer.json").read_text().replace(END_OF_TEXT, "[DONE]")
-    (model / "tokenizer.json").write_text(named)
-    (model / "tokenizer_config.json").write_text('{"eos_token": "[DONE]"}')
-    out = export(loop.train(settings(place, tmp_path / "run", model=str(model), steps=1)), tmp_path / "out")
+    named = tmp_path / "named"
+    named.mkdir()
+    tokenizer = (place / "tokens" / "tokenizer.json").read_text().replace(END_OF_TEXT, "[DONE]")
+    (named / "tokenizer.json").write_text(tokenizer)
+    (named / "tokenizer_config.json").write_text('{"eos_token": "[DONE]"}')
+    data = write_tokens(read_documents(place / "text"), *load_tokenizer(named), tmp_path / "tokens")
+    out = export(loop.train(settings(place, tmp_path / "run", data=str(data), steps=1)), tmp_path / "out")
     assert AutoTokenizer.from_pretrained(out).eos_token == "[DONE]"
 
 
-def test_weights_need_their_tokenizer(run: Path, place: Path, tmp_path: Path) -> None:
+def test_weights_need_tokens_of_their_tokenizer(run: Path, place: Path, tmp_path: Path) -> None:
     model = export(run, tmp_path / "model")
-    (model / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"holds weights and no tokenizer\.json"):
-        loop.train(settings(place, tmp_path / "run", model=str(model)))
+    config = settings(place, tmp_path / "run", model=str(model), steps=1)
+    loop.train(config)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] = {letter: 255 - number for letter, number in tokenizer["model"]["vocab"].items()}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(DataError, match="have another vocabulary"):
+        loop.train(replace(config, out=str(tmp_path / "other")))
+
+
+def test_an_export_needs_no_data(run: Path, place: Path, tmp_path: Path) -> None:
+    tokens = shutil.copytree(place / "tokens", tmp_path / "tokens")
+    folder = loop.train(settings(place, tmp_path / "run", data=str(tokens), steps=1))
+    shutil.rmtree(tokens)
+    assert AutoTokenizer.from_pretrained(export(folder, tmp_path / "out")).eos_token == END_OF_TEXT
 
 
 def test_nothing_is_overwritten(run: Path, tmp_path: Path) -> None:

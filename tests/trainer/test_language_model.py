@@ -7,20 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from click.testing import CliRunner
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-import narrowgauge.trainer.language_model as language_model
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError
 from narrowgauge.trainer.language_model import (
     build,
-    chunked_cross_entropy,
     compiled_loss,
     enable_activation_checkpointing,
-    ends_in_head,
     loss_sum,
 )
 from tensors import gradients, largest_relative_error, random_tokens
@@ -184,42 +180,7 @@ def test_weights_of_another_model_and_missing_ones_are_refused(tmp_path: Path) -
 def test_the_loss_is_the_sum_of_the_models_own_mean(tied: bool) -> None:
     model, tokens = small(tie_word_embeddings=tied), TOKENS
     own = model(input_ids=tokens, labels=tokens).loss * 3 * 16
-    assert loss_sum(model, tokens, chunked=False).item() == pytest.approx(own.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "tied"), [("float32", False), ("bfloat16", True), ("autocast", True)])
-def test_chunked_equals_whole(tied: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language_model, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(language_model, "_MIN_CHUNK_TOKENS", 11)
-    model, tokens = small(tie_word_embeddings=tied), TOKENS
-    if kind == "bfloat16":
-        narrowed(model)
-    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-        whole = loss_sum(model, tokens, chunked=False)
-        chunked = loss_sum(model, tokens, chunked=True)
-    assert whole.dtype == chunked.dtype == torch.float32
-    assert chunked.item() == pytest.approx(whole.item(), rel=1e-6)
-    tolerance = 1e-5 if kind == "float32" else 2e-2
-    assert largest_relative_error(gradients(model, chunked), gradients(model, whole)) < tolerance
-
-
-def test_narrow_chunks_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks, each summed in bfloat16, would be off by a percent; their gradients by ever more roundings."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2048, 16, generator=generator).bfloat16()
-    weight = torch.randn(64, 16, generator=generator).mul(0.2).bfloat16().requires_grad_()
-    bias = torch.randn(64, generator=generator).bfloat16()
-    targets = torch.randint(0, 64, (2048,), generator=generator)
-    exact = weight.detach().double().requires_grad_()
-    wanted = F.cross_entropy(F.linear(hidden.double(), exact, bias.double()), targets, reduction="sum")
-    wanted.backward()
-    monkeypatch.setattr(language_model, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(language_model, "_MIN_CHUNK_TOKENS", 32)
-    found = chunked_cross_entropy(hidden, weight, targets, bias)
-    found.backward()
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
-    assert weight.grad.dtype == torch.bfloat16
-    assert (weight.grad - exact.grad).norm() / exact.grad.norm() < 3e-3
+    assert loss_sum(model, tokens).item() == pytest.approx(own.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "CohereForCausalLM"])
@@ -233,29 +194,27 @@ def test_a_model_that_is_more_than_body_and_head_trains_all_its_parameters(
         torch.manual_seed(0)
         model = kind(kind.config_class(**shape, is_decoder=True, pad_token_id=0)).eval()
     tokens = TOKENS[TOKENS.ne(0).all(1)]
-    wanted = loss_sum(model, tokens, chunked=False)
-    plain = small()
-    assert ends_in_head(plain) and plain.training and not ends_in_head(model)
+    wanted = loss_sum(model, tokens)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
-    loss = compiled_loss(model, chunked=False)(tokens)
+    loss = compiled_loss(model)(tokens)
     assert loss.item() == wanted.item()
     loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
-@pytest.mark.parametrize(("kind", "chunked", "light"), [("float32", False, False), ("bfloat16", True, True)])
-def test_compiled_equals_eager(kind: str, chunked: bool, light: bool) -> None:
+@pytest.mark.parametrize(("kind", "light"), [("float32", False), ("bfloat16", True)])
+def test_compiled_equals_eager(kind: str, light: bool) -> None:
     torch._dynamo.reset()
     model, tokens = small(num_hidden_layers=1), TOKENS
     if kind == "bfloat16":
         narrowed(model)
-    wanted_loss = loss_sum(model, tokens, chunked=chunked)
+    wanted_loss = loss_sum(model, tokens)
     wanted = gradients(model, wanted_loss)
     if light:
         enable_activation_checkpointing(model)
     names = list(model.state_dict())
-    loss = compiled_loss(model, chunked=chunked)
+    loss = compiled_loss(model)
     found_loss = loss(tokens)
     found = gradients(model, found_loss)
     assert list(model.state_dict()) == names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -71,10 +72,8 @@ def test_ranks_make_one_run_and_one_rank_speaks(alone: Run, place: Path, tmp_pat
     assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
 
 
-def test_a_run_with_a_stochastic_reduction_is_stopped_and_resumed_with_the_same_bits(
-    place: Path, tmp_path: Path
-) -> None:
-    changes = {**BASE, "recipe": "int8-row/word/compressed8", "checkpoint_every": 0}
+def test_a_run_with_stochastic_casts_is_stopped_and_resumed_with_the_same_bits(place: Path, tmp_path: Path) -> None:
+    changes = {**BASE, "recipe": "int8-row/word", "checkpoint_every": 0}
     runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
     run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
     run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "stopped": {}})
@@ -83,6 +82,28 @@ def test_a_run_with_a_stochastic_reduction_is_stopped_and_resumed_with_the_same_
     assert whole.summary is not None and stopped.summary is not None
     assert whole.summary["weights_fingerprint"] == stopped.summary["weights_fingerprint"]
     assert [event["kind"] for event in stopped.events if event["kind"] in ("stop", "resume")] == ["stop", "resume"]
+
+
+def train_on_a_copy(rank: int, place: Path, copies: list[Path], out: Path) -> str:
+    """One rank of a training whose token map is its machine's own."""
+    changes = {**BASE, "data": str(place / "tokens")}
+    true_open = session.open_data
+
+    def open_own(folder: str, *more: Any) -> Any:
+        return true_open(copies[rank], *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "open_data", open_own)
+        return train_here(rank, place, {out: changes})[0]
+
+
+def test_ranks_with_other_tokens_are_refused(place: Path, tmp_path: Path) -> None:
+    copies = [place / "tokens", tmp_path / "stale"]
+    shutil.copytree(*copies)
+    content = (copies[1] / "tokens.bin").read_bytes()
+    (copies[1] / "tokens.bin").write_bytes(content[2:] + content[:2])
+    said = run_ranks(train_on_a_copy, 2, tmp_path / "ranks", place, copies, tmp_path / "run")
+    assert "rank 1 has other tokens" in said[0] and said[0] == said[1] and not (tmp_path / "run").exists()
 
 
 def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:

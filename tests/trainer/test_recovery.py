@@ -20,7 +20,7 @@ from trainer.tiny_runs import settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QUIET = {"log_every": 100, "eval_every": 0, "eval_batches": 1, "audit_every": 0}
+QUIET = {"log_every": 100, "eval_every": 0, "eval_sequences": 4, "audit_every": 0}
 SPIKE_STEP = 27
 
 

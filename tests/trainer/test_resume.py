@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,13 +183,13 @@ def test_a_resumed_run_of_a_model_that_draws_random_numbers_is_the_uninterrupted
 # ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_saves_and_says_how_to_go_on(
     number: signal.Signals, place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
 ) -> None:
     name, folder = "naive", tmp_path / "run"
     config = settings(place, folder, **CASES[name], checkpoint_every=0)
-    assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == 128 + number
+    assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == (130 if number == signal.SIGINT else 143)
     lines = nursery.said.splitlines()
     assert f"narrowgauge resume {folder}" in lines[-2] and lines[-1].startswith("Interrupted: ")
     assert sum("Stopping after this step" in line for line in lines) == 1
@@ -237,13 +238,39 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
     assert_same_run(read_run(folder), whole[name])
 
 
-def test_without_a_good_checkpoint_the_run_starts_again(place: Path, whole: dict[str, Run], tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_run_that_has_lost_its_checkpoints_begins_again_only_if_asked(
+    lost: bool, place: Path, whole: dict[str, Run], tmp_path: Path
+) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    flip_last_byte(folder / "checkpoints" / "step-00000002" / "state.json")
+    if lost:
+        shutil.rmtree(folder / "checkpoints")
+    else:
+        flip_last_byte(folder / "checkpoints" / "step-00000002" / "state.json")
     with pytest.raises(RecordError, match="no good checkpoint"):
         session.load(folder)
-    loop.resume(folder)
+    before = (folder / "steps.jsonl").read_bytes()
+    for words in (["resume", str(folder)], words_of(settings(place, folder, **CASES["naive"]))):
+        refused = call(*words)
+        assert refused.exit_code == 2 and "--restart" in refused.stderr and refused.stderr.count("\n") == 1
+    assert (folder / "steps.jsonl").read_bytes() == before
+    assert call("resume", str(folder), "--restart").exit_code == 0
     assert_same_run(read_run(folder), whole["naive"])
+
+
+def test_the_command_of_a_run_continues_it(
+    place: Path, whole: dict[str, Run], nursery: Nursery, tmp_path: Path
+) -> None:
+    """As torchrun and Slurm give it again: after a kill before and behind the first checkpoint, a stop, and the end."""
+    words = words_of(settings(place, tmp_path / "run", **CASES["naive"]))
+    for written, kill in (('{"step":1,"loss"', signal.SIGKILL), ('{"step":5,"loss"', signal.SIGKILL), ("", None)):
+        assert nursery(*words, at={written: kill} if kill else {}) == -(kill or 0), nursery.said
+    assert_same_run(read_run(tmp_path / "run"), whole["naive"])
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert call(*words).exit_code == 0
+    refused = call(*words, "--lr", "0.01")
+    assert refused.exit_code == 2 and "its run has lr = 0.003, and 0.01 was requested" in refused.stderr
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
 @pytest.mark.parametrize(("at", "existed"), [(1, True), (3, False), (5, True), (8, False)])
@@ -262,7 +289,7 @@ def test_a_full_disk_at_the_start_leaves_nothing(
         true_fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    refused = call(*words_of(settings(place, folder, steps=1, eval_batches=1)))
+    refused = call(*words_of(settings(place, folder, steps=1, eval_sequences=4)))
     assert refused.exit_code == 1 and refused.stderr.count("\n") == 1, refused.stderr
     if not (folder / "run.toml").exists():
         assert folder.exists() == existed and not (existed and os.listdir(folder))

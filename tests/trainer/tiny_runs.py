@@ -26,10 +26,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parent
 
 def settings(place: Path, out: Path, **changes: Any) -> TrainConfig:
     given: dict[str, Any] = {
-        "steps": 8, "batch_size": 4, "sequence_length": 16, "lr": 3e-3, "eval_every": 3, "eval_batches": 2,
+        "steps": 8, "batch_size": 4, "sequence_length": 16, "lr": 3e-3, "eval_every": 3, "eval_sequences": 8,
         "checkpoint_every": 2, "audit_every": 2, "log_every": 1, "held_out": 0.2,
     }  # fmt: skip
-    where = {"model": str(place / "model"), "data": str(place / "text"), "out": str(out)}
+    where = {"model": str(place / "model"), "data": str(place / "tokens"), "out": str(out)}
     named = {"recipe": parse(changes["recipe"])} if "recipe" in changes else {}
     return TrainConfig(**{**given, **where, **changes, **named})
 

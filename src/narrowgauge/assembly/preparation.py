@@ -141,7 +141,7 @@ def prepare(
     if narrow_gather:
         gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
-        stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
+        stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, mesh=mesh)
     carry_state(stepper, model)
     return model, stepper
 

@@ -75,8 +75,6 @@ def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if optimizer.loss_scaler is not None:
         state["loss_scaler"] = optimizer.loss_scaler.state_dict()
-    if optimizer.reduction is not None and optimizer.reduction.row.is_stochastic:
-        state["reduction_step"] = optimizer.reduction.step
     linears = linears_of(model)
     # A step of these layers depends on the number of earlier steps, in every earlier compute.
     if linears is not None and any(layer.is_keyed for layer in linears.layers.values()):
@@ -86,12 +84,9 @@ def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 def restore(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Restore the result of :func:`carried` into an optimizer whose param groups were loaded."""
-    seed = optimizer.param_groups[0]["seed"]
     if optimizer.loss_scaler is not None and "loss_scaler" in state:
         optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
-    if optimizer.reduction is not None and "reduction_step" in state:
-        optimizer.reduction.set_step(state["reduction_step"], seed)
     linears = linears_of(model)
     if linears is not None and "matmul_step" in state:
-        linears.clock.set(seed=seed)
+        linears.clock.set(seed=optimizer.param_groups[0]["seed"])
         linears.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""Continue from the Adam states of another library: ``ng.load_states(optimizer, their_state_dict)``.
+"""Continue from the Adam or SGD states of another library: ``ng.load_states(optimizer, their_state_dict)``.
 
 =====================  ===================================================================================================
-torch.optim            moments of any float format, as they are
+torch.optim            moments of any float format, as they are; SGD's ``momentum_buffer`` too
 bitsandbytes           8-bit codes of a map, times the largest value of each block
 torchao                tensors of its own class: 8-bit or 4-bit codes of a map, or float8, times a scale per block
 FusedAdam              TransformerEngine's and Apex's: one step for a group. TransformerEngine keeps float32 masters, or the
@@ -26,11 +26,13 @@ from narrowgauge.spec.storages import STATE_NAMES
 
 Entry = Mapping[str, Any]
 _8BIT = "__bnb_optimizer_quant_state__"
-_ONLY_ADAM = "Give the state of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
+_ADVICE = (
+    "Give the state of torch's SGD, or of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
+)
 
 
 def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
-    """Load weights and moments from the ``state_dict()`` of another library's Adam or AdamW.
+    """Load weights and moments from the ``state_dict()`` of another library's Adam or AdamW, or of torch's SGD.
 
     Load the model's weights first. If the state knows a weight more precisely (a float32 master), the optimizer takes that
     weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if both
@@ -60,7 +62,7 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
     libraries = set()
     for parameter, name, key, group in _matched(optimizer, state["param_groups"]):
         entry = state["state"].get(key)
-        if not entry:
+        if not entry or entry.get("momentum_buffer", entry) is None:  # SGD without momentum
             continue
         entry = {**{name: value for name, value in entry.items() if name != _8BIT}, **entry.get(_8BIT, {})}
         library = _library(entry, group)
@@ -68,7 +70,7 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         moments[parameter] = _moments(library, entry, group, parameter, name)
         values[parameter] = _weight(entry, optimizer, parameter)
     if state["state"] and not moments:
-        raise DataError("The keys of the state's 'state' are no numbers of its parameters.", _ONLY_ADAM)
+        raise DataError("The keys of the state's 'state' are no numbers of its parameters.", _ADVICE)
     optimizer.adopt(values, moments)
     return next(iter(libraries - {"torch.optim"}), "torch.optim")  # others leave small tensors to torch
 
@@ -106,7 +108,7 @@ def _library(entry: Entry, group: Entry) -> str:
 
 _ADAM = {"step", *STATE_NAMES}
 _KEYS = {
-    "torch.optim": _ADAM,
+    "torch.optim": _ADAM | {"momentum_buffer"},
     "bitsandbytes": {"step", *(f"{part}{n}" for part in ("state", "qmap", "absmax") for n in (1, 2))},
     "torchao": _ADAM,
     "FusedAdam": _ADAM | {"master_param"},
@@ -116,16 +118,18 @@ _KEYS = {
 def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> dict[str, Tensor | int]:
     """Return the step and the moments, float32 or float64."""
     if odd := sorted(set(entry) - _KEYS[library]):
-        raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ONLY_ADAM)
-    step = group.get("step") if library == "FusedAdam" else entry.get("step")  # FusedAdam counts the steps of a group
+        raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ADVICE)
+    kinds = ("momentum_buffer",) if "momentum_buffer" in entry else STATE_NAMES
+    # FusedAdam counts the steps of a group. SGD counts none; any step but the first is like another.
+    step = 1 if kinds != STATE_NAMES else (group if library == "FusedAdam" else entry).get("step")
     if step is None:
-        raise DataError(f"The state of '{name}' lacks 'step'.", _ONLY_ADAM)
+        raise DataError(f"The state of '{name}' lacks 'step'.", _ADVICE)
     moments: dict[str, Tensor | int] = {"step": int(step)}
-    for kind in STATE_NAMES:
+    for kind in kinds:
         try:
             moment = _moment(library, entry, kind).contiguous()
         except KeyError as error:
-            raise DataError(f"The state of '{name}' lacks {error}.", _ONLY_ADAM) from None
+            raise DataError(f"The state of '{name}' lacks {error}.", _ADVICE) from None
         if moment.shape != weight.shape:
             raise DataError(
                 f"'{name}' has shape {tuple(weight.shape)}, and its state has shape {tuple(moment.shape)}.",

@@ -19,22 +19,15 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.runs.atomic_io import (
-    TEMPORARY,
-    digest,
-    disk_error,
-    disk_errors,
-    load_json,
-    sync,
-    system_error,
-)
+from narrowgauge.runs.atomic_io import TEMPORARY, digest, disk_error, disk_errors, load_json, sync, system_error
 
 SCHEMA_VERSION = 4
 _FOLDER, _STATE, _MANIFEST = "checkpoints", "state.json", "manifest.json"
@@ -69,6 +62,8 @@ def latest_checkpoint(
         on_damaged: called with each newer checkpoint that does not match, and the reason.
         ranks: divide the reading. All ranks call this.
         at_most: the last step to consider; ``None`` for any.
+    Raises:
+        RecordError: another version has written the newest checkpoint.
     """
     for checkpoint in ranks.of_first(lambda: _listed(Path(folder) / _FOLDER)):
         if at_most is not None and checkpoint.step > at_most:
@@ -87,46 +82,43 @@ def damage(path: Path, ranks: Ranks = ALONE) -> str:
     if reason:
         return reason
     names = list(files)[ranks.rank :: ranks.size]
-    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, *files[name]) for name in names)), ""))
+    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, **files[name]) for name in names)), ""))
     return next(filter(None, ranks.gather(mine)), "")
 
 
-def _read_manifest(path: Path) -> tuple[str, dict[str, tuple[int, str]]]:
+def _read_manifest(path: Path) -> tuple[str, dict[str, Any]]:
     """Return why a manifest cannot be used, and the size and checksum of each file in it."""
-    if not path.is_dir():
-        return "there is no such folder", {}
     if not (path / _MANIFEST).is_file():
         return "it has no manifest.json", {}
     try:
         manifest = load_json((path / _MANIFEST).read_bytes())
         if manifest["schema_version"] != SCHEMA_VERSION:
-            return f"it has schema {manifest['schema_version']}; this version reads {SCHEMA_VERSION}", {}
-        if path.name != f"step-{manifest['step']:08d}":
-            return f"its manifest is of step {manifest['step']}", {}
-        files = {name: (entry["bytes"], entry["blake2b"]) for name, entry in manifest["files"].items()}
+            raise RecordError(
+                f"Cannot read {path} because it has schema {manifest['schema_version']}, not {SCHEMA_VERSION}.",
+                "Resume with the version that wrote it.",
+            )
+        files, folder = manifest["files"], f"step-{manifest['step']:08d}"
         if _STATE not in files or any(Path(name).name != name for name in files):
             raise ValueError("it lacks state.json, or a file is not in this folder")
-        if not all(type(size) is int and type(checksum) is str for size, checksum in files.values()):
+        if {(type(entry["bytes"]), type(entry["blake2b"]), len(entry)) for entry in files.values()} != {(int, str, 2)}:
             raise ValueError("sizes must be integers and checksums text")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its manifest.json is damaged ({error})", {}
-    return "", files
+    return "" if path.name == folder else f"its manifest is of {folder}", files
 
 
-def _file_damage(file: Path, size: int, checksum: str) -> str:
+def _file_damage(file: Path, bytes: int, blake2b: str) -> str:
     if not file.is_file():
         return f"{file.name} is missing"
-    if file.stat().st_size != size:
-        return f"{file.name} has {file.stat().st_size:,} bytes of {size:,}"
-    return "" if digest(file) == checksum else f"{file.name} does not match its checksum"
+    if file.stat().st_size != bytes:
+        return f"{file.name} has {file.stat().st_size:,} bytes of {bytes:,}"
+    return "" if digest(file) == blake2b else f"{file.name} does not match its checksum"
 
 
 def _listed(place: Path) -> list[Checkpoint]:
     """Return the checkpoints by name, newest first."""
-    if not place.is_dir():
-        return []
     with disk_errors(place):
-        matches = ((entry, _NAME.fullmatch(entry.name)) for entry in place.iterdir())
+        matches = ((entry, _NAME.fullmatch(entry.name)) for entry in (place.iterdir() if place.is_dir() else ()))
         checkpoints = [Checkpoint(entry, int(match[1])) for entry, match in matches if match]
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
@@ -149,12 +141,15 @@ class Saver:
     it. The next save and the end of a run wait for it. If it failed, all ranks raise its error there.
 
     Args:
-        folder: the run folder. No other job may write to it.
+        folder: the run folder, on a disk that all ranks share. No other job may write to it.
         ranks: a separate process group.
+    Attributes:
+        resumed_from: the step of the checkpoint that the run goes on from. The next save removes newer ones: they are damaged.
     """
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
         self._place, self.ranks = Path(folder) / _FOLDER, ranks
+        self.resumed_from: int | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._final = self._place
@@ -174,30 +169,35 @@ class Saver:
         self.wait()
         final = self._final = self._place / f"step-{step:08d}"
         temporary = self._place / f"{TEMPORARY}{final.name}"
-        text = json.dumps(state, indent=1)
-        self.ranks.of_first(self._clean)
+        limit, self.resumed_from = step if self.resumed_from is None else self.resumed_from, None
+        manifest, text = {"schema_version": SCHEMA_VERSION, "step": step}, json.dumps(state, indent=1)
+        self.ranks.of_first(lambda: self._clean(temporary))
         copy = self.ranks.together(lambda: dcp_files.TakenCopy(tensors))
 
         def write() -> None:
             try:
                 dcp_files.write(copy, temporary, self.ranks)
-                self.ranks.of_first(lambda: _publish(temporary, final, step, text, keep))
+                shards = temporary.glob(f"shard-{self.ranks.rank + 1:05d}-*")
+                files = self.ranks.gather(self.ranks.together(lambda: _synced(shards)))
+                self.ranks.of_first(lambda: _publish(temporary, final, text, manifest, files))
+                self.ranks.of_first(lambda: _remove_old(final, keep, limit))
             except BaseException as error:  # raised by wait()
                 self._error = error
-                if self.ranks.is_first:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                with suppress(OSError):  # leave the empty folder: a checkpoint was begun
+                    for file in temporary.iterdir() if self.ranks.is_first else ():
+                        file.unlink()
 
         # A daemon thread: a rank that must exit cannot wait for ranks that are gone.
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
         return final
 
-    def _clean(self) -> None:
-        """Remove the remains of a killed process."""
+    def _clean(self, temporary: Path) -> None:
+        """Remove the remains of a killed process, and make the temporary folder."""
         with disk_errors(self._place):
-            self._place.mkdir(parents=True, exist_ok=True)
             for remains in self._place.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(remains, ignore_errors=True)
+            temporary.mkdir(parents=True, exist_ok=True)
 
     def leave(self) -> None:
         """Wait a while for the checkpoint in flight, before this process ends with an error. The other ranks may be gone."""
@@ -215,7 +215,7 @@ class Saver:
         self._thread.join()
         self._thread, error, self._error = None, self._error, None
         if error is not None:
-            raise _save_error(self._final, error, self.ranks) from error
+            raise _save_error(self._final, error) from error
 
     def close(self) -> None:
         """Wait as :meth:`wait`, and destroy the process group of the ranks; all call this."""
@@ -223,25 +223,45 @@ class Saver:
         self.ranks.close()
 
 
-def _publish(temporary: Path, final: Path, step: int, state: str, keep: int) -> None:
-    """Write state and manifest, rename the folder, and remove all but the newest ``keep`` checkpoints."""
-    (temporary / _STATE).write_text(state, encoding="utf-8")
-    files = {file.name: {"bytes": file.stat().st_size, "blake2b": digest(file)} for file in sorted(temporary.iterdir())}
-    manifest = {"schema_version": SCHEMA_VERSION, "step": step, "files": files}
-    (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for file in temporary.iterdir():
+def _synced(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Sync files to the disk, and return the size and checksum of each, by name."""
+    entries = {}
+    for file in files:
         sync(file)
+        entries[file.name] = {"bytes": file.stat().st_size, "blake2b": digest(file)}
+    return entries
+
+
+def _publish(temporary: Path, final: Path, state: str, manifest: dict[str, Any], shards: list[dict[str, Any]]) -> None:
+    """Write the state, and the manifest with the files of every rank, and rename the folder."""
+    unseen = [rank for rank, files in enumerate(shards) for name in files if not (temporary / name).is_file()]
+    if unseen:
+        raise RecordError(
+            f"Cannot write {final} because the files of rank {unseen[0]} are not there.",
+            "Put the run folder on a disk that all ranks share.",
+        )
+    (temporary / _STATE).write_text(state, encoding="utf-8")
+    files = {name: entry for files in [*shards, _synced([temporary / _STATE])] for name, entry in files.items()}
+    (temporary / _MANIFEST).write_text(json.dumps({**manifest, "files": files}, indent=1), encoding="utf-8")
+    sync(temporary / _MANIFEST)
     sync(temporary)
     if final.exists():  # damaged, or equal: the run has returned to this step from an earlier one
         _remove(final)
     os.rename(temporary, final)
     sync(final.parent)
-    for old in _listed(final.parent)[keep:]:
-        _remove(old.path)
 
 
-def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeError:
-    """Return the error of a failed save, in one line: the error of the first failed rank."""
+def _remove_old(final: Path, keep: int, limit: int) -> None:
+    """Remove all checkpoints but ``keep``: ``final`` and the newest others. Others after step ``limit`` are damaged."""
+    others = [checkpoint for checkpoint in _listed(final.parent) if checkpoint.path != final]
+    kept = [checkpoint for checkpoint in others if checkpoint.step <= limit][: keep - 1]
+    for checkpoint in others:
+        if checkpoint not in kept:
+            _remove(checkpoint.path)
+
+
+def _save_error(path: Path, error: BaseException) -> NarrowgaugeError:
+    """Return the error of a failed save, in one line. DCP gives the errors of all ranks: take the first."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
     cause = system_error(cause) or cause
@@ -250,5 +270,5 @@ def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeEr
         reported = disk_error(path, cause)
     elif isinstance(cause, NarrowgaugeError):
         reported = RecordError(cause.message, cause.advice, status=cause.status)
-    where = f" (rank {rank})" if ranks.size > 1 else ""
+    where = f" (rank {rank})" if rank else ""
     return RecordError(f"{reported.message.removesuffix('.')}{where}.", reported.advice, status=reported.status)

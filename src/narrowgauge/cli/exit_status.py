@@ -38,31 +38,13 @@ class CommandGroup(click.Group):
                 sys.stdout.flush()
         except BrokenPipeError:  # a reader that leaves early, such as head, is not an error
             sys.stdout, status = io.StringIO(), 1  # Python flushes again on exit
-        except ReportedError as error:
-            status = error.status
-        except NarrowgaugeError as error:
-            status = _print_error(type(error).__name__, str(error), error.status)
-        except click.Abort as abort:
-            code = 143 if isinstance(abort.__cause__, Terminated) else 130
-            status = _print_error("Interrupted", str(abort) or "the command was stopped.", code)
-        except click.ClickException as error:
-            status = _print_error("UsageError", _with_advice(error), 2)
-        except (MemoryError, RuntimeError) as error:
-            if not (isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error))):
-                raise
-            first = next(iter(str(error).splitlines()), "") or "out of memory."
-            advice = "Take smaller batches or a smaller recipe; narrowgauge plan run says what fits."
-            status = _print_error("OutOfMemoryError", f"{first} {advice}", 1)
-        except OSError as error:
-            status = 1
-            if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT):
-                sys.stdout = io.StringIO()
-                message = f"Cannot write to standard output: {error.strerror}. Redirect it to another place."
-            elif error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
-                message, status = f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2
-            else:
+        except Exception as error:
+            if (explained := _explained(error)) is None:
                 raise  # a bug
-            _print_error("OSError", message, status)
+            kind, message, status = explained
+            if kind and job.rank() == 0:  # all ranks have it; of one rank's own, torchrun prints the first
+                with contextlib.suppress(OSError):  # its reader has left
+                    click.echo(f"{kind}: {' '.join(message.split())}", err=True)
         sys.exit(status if isinstance(status, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -89,12 +71,27 @@ def _recorded(main: Callable[..., Any]) -> Callable[..., Any]:
     return record(main)
 
 
-def _print_error(kind: str, message: str, status: int) -> int:
-    """Print an error of all ranks, on rank 0. torchrun prints the first error of any rank."""
-    if job.rank() == 0:
-        with contextlib.suppress(OSError):  # its reader has left
-            click.echo(f"{kind}: {' '.join(message.split())}", err=True)
-    return status
+def _explained(error: Exception) -> tuple[str, str, int] | None:
+    """Return the kind, the line and the exit status of an error; no kind if another process has printed it."""
+    if isinstance(error, NarrowgaugeError):
+        return "" if isinstance(error, ReportedError) else type(error).__name__, str(error), error.status
+    if isinstance(error, click.Abort):
+        status = 143 if isinstance(error.__cause__, Terminated) else 130
+        return "Interrupted", str(error) or "the command was stopped.", status
+    if isinstance(error, click.ClickException):
+        return "UsageError", _with_advice(error), 2
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
+        first = next(iter(str(error).splitlines()), "") or "out of memory."
+        advice = "Take smaller batches or a smaller recipe; narrowgauge plan run says what fits."
+        return "OutOfMemoryError", f"{first} {advice}", 1
+    if isinstance(error, OSError):
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT):
+            sys.stdout = io.StringIO()
+            message = f"Cannot write to standard output: {error.strerror}. Redirect it to another place."
+            return "OSError", message, 1
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return "OSError", f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2
+    return None
 
 
 def _with_advice(error: click.ClickException) -> str:

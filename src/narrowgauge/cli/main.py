@@ -6,11 +6,14 @@ the file, and the file overrides defaults. Commands check their input first, and
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
 import platform
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -20,21 +23,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import diagnosing, flags, planning, watching
+from narrowgauge.cli import flags, planning
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command
-from narrowgauge.errors import ChipError, RankError
+from narrowgauge.errors import ChipError, RankError, RecordError
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
 if TYPE_CHECKING:
     from narrowgauge.trainer.config import TrainConfig
 
-_run_folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-_settings_file = click.option(
-    "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
-    help="A TOML file of the same settings (batch_size = 8); flags override it.",
-)  # fmt: skip
-
+_path = click.Path(path_type=Path)
+_run_folder = click.argument("folder", metavar="DIR", type=_path)
 _nproc = click.option(
     "--nproc", type=click.IntRange(min=1), metavar="N",
     help="Run on N ranks of this machine: short for torchrun --nproc-per-node N -m narrowgauge.  [default: 1, or torchrun's]",
@@ -42,15 +42,12 @@ _nproc = click.option(
 
 
 def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 1) -> None:
-    """Make glibc keep large freed buffers in this process. A training step frees and allocates the same buffers again.
+    """Make glibc keep large freed buffers in this process: a training step allocates the same buffers again.
 
-    By default every buffer above 32 MiB is mapped and unmapped each time, and all of its pages fault again. Keeping
-    the buffers makes a small model's compiled step faster. Does nothing without glibc. Its own maxima are 32 and 64 MiB.
-    It changes the whole process, so only commands call it, and never the library.
+    By default it unmaps every buffer above 32 MiB, trims above 64, and all pages fault again. The library never calls this.
     """
     if platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        libc = ctypes.CDLL(None)
+        libc, m_trim_threshold, m_mmap_threshold = ctypes.CDLL(None), -1, -3
         libc.mallopt(m_mmap_threshold, mmap_threshold)
         libc.mallopt(m_trim_threshold, trim_threshold)
 
@@ -93,7 +90,8 @@ def main(context: click.Context) -> None:
     """Train language models in narrow number formats, know what each costs, and get the same bits again.
 
     \b
-    narrowgauge train --data text.txt --recipe bfloat16/word
+    narrowgauge tokenize text.txt tokens
+    narrowgauge train --data tokens --recipe bfloat16/word
     narrowgauge compare --recipes bfloat16/master,bfloat16/word --seeds 3
     narrowgauge plan run --model llama-8b --chip H100-SXM5 --chips 8
     narrowgauge diagnose trainer_state.json
@@ -162,20 +160,45 @@ def show_arithmetic(cuda: bool, as_json: bool) -> None:
     return click.echo("\n".join(f"{name}: {text}" for part in table.values() for name, text in part.items()))
 
 
+@main.command("tokenize", short_help="Make a token map from text, for train and compare.")
+@click.argument("text", type=_path)
+@click.argument("out", type=_path)
+@click.option(
+    "--tokenizer", metavar="FILE", type=_path,
+    help="A tokenizer.json, or a Hugging Face folder with one.  [default: a token for each byte]",
+)  # fmt: skip
+def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
+    """Tokenize TEXT into a new token map OUT, the data of train and compare.
+
+    TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and .jsonl files.
+    """
+    from narrowgauge.trainer.data.text import read_documents
+    from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+
+    click.echo(write_tokens(read_documents(text), *load_tokenizer(tokenizer), out))
+
+
 @main.command("train", params=flags.of_settings())
-@_settings_file
+@click.option(
+    "--config", "file", metavar="FILE", type=_path,
+    help="A TOML file of the same settings (batch_size = 8); flags override it.",
+)  # fmt: skip
 @_nproc
 def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
-    """Train a language model on text, and record it in a run folder."""
+    """Train a language model on tokens, and record it in a run folder.
+
+    The same command continues a run that was stopped.
+    """
     from narrowgauge.distributed import job
     from narrowgauge.trainer.config import TrainConfig
+    from narrowgauge.trainer.resume_checks import run_to_continue
 
     defaults = TrainConfig.from_toml(file) if file else TrainConfig()
     config = dataclasses.replace(defaults, **flags.given(settings))
     num_ranks, out = _ranks_to_start(nproc), config.out
     if job.world_size() == 1:
-        config = config.validated().on_ranks(num_ranks or 1)
-        config.require_ranks(num_ranks or 1)
+        config = config.validated()
+        run_to_continue(config.on_ranks(num_ranks or 1))
     if num_ranks:
         words = click.get_current_context().obj
         job.launch(num_ranks, words if out is not None else [*words, "--out", str(config.out)])
@@ -187,8 +210,9 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
 @main.command("resume", short_help="Resume a run, on one or more ranks.")
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
+@click.option("--restart", is_flag=True, help="Begin again at step 0 if the run has lost its checkpoints.")
 @_nproc
-def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
+def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | None) -> None:
     """Resume the run in DIR, on at most as many ranks as a step has micro-batches.
 
     On one rank the result is bit-identical to an uninterrupted run.
@@ -199,45 +223,29 @@ def resume(folder: Path, stop_after: int | None, nproc: int | None) -> None:
     from narrowgauge.trainer.config import TrainConfig
 
     config = TrainConfig.from_dict(resume_checks.unfinished_run(folder).config, str(folder / "run.toml"))
-    config.require_agreement()
     if num_ranks := _ranks_to_start(nproc):
-        config.require_ranks(num_ranks)
+        config.require_agreement(num_ranks)
         job.launch(num_ranks, click.get_current_context().obj)
     from narrowgauge.trainer import loop
 
-    _run(config, lambda: loop.resume(folder, stop_after))
+    _run(config, lambda: loop.resume(folder, stop_after, restart=restart))
 
 
 @main.command(
     "compare", short_help="What several recipes cost, trained alike.", params=flags.of_settings(compared=True)
 )
+@click.option("--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes or .toml files.")
 @click.option(
-    "--recipes",
-    metavar="A,B,…",
-    type=flags.RECIPES,
-    required=True,
-    help="Recipes or .toml files.",
-)
-@click.option(
-    "--seeds",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=1,
+    "--seeds", type=click.IntRange(min=1), metavar="N", default=1,
     help="Seeds per recipe; 3 give useful intervals.  [default: 1]",
-)
+)  # fmt: skip
 @click.option(
-    "--out", metavar="DIR", type=click.Path(path_type=Path),
+    "--out", metavar="DIR", type=_path,
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
 @flags.json_list
-def compare(
-    recipes: list[Recipe],
-    seeds: int,
-    out: Path | None,
-    as_json: bool,
-    **settings: Any,
-) -> None:
-    """Train with several recipes from the same initial weights on the same text, and report what each costs.
+def compare(recipes: list[Recipe], seeds: int, out: Path | None, as_json: bool, **settings: Any) -> None:
+    """Train with several recipes from the same initial weights on the same tokens, and report what each costs.
 
     The same command with --out DIR continues a stopped comparison; with more --recipes or --seeds it adds their runs.
     """
@@ -250,16 +258,14 @@ def compare(
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())
-    click.echo(f"\n{comparison.text()}")
-    click.echo(f"\n{page}")
+    click.echo(f"\n{comparison.text()}\n\n{page}")
 
 
 @main.command("report", short_help="Write one HTML page about runs.")
-@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_path)
 @click.option(
-    "--out", metavar="FILE", type=click.Path(path_type=Path),
-    help="The page to write.  [default: report.html in the one folder named]",
-)  # fmt: skip
+    "--out", metavar="FILE", type=_path, help="The page to write.  [default: report.html in the one folder named]"
+)
 @click.option("--table", is_flag=True, help="Print the table of costs as markdown instead of writing a page.")
 def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, or the log of
@@ -278,7 +284,7 @@ def report(runs: tuple[Path, ...], out: Path | None, table: bool) -> None:
 
 @main.command("export", short_help="Write a run's model as a Hugging Face folder.")
 @_run_folder
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=_path)
 def export(folder: Path, out: Path) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
@@ -289,16 +295,16 @@ def export(folder: Path, out: Path) -> None:
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")
 @click.option(
-    "--model", required=True, metavar="TEXT",
-    help="A preset (narrowgauge show models) or a folder with a config.json.",
-)  # fmt: skip
+    "--model", required=True, metavar="TEXT", help="A preset (narrowgauge show models) or a folder with a config.json."
+)
 @click.option(
     "--recipe", "--recipes", "recipes", required=True, metavar="A,B,…", type=flags.RECIPES,
     help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
 )  # fmt: skip
 @click.option(
-    "--numerics", is_flag=True, help="Also train some steps on text and report the error of each layer's casts."
-)
+    "--numerics", metavar="DIR", type=_path,
+    help="Also train some steps on this token map and report the error of each layer's casts.",
+)  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
 @click.option(
     "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
@@ -312,6 +318,86 @@ def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) ->
     _print(as_json, rows, profiling.tables_of(rows))
 
 
+@main.command("watch", short_help="A live page on runs that are being written.")
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=_path)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Port on 127.0.0.1.  [default: a free one]"
+)
+def watch(runs: tuple[Path, ...], port: int) -> None:
+    """Show the report of runs that are being written, rendered again as they grow.
+
+    Each RUN is a run folder, or a folder of runs such as that of a comparison. The page is served on 127.0.0.1 alone, at the
+    printed address with a secret token; nothing is written into the run folders. On another machine, forward its port:
+
+    ssh -L 8400:127.0.0.1:8400 HOST narrowgauge watch RUN --port 8400
+    """
+    from narrowgauge.report.live import POLL_SECONDS, LivePage, PageServer, stamp_of
+
+    for path in runs:
+        if not path.is_dir():
+            raise RecordError(f"No run in {path}: there is no such folder.", "Name a run folder, or a folder of runs.")
+    if not stamp_of(runs):
+        click.echo("note: no run is here yet; the address follows when one begins.", err=True)
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(19)
+    page = LivePage(runs)
+    with PageServer(page, port) as server, contextlib.suppress(KeyboardInterrupt):
+        while not page.poll():
+            time.sleep(POLL_SECONDS)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        click.echo(server.address)
+        while True:
+            time.sleep(POLL_SECONDS)
+            page.poll()
+
+
+@main.command("diagnose", short_help="What a run shows beyond its bounds, or where two runs first differ.")
+@click.argument("run", metavar="RUN", type=_path)
+@click.argument("other", metavar="[OTHER]", required=False, type=_path)
+@flags.json_object
+@click.option(
+    "--replay", "step", metavar="STEP", type=int,
+    help="Also compute this step of RUN again: as it was, in float32, and with each place of rounding alone.",
+)  # fmt: skip
+def diagnose(run: Path, other: Path | None, as_json: bool, step: int | None) -> None:
+    """Print what the record of RUN shows beyond its bounds, earliest first, and what this record cannot show.
+
+    With OTHER, a run that should have been equal: the first step, stage, tensor and rank in which they differ, and the recorded
+    settings that differ and can act there.
+
+    RUN is a run folder, finished or not, or the log of another framework, as for report.
+    """
+    from narrowgauge.analysis import diagnose as diagnosing
+
+    if other is not None and step is not None:
+        raise click.UsageError("--replay repeats a step of one run, and two were named.", click.get_current_context())
+    record = _record(run)
+    diagnosis: Any = diagnosing.diagnose(record, *([] if other is None else [_record(other)]))
+    places = None
+    if step is not None:
+        from narrowgauge.trainer.rounding_places import rounding_places
+
+        places = rounding_places(record.path, step, say=lambda line: click.echo(line, err=True))
+    if as_json:
+        tables.write_json(diagnosis.to_dict() | ({} if places is None else {"replay": dataclasses.asdict(places)}))
+    else:
+        click.echo(str(diagnosis))
+        if places is not None:
+            click.echo(f"\n{places}")
+
+
+def _record(path: Path) -> Run:
+    """Read the run at a path, or the only run in a folder."""
+    from narrowgauge.report.publishing import run_folders
+
+    places = run_folders([path])
+    if len(places) > 1:
+        names = ", ".join(place.name for place in places[:6]) + (", …" if len(places) > 6 else "")
+        raise RecordError(
+            f"One run was asked about, and {path} holds {len(places)}: {names}.",
+            f"Name one: narrowgauge diagnose {places[0]}; narrowgauge report {path} has the readings of all.",
+        )
+    return read_run(places[0])
+
+
 main.add_command(planning.plan_group)
-main.add_command(watching.watch_command)
-main.add_command(diagnosing.diagnose_command)

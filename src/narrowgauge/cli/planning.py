@@ -66,9 +66,7 @@ _recipe = click.option(
     "--recipe", "recipes", metavar="A,B,…|all", type=flags.RECIPES_OR_ALL,
     help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: the usual six]",
 )  # fmt: skip
-_chip = click.option(
-    "--chip", metavar="A,B,…", type=flags.Parsed(_names), help="Chips (narrowgauge show chips)."
-)  # fmt: skip
+_chip = click.option("--chip", metavar="A,B,…", type=flags.Parsed(_names), help="Chips (narrowgauge show chips).")
 _chips = click.option(
     "--chips", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips; several are compared.  [default: 1]"
 )
@@ -88,10 +86,7 @@ _optimizer = click.option(
     short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
 )
-@click.option(
-    "--model", metavar="TEXT", required=True,
-    help="A preset, or a Hugging Face config.json.",
-)  # fmt: skip
+@click.option("--model", metavar="TEXT", required=True, help="A preset, or a Hugging Face config.json.")
 @_recipe
 @_chip
 @_chips

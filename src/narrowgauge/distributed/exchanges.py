@@ -21,10 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.distributed.block_codes import RECORD_BYTES, RECORD_VALUES, add_decoded, decode, encode
 from narrowgauge.distributed.ranks import has_group
 from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
-from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec.sums import Reduction
 
 
@@ -95,23 +93,19 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 class Exchange:
-    """Sum one flat gradient over ranks, in every step.
+    """Sum one flat gradient over ranks by the backend, in the gradient's format or a wider one. Then divide once.
 
     Args:
         average: divide the sum by the number of ranks.
-        seed: of random bits, for reductions that draw some.
     Attributes:
-        step, place: optimizer steps done, and this exchange's number in its model. They key random bits.
         on_gradient: called with this rank's gradient before it is sent.
         spans: when each sum of this step began and ended: seconds, or events of a GPU.
     """
 
-    step = 0
-    place = 0
     on_gradient: Callable[[Tensor], None] | None = None
 
-    def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:
-        self.grid, self.row, self.average, self.seed = grid, row, average, seed
+    def __init__(self, grid: RankGrid, row: Reduction, average: bool) -> None:
+        self.grid, self.row, self.average = grid, row, average
         self.spans: list[tuple[Any, Any]] = []
 
     def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
@@ -130,7 +124,16 @@ class Exchange:
             output: shape [n], of the same dtype. It may stay unset until the last micro-batch.
             is_last: whether this is the step's last micro-batch.
         """
-        raise NotImplementedError
+        grid = self.grid
+        part = wide = gradient.to(getattr(torch, self.row.wire)) if self.row.wire else gradient
+        if grid.shards > 1:
+            part = wide.new_empty(output.shape)
+            reduce_scatter(part, wide, grid.shard_group)
+        if grid.replicas > 1:
+            dist.all_reduce(part, group=grid.replica_group)
+        if self.average and grid.size > 1:
+            part = part.div_(grid.size)
+        output.copy_(part)
 
     def discard(self) -> None:
         """Forget the micro-batches since the last step."""
@@ -149,23 +152,6 @@ def _now(device: torch.device) -> Any:
     return event
 
 
-class BackendSum(Exchange):
-    """Sum by the backend, in the gradient's format or a wider one. Then divide once."""
-
-    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        grid = self.grid
-        wide = gradient.to(getattr(torch, self.row.wire)) if self.row.wire else gradient
-        part = wide
-        if grid.shards > 1:
-            part = wide.new_empty(output.shape)
-            reduce_scatter(part, wide, grid.shard_group)
-        if grid.replicas > 1:
-            dist.all_reduce(part, group=grid.replica_group)
-        if self.average and grid.size > 1:
-            part = part.div_(grid.size)
-        output.copy_(part)
-
-
 # PyTorch 2.13 renames these two; 2.11 knows the old names only.
 def reduce_scatter(output: Tensor, gradient: Tensor, group: Any) -> None:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -175,19 +161,6 @@ def reduce_scatter(output: Tensor, gradient: Tensor, group: Any) -> None:
 def all_gather(output: Tensor, part: Tensor, group: Any = None) -> None:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, part, group=group)
-
-
-def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
-    """Return each rank's piece of the gradient, in the group's order: its replica's part of its shard.
-
-    Zeros behind each shard make all pieces one multiple of ``multiple`` long.
-    """
-    shards = gradient.view(grid.shards, -1)
-    if missing := -shards.shape[1] % (grid.replicas * multiple):
-        shards = F.pad(shards, (0, missing))
-    pieces = shards.reshape(grid.size, -1)
-    places = [shard * grid.replicas + replica for replica, shard in grid.places]
-    return pieces if places == list(range(grid.size)) else pieces[places]
 
 
 # ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,8 +176,6 @@ def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
 
 class ExactExchange(Exchange):
     """Sum exactly over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
-
-    It takes the gradient of each micro-batch separately.
 
     Cost: it sends each micro-batch's gradient once, and with replicas the sum once a step. Several micro-batches in a step take
         16 bytes for each element that this rank keeps.
@@ -243,99 +214,16 @@ class ExactExchange(Exchange):
         return 0 if self._sums is None else self._sums.num_bytes
 
     def _received(self, gradient: Tensor) -> Tensor:
+        """Return this rank's piece of every rank's gradient: a row of a replica's part of a shard for each rank."""
         grid = self.grid
         if grid.size == 1:
             return gradient.view(1, -1)
-        sent = _pieces(gradient, grid)
+        shards = gradient.view(grid.shards, -1)
+        if missing := -shards.shape[1] % grid.replicas:
+            shards = F.pad(shards, (0, missing))
+        pieces = shards.reshape(grid.size, -1)
+        places = [shard * grid.replicas + replica for replica, shard in grid.places]
+        sent = pieces if places == list(range(grid.size)) else pieces[places]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=grid.group)
         return received
-
-
-# ── sums of compressed gradients ───────────────────────────────────────────────────────────────────────────────────────
-#
-# A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
-# *owner* its piece of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`), and the owner adds what all
-# ranks sent in float32, in the order of the ranks. It has its own piece without any rounding.
-#
-# Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
-# gathered in records too, and the owner decodes its own piece as all others do: all ranks hold equal bits.
-#
-#     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  every rank's b
-#     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  every rank's a
-#
-# Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
-# reduce_scatter_with_fp32_accumulation; stochastic rounding without feedback: QSGD (1610.02132).
-
-
-_SENT, _GATHERED = range(2)
-
-
-class CompressedSum(Exchange):
-    """Sum gradients in records of 8 bits.
-
-    Invariant: all ranks that keep a piece of the sum get the same bits. A value that is not finite on any rank makes the sum NaN
-    there. Random bits depend only on the seed, the step, the exchange, the micro-batch, the rank and the place.
-
-    Cost: 0.2588 of float32's bytes, twice if several ranks keep the sum. The records of one gradient are temporary memory.
-    """
-
-    _micro_batch = 0
-
-    @torch.no_grad()
-    def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """Do :meth:`Exchange.add`. Sum each micro-batch separately."""
-        grid = self.grid
-        if grid.size > 1:
-            total = self._sum_owned(gradient)
-            if grid.replicas > 1:
-                total = self._gather(total)
-            total = total[: output.numel()].view_as(output)
-            gradient = total.div_(grid.size) if self.average else total
-        output.copy_(gradient)
-        self._micro_batch = 0 if is_last else self._micro_batch + 1
-        self.step += is_last
-
-    def discard(self) -> None:
-        self._micro_batch = 0
-
-    def _sum_owned(self, gradient: Tensor) -> Tensor:
-        """Return the float32 sum of this rank's own piece, in whole records."""
-        grid, rank = self.grid, dist.get_rank(self.grid.group)
-        pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
-        num_records = pieces.shape[1] // RECORD_VALUES
-        sent = gradient.new_empty(grid.size, num_records, RECORD_BYTES, dtype=torch.uint8)
-        for owner, part in enumerate(pieces):
-            if owner != rank:
-                sent[owner] = encode(part, self._key(_SENT, rank, owner))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=grid.group)
-        total = torch.zeros(len(pieces[rank]), dtype=torch.float32, device=gradient.device)
-        for sender, records in enumerate(received):
-            # A rank has its own piece unrounded.
-            total = total + pieces[rank] if sender == rank else add_decoded(total, records)
-        return total
-
-    def _gather(self, part: Tensor) -> Tensor:
-        """Return all pieces of this rank's shard, decoded from records on every rank."""
-        group = self.grid.replica_group
-        rank = dist.get_rank(self.grid.group)
-        records = encode(part, self._key(_GATHERED, rank, 0))
-        gathered = records.new_empty(group.size() * len(records), RECORD_BYTES)
-        all_gather(gathered, records, group)
-        return decode(gathered)
-
-    def _key(self, stage: int, *places: int) -> int:
-        key = self.seed
-        for number in (self.step, self.place, self._micro_batch, stage, *places):
-            key = step_seed(key, number)
-        return key
-
-
-EXCHANGES: dict[str, type[Exchange]] = {
-    "native": BackendSum,
-    "float32": BackendSum,
-    "reproducible": ExactExchange,
-    "compressed8": CompressedSum,
-}
-"""The exchange of each row of ``REDUCTIONS``."""

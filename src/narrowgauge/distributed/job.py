@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from narrowgauge.errors import RankError
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others. Then a rank that hangs ends the run."""
+SHUTDOWN_SECONDS = "120"
+"""How long torchrun waits after a signal for a step and its checkpoint. Its default is 30 seconds."""
 
 
 def rank() -> int:
@@ -28,14 +35,26 @@ def world_size() -> int:
 
 
 def launch(num_ranks: int, words: Sequence[str]) -> NoReturn:
-    """Replace this process by ``torchrun``: ``narrowgauge WORDS`` runs on local ranks and gives the exit status."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    """Run ``narrowgauge WORDS`` on local ranks by ``torchrun``, and exit with the status of the rank that failed first."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))  # torchrun's is 1
-    sys.stdout.flush()
-    # After "--", torchrun does not read our --nproc as an abbreviation of its own option.
-    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "--", "narrowgauge", *words])
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    logging.disable()  # torchrun's report of the ranks, whose own error is on the console
+    torchrun = ["--standalone", "--nproc-per-node", str(num_ranks)]
+    try:
+        # After "--", torchrun does not read our --nproc as an abbreviation of its own option.
+        run.run(run.parse_args([*torchrun, "-m", "--", "narrowgauge", *words]))
+    except ChildFailedError as error:
+        status = error.get_first_failure()[1].exitcode
+        sys.exit(status if status >= 0 else 128 - status)
+    except SignalException as stopped:
+        sys.exit(128 + stopped.sigval)
+    sys.exit()
 
 
 @contextlib.contextmanager
@@ -46,8 +65,6 @@ def joined() -> Iterator[None]:
         return
     import torch
     import torch.distributed as dist
-
-    from narrowgauge.distributed.ranks import TIMEOUT
 
     device = None
     if torch.cuda.is_available():

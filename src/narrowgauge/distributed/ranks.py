@@ -20,8 +20,6 @@ import torch.distributed as dist
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 
 T = TypeVar("T")
-TIMEOUT = timedelta(hours=2)
-"""How long a rank waits for the others: rank 0 prepares the text, or writes a checkpoint, while they wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +106,13 @@ class Ranks:
             dist.destroy_process_group(self.group)
 
     def apart(self) -> Ranks:
-        """Return the same ranks in a separate process group, which sends objects from the CPU."""
-        return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=TIMEOUT))
+        """Return the same ranks in a separate process group, which sends objects from the CPU.
+
+        There a rank waits two hours for the others, which may be writing large files.
+        """
+        if self.size == 1:
+            return self
+        return Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=timedelta(hours=2)))
 
 
 def _shared_error(error: BaseException) -> NarrowgaugeError | OSError:
@@ -140,9 +143,9 @@ def all_ranks() -> Ranks:
 
 @functools.cache
 def _pause_at_exit() -> None:
-    """Let gloo's threads drop the tensors of the last collectives before the interpreter shuts down.
+    """Let gloo's threads drop the tensors of the last collectives before the interpreter shuts down, unless the group is gone.
 
-    A thread needs the interpreter's lock to drop a tensor. If shutdown comes first, PyTorch 2.13 aborts the process:
+    A thread needs the interpreter's lock to drop a tensor. If shutdown comes first, PyTorch 2.13 aborts one process in eight:
     "terminate called without an active exception".
     """
-    atexit.register(time.sleep, 0.2)
+    atexit.register(lambda: time.sleep(0.2 if has_group() else 0))

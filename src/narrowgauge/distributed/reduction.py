@@ -1,17 +1,16 @@
 """Sum gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
 
 A step has micro-batches. Each rank computes some of them. :meth:`GradientReduction.micro_batch` surrounds each forward and
-backward pass. After the last, ``p.grad`` holds the sum over all micro-batches of all ranks. A ``ReduceScatter`` of our own sums
-what FSDP2 shards, during the backward pass. Replicated gradients are summed after it.
-
-An order-invariant reduction also enforces what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`).
+backward pass. A ``ReduceScatter`` of our own sums what FSDP2 shards, during the backward pass. Replicated gradients are summed
+after it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import torch_names
-from narrowgauge.distributed.exchanges import EXCHANGES, ONE_RANK, Exchange, RankGrid, group_of, of_mesh, replicated
+from narrowgauge.distributed.exchanges import ONE_RANK, ExactExchange, Exchange, RankGrid, group_of, of_mesh, replicated
 from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, refuse_norms
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import Replicated
@@ -29,10 +28,9 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
+from narrowgauge.torch_hooks import OwnHook
 
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
-
-
 _IN_MICRO_BATCHES = (
     "Surround each forward and backward pass with reduction.micro_batch(is_last=…), which sums them; prepare() returns it as "
     "optimizer.reduction."
@@ -40,12 +38,7 @@ _IN_MICRO_BATCHES = (
 
 
 def reduce_gradients_with(
-    model: nn.Module,
-    name: str | Reduction,
-    *,
-    average: bool = True,
-    seed: int = 0,
-    mesh: Any = None,
+    model: nn.Module, name: str | Reduction, *, average: bool = True, mesh: Any = None
 ) -> GradientReduction:
     """Sum a model's gradients across ranks by a row of ``REDUCTIONS``, from now on.
 
@@ -55,7 +48,6 @@ def reduce_gradients_with(
         name: a row of ``REDUCTIONS``, or its name.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do. Otherwise the loss of each micro-batch is its part
             of the step's loss.
-        seed: of random bits, if the reduction draws any; the same on all ranks.
         mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has its own.
     Returns:
         The reduction. Surround each forward and backward pass with its ``micro_batch``. Passes outside are refused.
@@ -83,7 +75,7 @@ def reduce_gradients_with(
             f"reduction '{row.name}' was requested for a model whose gradients are summed by '{installed.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    reduction = GradientReduction(model, row, average, seed, mesh)
+    reduction = (ExactReduction if row.order_invariant else GradientReduction)(model, row, average, mesh)
     _installed[inner_of(model)] = weakref.ref(reduction)
     return reduction
 
@@ -127,14 +119,18 @@ class _GroupSum:
 
 
 class GradientReduction:
-    """Sum the gradients of a model across ranks. :func:`reduce_gradients_with` makes it.
+    """Sum the gradients of a model across ranks by the backend. :func:`reduce_gradients_with` makes it.
+
+    FSDP2's groups are summed in each backward pass. Autograd, or an accumulator, sums micro-batches on the rank.
 
     Attributes:
         size, group: the number of ranks whose gradients are summed, and their process group.
         current: the micro-batch whose block is open.
     """
 
-    def __init__(self, model: nn.Module, row: Reduction, average: bool, seed: int, mesh: Any) -> None:
+    exchange: type[Exchange] = Exchange
+
+    def __init__(self, model: nn.Module, row: Reduction, average: bool, mesh: Any) -> None:
         settle(model)
         self.row, self._model = row, model
         self._accumulator: Any = None
@@ -143,14 +139,14 @@ class GradientReduction:
         self._exchanges: list[Exchange] = []
         self._undo: list[Callable[[], object]] = []
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
+        self._fsdp = torch_names.fsdp_groups(model)
+        self._ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
 
         def register(grid: RankGrid) -> Exchange:
-            exchange = EXCHANGES[row.name](grid, row, average, seed)
-            exchange.place = len(self._exchanges)
-            self._exchanges.append(exchange)
-            return exchange
+            self._exchanges.append(self.exchange(grid, row, average))
+            return self._exchanges[-1]
 
-        self._fsdp = torch_names.fsdp_groups(model)
         try:
             self._take_over(model, mesh, register)
         except RecipeError:
@@ -165,18 +161,15 @@ class GradientReduction:
         grid = grid or _grid_of(model, mesh)
         self.size, self.group = grid.size, grid.group
         _require_whole(model, whole_params, grid)
-        if self.row.order_invariant:
-            self._require_own_dtypes()
         self._replicated = Replicated(whole_params, replicated(grid.group) if grid.size > 1 else ONE_RANK, register)
-        self._ddp = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         if self._ddp is not None:
             self._undo.append(lambda: setattr(model, "require_backward_grad_sync", True))
-        self._arrived: set[Tensor] = set()  # parameters that got a gradient in this micro-batch
         if self.size > 1 or self.row.order_invariant:
-            self._undo += [p.register_post_accumulate_grad_hook(self._arrive).remove for p in self._trainable]
-        if self.row.order_invariant and self._trainable:
-            self._undo += follow_forwards(inner_of(model), self._require_surrounded)
-            self._undo.append(refuse_norms(_are_summed_exactly))
+            # The model keeps the reduction. A strong reference in a parameter's hook would keep both forever.
+            arrive: Any = weakref.WeakMethod(self._arrive)
+            hooks = [p.register_post_accumulate_grad_hook(lambda p: arrive()(p)) for p in self._trainable]
+            holder = inner_of(model).register_state_dict_pre_hook(OwnHook(functools.partial(_do_nothing, self)))
+            self._undo += [hook.remove for hook in (*hooks, holder)]
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -204,22 +197,41 @@ class GradientReduction:
         if self._ddp is not None:
             # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank 0's in each forward pass.
             self._ddp.require_backward_grad_sync, self._ddp.require_forward_param_sync = False, True
-        waiting: dict[Tensor, Tensor | None] = {}
-        if is_absent and not self.row.order_invariant:  # set this rank's sums aside: the pass does not count
-            waiting = {p: p.grad for p in self._replicated.parameters}
-            for parameter in waiting:
-                parameter.grad = None
         self.current = _MicroBatch(is_last, is_absent)
         try:
-            before = self._check_order()
+            before = self._before_pass(self.current)
             yield
-            self._check_order(before)
-            self._add_micro_batch(self.current, waiting)
+            whole_params = set(self._replicated.parameters)
+            if any(p.grad is None and (p in whole_params or not is_last) for p in self._arrived):
+                raise RecipeError(
+                    "a gradient was cleared in backward, before it was summed over ranks and micro-batches.",
+                    "Step after backward, or shard the model and give each rank one micro-batch per step.",
+                )
+            self._after_pass(self.current, before)
+            self._in_step = not is_last
         except BaseException:
             self.discard()
             raise
         finally:
             self.current = None
+
+    def _before_pass(self, micro_batch: _MicroBatch) -> Any:
+        """Set this rank's sums aside if the pass does not count."""
+        waiting = {p: p.grad for p in self._replicated.parameters} if micro_batch.is_absent else {}
+        for parameter in waiting:
+            parameter.grad = None
+        return waiting
+
+    def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
+        """Add the gradients of a micro-batch. After the last, write the sums to ``p.grad``."""
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        if self._accumulator is not None:
+            self._accumulator.accumulate()
+            if micro_batch.is_last:
+                self._accumulator.finish()
+        if micro_batch.is_last:
+            self._replicated.add()
 
     def accumulate_in(self, accumulator: Any) -> None:
         """Sum the micro-batches of a step in a :class:`narrowgauge.GradientAccumulator`, and not in autograd and FSDP2.
@@ -227,17 +239,6 @@ class GradientReduction:
         An order-invariant reduction sums them itself and ignores it.
         """
         self._accumulator = accumulator
-
-    @property
-    def step(self) -> int:
-        """Return the number of optimizer steps whose gradients were summed."""
-        return max((exchange.step for exchange in self._exchanges), default=0)
-
-    def set_step(self, step: int, seed: int | None = None) -> None:
-        """Set the number of optimizer steps done, and the seed, when a run resumes. They key random bits."""
-        for exchange in self._exchanges:
-            exchange.step = step
-            exchange.seed = exchange.seed if seed is None else seed
 
     @contextlib.contextmanager
     def shown_to(self, look: Callable[[Tensor], None]) -> Iterator[None]:
@@ -254,11 +255,9 @@ class GradientReduction:
         """Forget the micro-batches since the last step, and all gradients."""
         for parameter in self._trainable:
             parameter.grad = None
-        self._replicated.discard()
-        for exchange in self._exchanges:
-            exchange.discard()
-        if self._accumulator is not None:
-            self._accumulator.discard()
+        for part in (self._replicated, self._accumulator, *self._exchanges):
+            if part is not None:
+                part.discard()
         self._in_step = False
         self._arrived.clear()
 
@@ -277,10 +276,6 @@ class GradientReduction:
                 ended.synchronize()
                 total += began.elapsed_time(ended) / 1000
         return total
-
-    def sums_exactly(self, gradients: Set[int]) -> bool:
-        """Return whether it sums exactly and a tensor with one of these ids is among its gradients."""
-        return self.row.order_invariant and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
 
     @property
     def is_installed(self) -> bool:
@@ -306,35 +301,6 @@ class GradientReduction:
     def _arrive(self, parameter: Tensor) -> None:
         self.require_open()
         self._arrived.add(parameter)
-
-    def _require_surrounded(self) -> None:
-        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random numbers that it draws."""
-        if self.current is None:
-            raise RecipeError(
-                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside micro_batch().",
-                f"{_IN_MICRO_BATCHES} A pass without a backward pass needs torch.no_grad().",
-            )
-
-    def _check_order(self, before: tuple[bytes, ...] = ()) -> tuple[bytes, ...]:
-        """Refuse what makes an exact sum depend on the ranks. Return the state of the generators; ``before`` is the last one."""
-        if not self.row.order_invariant or not self._trainable:
-            return ()
-        if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
-            raise RecipeError(
-                "Cannot sum gradients exactly because set_requires_gradient_sync(False), or set_requires_all_reduce(False), of "
-                "FSDP2 adds them up on each rank.",
-                "Leave both True: the sum takes each micro-batch by itself.",
-            )
-        state = generator_state(self._fsdp[0][1].device if self._fsdp else self._trainable[0].device)
-        if before and state and state != before:
-            raise RecipeError(
-                "a micro-batch drew random numbers from PyTorch's default generator (dropout, sampling, layers left out at "
-                "random), whose state depends on what this rank has computed before: other bits come out on another number of "
-                "ranks.",
-                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
-                "by the step and the micro-batch's own number; or take another reduction.",
-            )
-        return state
 
     def _begin(self) -> None:
         if not self._in_step:
@@ -365,47 +331,6 @@ class GradientReduction:
                     "Call close() of the reduction, and install it anew.",
                 )
 
-    def _add_micro_batch(self, micro_batch: _MicroBatch, waiting: dict[Tensor, Tensor | None]) -> None:
-        """Add the gradients of a micro-batch. After the last, write the sums to ``p.grad``."""
-        whole_params = set(self._replicated.parameters)
-        if any(p.grad is None and (p in whole_params or not micro_batch.is_last) for p in self._arrived):
-            raise RecipeError(
-                "a gradient was cleared in backward, before it was summed over ranks and micro-batches.",
-                "Step after backward, or shard the model and give each rank one micro-batch per step.",
-            )
-        if self.row.order_invariant:
-            self._require_all_used()
-            self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
-            if not micro_batch.is_last:
-                for parameter in self._sharded:
-                    parameter.grad = None
-        else:
-            for parameter, gradient in waiting.items():
-                parameter.grad = gradient
-            if self._accumulator is not None:
-                self._accumulator.accumulate()
-                if micro_batch.is_last:
-                    self._accumulator.finish()
-            if micro_batch.is_last:
-                self._replicated.add()
-        self._in_step = not micro_batch.is_last
-
-    def _require_all_used(self) -> None:
-        """Refuse a sharded parameter without a gradient: FSDP2 leaves it out of a group's flat gradient.
-
-        Two experts of equal size in different micro-batches may then have the same place in vectors of equal length.
-        """
-        unused = next((p for p in self._sharded if p not in self._arrived), None)
-        if unused is not None:
-            raise RecipeError(
-                f"Cannot sum gradients exactly because a sharded parameter of shape {tuple(unused.shape)} got none in a "
-                "micro-batch: FSDP2 leaves it out of the vectors that are summed.",
-                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze it; or keep it whole on every "
-                "rank: ignored_params=… of fully_shard.",
-            )
-
-    # ── what is installed ──────────────────────────────────────────────────────────────────────────────────────────────
-
     def _take_over_shards(self, register: Callable[[RankGrid], Exchange]) -> tuple[set[int], RankGrid | None]:
         """Give FSDP2's parameter groups their exchanges. Return the ids of the sharded parameters, and the ranks."""
         sharded_ids: set[int] = set()
@@ -428,6 +353,63 @@ class GradientReduction:
             raise RecipeError(f"a model is sharded over {len(grids)} meshes of other ranks.", "Shard it over one.")
         return sharded_ids, next(iter(grids.values()), None)
 
+
+class ExactReduction(GradientReduction):
+    """Sum gradients exactly, one micro-batch at a time. Refuse what makes the sum depend on the ranks."""
+
+    exchange = ExactExchange
+
+    def _take_over(self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]) -> None:
+        super()._take_over(model, mesh, register)
+        self._require_own_dtypes()
+        if self._trainable:
+            self._undo += follow_forwards(inner_of(model), self._require_surrounded)
+            self._undo.append(weakref.finalize(self, refuse_norms(_are_summed_exactly)))
+
+    def _before_pass(self, micro_batch: _MicroBatch) -> Any:
+        """Return the state of the generators."""
+        if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
+            raise RecipeError(
+                "Cannot sum gradients exactly because set_requires_gradient_sync(False), or set_requires_all_reduce(False), of "
+                "FSDP2 adds them up on each rank.",
+                "Leave both True: the sum takes each micro-batch by itself.",
+            )
+        device = self._fsdp[0][1].device if self._fsdp else next(iter(self._trainable), torch.empty(0)).device
+        return generator_state(device)
+
+    def _after_pass(self, micro_batch: _MicroBatch, before: Any) -> None:
+        """Add the gradients of a micro-batch by themselves, unless it drew random numbers or left a sharded parameter out."""
+        state = self._before_pass(micro_batch)
+        if before and state and state != before:
+            raise RecipeError(
+                "a micro-batch drew random numbers from PyTorch's default generator (dropout, sampling, layers left out at "
+                "random), whose state depends on what this rank has computed before: other bits come out on another number of "
+                "ranks.",
+                "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
+                "by the step and the micro-batch's own number; or take another reduction.",
+            )
+        # Of two experts in different micro-batches, FSDP2 would give the gradients the same place in vectors of equal length.
+        unused = next((p for p in self._sharded if p not in self._arrived), None)
+        if unused is not None:
+            raise RecipeError(
+                f"Cannot sum gradients exactly because a sharded parameter of shape {tuple(unused.shape)} got none in a "
+                "micro-batch: FSDP2 leaves it out of the vectors that are summed.",
+                "Use every parameter in every micro-batch, times 0 where one leaves it out; freeze it; or keep it whole on every "
+                "rank: ignored_params=… of fully_shard.",
+            )
+        self._replicated.add(is_absent=micro_batch.is_absent, is_last=micro_batch.is_last)
+        if not micro_batch.is_last:
+            for parameter in self._sharded:
+                parameter.grad = None
+
+    def _require_surrounded(self) -> None:
+        """Refuse a forward pass in training outside ``micro_batch``, where nobody sees the random numbers that it draws."""
+        if self.current is None:
+            raise RecipeError(
+                f"Cannot sum gradients by '{self.row.name}' after a forward pass outside micro_batch().",
+                f"{_IN_MICRO_BATCHES} A pass without a backward pass needs torch.no_grad().",
+            )
+
     def _require_own_dtypes(self) -> None:
         """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum once more."""
         for module, group in self._fsdp:
@@ -442,6 +424,10 @@ class GradientReduction:
                     )
 
 
+def _do_nothing(*_: object) -> None:
+    pass
+
+
 def inner_of(model: nn.Module) -> nn.Module:
     inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return inner
@@ -449,8 +435,8 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
     ids = {id(gradient) for gradient in gradients}
-    reductions = [reduction for reference in _installed.values() if (reduction := reference()) is not None]
-    return any(reduction.sums_exactly(ids) for reduction in reductions)
+    exact = [r for reference in _installed.values() if isinstance(r := reference(), ExactReduction) and r.is_installed]
+    return any(id(p.grad) in ids for reduction in exact for p in reduction._trainable)
 
 
 def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGrid) -> None:

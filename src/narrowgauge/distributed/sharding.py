@@ -11,8 +11,8 @@ A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,20 +86,6 @@ def settle(model: nn.Module) -> None:
     for module, group in torch_names.fsdp_groups(model):
         module.reshard()
         torch_names.renew_fsdp_group(group)
-
-
-def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that uses submodules of a sharded model, with the root's parameters gathered while it runs.
-
-    FSDP2 gathers parameters when a module is called. A loss that multiplies by the head's weight calls neither the model nor
-    the head. ``function`` must not call the model itself.
-    """
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    model.through_root = function  # type: ignore[assignment]
-    register_fsdp_forward_method(model, "through_root")
-    called: Any = model.through_root
-    return cast(Callable[..., Any], called)
 
 
 def has_shards(model: nn.Module) -> bool:

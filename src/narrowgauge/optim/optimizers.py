@@ -100,7 +100,7 @@ class SGD(Optimizer):
 
     Args:
         params, lr, options: as in :class:`AdamW`.
-        momentum: decay rate of the ``momentum_buffer``. With 0 nothing is stored, and no group may set another momentum.
+        momentum: decay rate of the ``momentum_buffer``; a param group may set its own. If all are 0, nothing is stored.
         dampening: fraction of each gradient, except the first, that does not enter the buffer.
         weight_decay: factor of the L2 penalty.
         nesterov: step along the gradient plus the next buffer. It needs momentum and no dampening.
@@ -138,7 +138,9 @@ class SGD(Optimizer):
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         }  # fmt: skip
-        super().__init__(params, MOMENTUM_SGD if momentum else PLAIN_SGD, defaults, **options)
+        params = list(params)
+        has_buffer = momentum or any(isinstance(group, dict) and group.get("momentum") for group in params)
+        super().__init__(params, MOMENTUM_SGD if has_buffer else PLAIN_SGD, defaults, **options)
 
 
 class Lion(Optimizer):

@@ -250,7 +250,7 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
         if "storage" not in theirs:
             raise RecipeError(
                 "Cannot load a state without a storage: another library's optimizer saved it.",
-                "ng.load_states(optimizer, state) takes states of Adam and AdamW; any other restarts.",
+                "ng.load_states(optimizer, state) takes states of Adam, AdamW and torch's SGD; any other restarts.",
             )
         if theirs["storage"] != mine["storage"]:
             raise RecipeError(

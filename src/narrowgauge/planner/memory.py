@@ -34,7 +34,7 @@ _SUMS = "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed
 _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
 CHUNK_LOGITS = 1 << 24
-"""Logits in one chunk of the trainer's loss: 64 MiB in float32. Smaller chunks make thin matmuls, larger ones gain little."""
+"""Logits in one chunk of a loss in chunks (Liger's, torchtitan's): 64 MiB in float32. ``narrowgauge train`` keeps all of them."""
 OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),
@@ -71,8 +71,8 @@ def stages_of(architecture: Architecture, layout: Layout) -> dict[int, tuple[flo
 def memory_terms(job: Job) -> Terms:
     """Return the memory of the worst rank at its worst moment: bytes by group.
 
-    If every rank computes whole layers, norms and activation functions are eager kernels (Hugging Face), and logits are computed
-    a chunk of tokens at a time. Otherwise kernels are fused (Megatron-LM).
+    If every rank computes whole layers, norms and activation functions are eager kernels (Hugging Face), and the loss is one in
+    chunks, which ``narrowgauge train`` has not. Otherwise kernels are fused (Megatron-LM).
     """
     peaks = []
     for stage, (layers, in_flight) in stages_of(job.architecture, job.layout).items():
@@ -257,7 +257,7 @@ class _Rank:
             f"its gradient, c = {count:,.0f} logits"
         )
         value = max(first * head + 12.0 * count, second * head + width * count)
-        return [Term("logits", "a chunk of logits, head in float32", value, formula, "trainer/language_model.py")]
+        return [Term("logits", "a chunk of logits, head in float32", value, formula, "a loss in chunks; not train's")]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:

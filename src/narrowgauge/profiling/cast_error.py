@@ -17,8 +17,7 @@ from narrowgauge.gauges.attach import attach_gauges
 from narrowgauge.runs.schema import Row, metric_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import prepare_data
-from narrowgauge.trainer.language_model import vocabulary_size
+from narrowgauge.trainer.data.dataset import open_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
@@ -34,7 +33,7 @@ def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[list[Row]]:
     fraction of nonzero values that become zero (``underflow``).
     """
     with tempfile.TemporaryDirectory() as folder:
-        data = prepare_data(config.data, vocab_size=vocabulary_size(config.model), seed=config.seed)
+        data = open_data(str(config.data), config.held_out, config.seed)
         plain = replace(config, compile=False, audit_every=0)
         return [_losses_in(build(replace(plain, recipe=recipe), Path(folder), data)) for recipe in recipes]
 

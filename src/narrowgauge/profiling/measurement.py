@@ -25,11 +25,11 @@ from torch.utils.benchmark import Timer
 
 from narrowgauge.inductor import MANY_VERSIONS
 from narrowgauge.matmul.scopes import compute_scope
+from narrowgauge.planner.model import read_model
 from narrowgauge.profiling.layers import Kind, baseline_of, kinds_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
-from narrowgauge.trainer.language_model import vocabulary_size
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
@@ -122,8 +122,7 @@ def passes_of(session: Session, kind: Kind) -> tuple[Work, Work]:
 
 def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
     """Return the trainer's own session on random tokens, without audits."""
-    size = vocabulary_size(config.model)
-    assert size is not None
+    size = read_model(config.model).vocab_size
     count = max(_RANDOM_TOKENS, 2 * config.tokens_per_step)
     tokens = np.random.default_rng(config.seed).integers(0, size, count).astype(np.uint32)
     data = Dataset(tokens, tokens, size)

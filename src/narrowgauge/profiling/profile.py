@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from narrowgauge.profiling.layers import baseline_of
 from narrowgauge.profiling.measurement import Times
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import TrainConfig, known_model
 
 _MOST_CASTS = 12
 
@@ -26,7 +28,7 @@ def profile(
     model: str,
     recipes: Sequence[Recipe],
     *,
-    numerics: bool = False,
+    numerics: Path | None = None,
     batch_size: int = 8,
     sequence_length: int = 256,
     say: Callable[[str], None] = lambda _: None,
@@ -36,7 +38,7 @@ def profile(
     Args:
         model: a preset's name, or a folder with a Hugging Face ``config.json``.
         recipes: one that is named twice counts once.
-        numerics: also train a few steps on text and report what each cast loses.
+        numerics: a token map. Also train a few steps on it and report what each cast loses.
         batch_size: sequences per step.
         sequence_length: tokens per sequence.
         say: called with a line of progress before each long operation.
@@ -46,12 +48,12 @@ def profile(
     Cost: the compilation of a training step and of the casts of each recipe, and then some steps.
     """
     recipes = list(dict.fromkeys(recipes))
-    config = TrainConfig(model=model, batch_size=batch_size, sequence_length=sequence_length).validated()
+    config = TrainConfig(model=known_model(model), batch_size=batch_size, sequence_length=sequence_length)
     times = measurement.measure(recipes, config, say)
     losses: list[list[Row]] = [[] for _ in recipes]
-    if numerics:
-        say(f"casting the tensors of {cast_error.NUM_BATCHES} steps on '{config.data}'")
-        losses = cast_error.losses(recipes, config)
+    if numerics is not None:
+        say(f"casting the tensors of {cast_error.NUM_BATCHES} steps on '{numerics}'")
+        losses = cast_error.losses(recipes, replace(config, data=str(numerics)))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [
         {**cost_row(recipe, times), "multiplies": describe_matmuls(recipe.compute, device), "losses": lost}

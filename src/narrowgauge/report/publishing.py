@@ -9,7 +9,7 @@ from pathlib import Path
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
+from narrowgauge.runs.atomic_io import disk_errors, write_whole
 from narrowgauge.runs.foreign_logs import LOGS, is_log
 from narrowgauge.runs.record import Run, is_run, latest_runs, read_run
 
@@ -96,11 +96,11 @@ def write_report(comparison: Comparison, page: Path) -> Path:
     # Imported late: the page dominates the loading time.
     from narrowgauge.report.runs_page import render
 
-    write_whole(page, render(comparison).encode(), AGAIN)
+    write_whole(page, render(comparison).encode())
     return page
 
 
 def publish(comparison: Comparison, out: Path) -> Path:
     """Write ``compare.json`` and ``report.html`` into a folder. Return the path of the page."""
-    write_whole(out / "compare.json", comparison.json(), AGAIN)
+    write_whole(out / "compare.json", comparison.json())
     return write_report(comparison, out / "report.html")

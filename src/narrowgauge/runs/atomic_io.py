@@ -1,9 +1,7 @@
 """Atomic file operations: a file is complete or absent, whatever happens.
 
-A process can die between any two instructions. A disk can fill up in the middle of a write. So nothing is changed in place.
-The new bytes go to a temporary file in the same folder. The file is synced to the disk and gets its final name by one atomic
-rename. An error of the operating system becomes a :class:`~narrowgauge.errors.RecordError`.
-The message names the file and, on a full disk, the free bytes.
+The new bytes go to a temporary file in the same folder. It is synced to the disk and gets its final name by one atomic rename.
+An error of the operating system becomes a :class:`~narrowgauge.errors.RecordError` that names the file.
 """
 
 from __future__ import annotations
@@ -22,20 +20,13 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 
-if sys.platform != "win32":
-    import fcntl
-
 TEMPORARY = ".tmp-"
 """Prefix of every unfinished file. Files that a crash leaves under this prefix may be deleted."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
-RESUME = "go on with narrowgauge resume"
-AGAIN = "give the same command again"
-"""Advice after a full disk: for files of a run, and for files that are created again."""
 
-
-def disk_error(path: Path, error: Exception, then: str = RESUME) -> RecordError:
+def disk_error(path: Path, error: Exception) -> RecordError:
     """Return a ``RecordError`` for an error of the operating system. On a full disk it gives the free bytes."""
     error = system_error(error) or OSError(str(error))
     if error.errno not in _FULL:
@@ -44,9 +35,8 @@ def disk_error(path: Path, error: Exception, then: str = RESUME) -> RecordError:
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", advice, status=status)
     place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    return RecordError(
-        f"Cannot write {path}: the disk is full ({free:,} bytes free).", f"Free some space, then {then}.", status=1
-    )
+    message = f"Cannot write {path}: the disk is full ({free:,} bytes free)."
+    return RecordError(message, "Free some space, then give the same command again.", status=1)
 
 
 def system_error(error: BaseException) -> OSError | None:
@@ -58,42 +48,36 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path, then: str = RESUME) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """Turn every error of the operating system in the block into the ``RecordError`` of :func:`disk_error`."""
     try:
         yield
     except Exception as error:
         if system_error(error) is None:
             raise
-        raise disk_error(path, error, then) from error
+        raise disk_error(path, error) from error
 
 
 def sync(path: Path) -> None:
     """Sync a file or a folder to the disk. Without the sync of its folder a power failure may undo a rename."""
-    is_folder = path.is_dir()
-    if is_folder and sys.platform == "win32":
+    if sys.platform == "win32" and path.is_dir():
         return
-    descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def temporary_name(path: Path) -> Path:
-    """Return a temporary name in the same folder, distinct per process."""
-    return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
-
-
-def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Replace a file. Any reader, also after a crash, sees the old bytes or the new ones.
 
     The folder must exist. Refuse a folder, a device or a pipe, because a rename would remove it.
 
     Cost: two fsyncs, a few milliseconds.
     """
-    temporary = temporary_name(path)
-    with disk_errors(path, then):
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    with disk_errors(path):
         if path.exists() and not path.is_file():
             raise RecordError(f"Cannot write {path}: it is not a regular file.", "Name a file, new or old.")
         try:
@@ -109,20 +93,25 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder. Rename it to ``path`` if the block succeeds, remove it if the block fails.
 
-    ``path`` may be an empty folder.
+    ``path`` may be an empty folder, but not the current one.
     """
-    if path.absolute() == Path.cwd():
-        raise RecordError("Cannot replace the current folder.", "Name a new folder.")
-    temporary = temporary_name(path)
-    with disk_errors(path, AGAIN):
+    path = path.absolute()
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    with disk_errors(path):
+        reason = "the current folder" if path == Path.cwd() else ""
+        if path.exists() and not path.is_dir():
+            reason = "a file"
+        elif path.exists() and any(path.iterdir()):
+            reason = "not empty"
+        if reason:
+            raise RecordError(f"Cannot write {path}: it exists and is {reason}.", "Name a new folder.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             yield temporary
-            for file in temporary.iterdir():
+            for file in (*temporary.iterdir(), temporary):
                 sync(file)
-            sync(temporary)
             if path.exists():
                 path.rmdir()
             os.rename(temporary, path)
@@ -135,21 +124,6 @@ def read_bytes(path: Path) -> bytes | None:
     """Return all bytes of a file, or ``None`` if there is none."""
     with disk_errors(path):
         return path.read_bytes() if path.exists() else None
-
-
-def append_whole(descriptor: int, path: Path, data: bytes) -> None:
-    """Append complete lines to a file opened with ``O_APPEND``. On an error append none.
-
-    Write by one ``os.write`` if the disk has space. After an error, truncate the file to its old length.
-    """
-    length = os.fstat(descriptor).st_size
-    with disk_errors(path):
-        try:
-            while data:
-                data = data[os.write(descriptor, data) :]
-        except OSError:
-            os.ftruncate(descriptor, length)
-            raise
 
 
 def load_json(text: bytes | str) -> Any:
@@ -166,34 +140,10 @@ def digest(path: Path) -> str:
 
 
 def hash_of(path: Path, length: int) -> hashlib.blake2b:
-    """Return the BLAKE2b-256 of the first ``length`` bytes of a file, in constant memory. Later bytes may be added to it."""
+    """Return the BLAKE2b-256 of the first ``length`` bytes of a file. Later bytes may be added to it."""
     state = hashlib.blake2b(digest_size=32)
     with path.open("rb") as stream:
         while block := stream.read(min(1 << 20, length)):
             state.update(block)
             length -= len(block)
     return state
-
-
-def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file for this process and return whether it is locked.
-
-    The lock ends with :func:`unlock`, or with the process and those that it has forked.
-    Return ``True`` on a file system without locks. ``filelock`` would need a separate file, which a killed process leaves.
-    """
-    if sys.platform == "win32":
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def unlock(descriptor: int) -> None:
-    """End the lock of an open file. Closing the file is not enough while a forked process has it open."""
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -1,9 +1,7 @@
 """Events: messages for a person about a run.
 
-Metrics go to ``steps.jsonl``; an event is a sentence. Each event has a kind from the table below, its step and one sentence.
-Where they apply it also has the detector, the tensor, the measured value, the threshold and the advice. The console,
-``events.jsonl``, TensorBoard and the report all show the same events. The sentence is for people. Code should read
-the kind, the detector and the other columns instead.
+The console, ``events.jsonl``, TensorBoard and the report show the same events. The sentence is for people. Code should read the
+kind, the detector and the other columns instead.
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ class Event:
         detector: a detector of the monitor, a check of ``ng.check``, a reading (:mod:`narrowgauge.analysis.kinds`), ``audit``,
             ``replicas``, ``changed-settings`` or ``changed-software``. Empty if nothing was judged.
         expected, stage: of a reading: the expected value, and the stage of the step.
-
     Raises:
         ValueError: ``kind`` is not in the table.
-
     Example:
         >>> Event("skip", 7, "the gradient norm was inf", value=float("inf")).row()
         {'kind': 'skip', 'step': 7, 'message': 'the gradient norm was inf', 'value': inf}
@@ -79,14 +75,10 @@ class Event:
 
 
 def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
-    """Call a function with every event of every run and all gauges of this process.
-
-    Events arrive in the order written, after they were written. An exception in the callback ends the run,
-    as any error in the training loop would.
+    """Call a function with every event of every run and all gauges of this process, after it was written.
 
     Args:
-        callback: takes an :class:`Event`.
-
+        callback: takes an :class:`Event`. Its exception ends the run.
     Returns:
         A function that removes the callback.
 

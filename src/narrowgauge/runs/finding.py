@@ -32,12 +32,10 @@ def duration(seconds: float) -> str:
         >>> [duration(seconds) for seconds in (0.4, 42, 200, 9000)]
         ['1 s', '42 s', '3 min 20 s', '2 h 30 min']
     """
-    rounded = max(1, round(seconds))
-    if rounded < 60:
-        return f"{rounded} s"
-    if rounded < 3600:
-        return f"{rounded // 60} min {rounded % 60} s"
-    return f"{rounded // 3600} h {rounded % 3600 // 60} min"
+    minutes, rest = divmod(max(1, round(seconds)), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def told(names: Iterable[str], most: int = 3) -> str:

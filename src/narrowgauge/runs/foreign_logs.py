@@ -1,10 +1,7 @@
 """Runs of other frameworks, read from their logs. Values that a log does not hold stay unknown.
 
 Such a run has losses, learning rates and gradient norms at the logged steps. It has no recipe, seed, bytes or audit. It is
-named after its folder. :func:`narrowgauge.read_run` and ``narrowgauge report`` read it like a run folder.
-
-A log does not say what a number is. It only has the name that a framework or a user chose. So :data:`NAMES` lists the
-usual names of each of our columns, the best first. Nothing is guessed from values: a metric under another name is not read.
+named after its folder. Nothing is guessed from values: a metric under a name that is not in :data:`NAMES` is not read.
 """
 
 from __future__ import annotations
@@ -15,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
@@ -140,20 +139,17 @@ def _read_events(file: Path) -> Series:
             records.GetNext()
             event = event_pb2.Event.FromString(records.record())
             for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    series.setdefault(value.tag, {})[event.step] = float(value.simple_value)
-                elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-                    array = make_ndarray(value.tensor)
-                    if array.dtype.kind in "fiu":
-                        series.setdefault(value.tag, {})[event.step] = float(array)
+                array = make_ndarray(value.tensor) if value.HasField("tensor") else np.array(value.simple_value)
+                if value.HasField("simple_value") or (not array.shape and array.dtype.kind in "fiu"):
+                    series.setdefault(value.tag, {})[event.step] = float(array)
     except errors.OutOfRangeError:
-        pass
+        return series
     except errors.DataLossError as error:
         if "runcated" not in str(error):
             raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
+        return series
     finally:
         records.file_handle.close()
-    return series
 
 
 # ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────

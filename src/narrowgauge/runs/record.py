@@ -11,12 +11,12 @@
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
 
-The columns are in data/columns.toml. One write appends a whole row. The other two files are replaced, never edited. So a
-reader at any moment finds valid rows and at worst one torn last line, which is dropped. A run resumed after a crash does too.
+The columns are in data/columns.toml. A reader at any moment finds valid rows and at worst one torn last line, which is dropped.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -104,13 +104,10 @@ def read_run(path: str | Path) -> Run:
     Args:
         path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
             or their folder. Or a table (CSV).
-
     Returns:
         Its content.
-
     Raises:
         RecordError: the run is missing, a file is damaged, or a newer version wrote it.
-
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
@@ -130,20 +127,21 @@ def read_run(path: str | Path) -> Run:
 
 
 def read_settings(path: Path) -> Row:
-    """Return ``run.toml`` of a run folder. Raise ``RecordError`` if it is missing, damaged, or of a newer version."""
+    """Return ``run.toml`` of a run folder. Raise ``RecordError`` if it is missing, damaged, or of another version."""
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
         problem = "the file is no log that can be read" if path.is_file() else "there is no such folder or file"
         reason = "the folder has no run.toml" if path.is_dir() else problem
-        advice = f"Name the folder that was given as --out.{latest_runs(path)}"
-        raise RecordError(f"No run in {path}: {reason}.", advice)
+        raise RecordError(
+            f"No run in {path}: {reason}.", f"Name the folder that was given as --out.{latest_runs(path)}"
+        )
     try:
         run: Row = load_toml(data.decode())
         require_whole(run)
-        _require_known(run["schema_version"], path)
     except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
+    _require_known(run, path)
     return run
 
 
@@ -162,17 +160,15 @@ def latest_runs(path: Path) -> str:
     Example of the sentence: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
     """
     for place in (path, path.parent, Path("runs")):
-        try:
+        with suppress(OSError):
             files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
-        except OSError:
-            continue
-        if files:
-            return f" The latest runs there: {', '.join(str(file.parent) for file in files[:3])}."
+            if files:
+                return f" The latest runs there: {', '.join(str(file.parent) for file in files[:3])}."
     return ""
 
 
-def _require_known(version: int, path: Path) -> None:
-    if version != VERSION:
+def _require_known(table: Row, path: Path) -> None:
+    if (version := table.get("schema_version", VERSION)) != VERSION:
         raise RecordError(
             f"The run {path} has record schema {version}; this version reads {VERSION}.",
             "Read it with the version that wrote it.",
@@ -180,17 +176,16 @@ def _require_known(version: int, path: Path) -> None:
 
 
 def read_summary(file: Path) -> Row | None:
+    """Return the metrics of a finished run; ``None`` without the file."""
     data = read_bytes(file)
     if data is None:
         return None
     try:
-        summary: Row = restored(load_json(data))
-        if not isinstance(summary, dict):
-            raise ValueError(f"{short(summary)} is not an object")
-        if wrong := wrong_value("summary", summary):
+        summary = restored(load_json(data))
+        if wrong := wrong_value("summary", summary) if isinstance(summary, dict) else "no object":
             raise ValueError(f"it has {wrong}")
     except (ValueError, RecursionError) as error:
         advice = "Delete it; narrowgauge resume writes it again."
         raise RecordError(f"{file} is damaged: {error}.", advice) from error
-    _require_known(summary.get("schema_version") or VERSION, file.parent)
-    return summary
+    _require_known(summary, file.parent)
+    return dict(summary)

@@ -3,13 +3,11 @@
 The writer and the reader check rows against these tables. The console and TensorBoard take their formats and tags from them. The
 documentation prints them. Rows may hold further columns, which are not checked.
 
-A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``. It lists the metrics in the order of :data:`METRICS`.
-A thousand tensors times a thousand samples would otherwise be mostly keys::
+A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`::
 
     {"step": 20, "tensors": {"input:model.layers.0.mlp.down_proj": [4.2, 0.9, 0, ...]}, "updates": {...}, ...}
 
-A metric that does not apply is null. An empty table is left out. Histograms count binary exponents, pooled over all tensors
-of a kind. The counts are integers, so a reader may add them in any order.
+A metric that does not apply is null. An empty table is left out. Histograms count the binary exponents of all tensors of a kind.
 """
 
 from __future__ import annotations
@@ -170,9 +168,8 @@ def wrong_value(kind: str, row: Row) -> str:
         >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
         ("val_loss = 'low', which is not a number", '')
     """
-    table = TABLES[kind]
     for name, value in row.items():
-        if name in table and (reason := _why_wrong(table[name], value)):
+        if name in TABLES[kind] and (reason := _why_wrong(TABLES[kind][name], value)):
             return reason
     step = row.get("step")
     if kind in STEPWISE and not is_whole(step):
@@ -181,12 +178,12 @@ def wrong_value(kind: str, row: Row) -> str:
 
 
 def _why_wrong(column: Column, value: Any) -> str:
-    if column.type in ("step", "recipe", "object"):
+    if column.type == "text" and not isinstance(value, str | None):
+        return f"{column.name} = {short(value)}, which is not text"
+    if column.type in ("count", "number", "flag") and not _is_number(value):
+        return f"{column.name} = {short(value)}, which is not a number"
+    if column.type != "lists":
         return ""
-    if column.type == "text":
-        return "" if isinstance(value, str | None) else f"{column.name} = {short(value)}, which is not text"
-    if column.type in ("count", "number", "flag"):
-        return "" if _is_number(value) else f"{column.name} = {short(value)}, which is not a number"
     if not isinstance(value, dict):
         return f"{column.name} = {short(value)}, which is not a table"
     for name, numbers in value.items():

@@ -1,7 +1,6 @@
-"""Write a run folder.
+"""Write a run folder: append whole rows, and replace ``run.toml`` and ``summary.json``.
 
-One write appends a whole row. ``run.toml`` and ``summary.json`` are replaced, never edited. The open
-``steps.jsonl`` is locked, so a run has one writer at a time. The lock ends with the process, however the process ends.
+The open ``steps.jsonl`` is locked, so a run has one writer at a time. The lock ends with the process, however the process ends.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -18,33 +18,24 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import (
-    AGAIN,
-    TEMPORARY,
-    append_whole,
-    disk_errors,
-    hash_of,
-    lock,
-    sync,
-    unlock,
-    write_whole,
-)
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, hash_of, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, require_whole
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 from narrowgauge.spec.tables import json_value
 
+if sys.platform != "win32":
+    import fcntl
+
 _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 
 
 class RunWriter:
-    """Write a run folder.
+    """Write a run folder, which :meth:`create` makes and :meth:`open` continues. Close it, or use it in a ``with`` block.
 
     A reader never sees half a row. A second writer is refused while the first one is open. A row with a value of the wrong
     type is refused, and not written.
-
-    Use :meth:`create` for a new run and :meth:`open` to continue one. Close it, or use it in a ``with`` block.
 
     Args:
         path: the run folder.
@@ -77,7 +68,7 @@ class RunWriter:
         writer = cls(path)
         require_free(writer.path)
         is_new = not writer.path.exists()
-        with disk_errors(writer.path, AGAIN):
+        with disk_errors(writer.path):
             writer.path.mkdir(parents=True, exist_ok=True)
         try:
             writer._open_rows()
@@ -119,10 +110,7 @@ class RunWriter:
         return {name: (self._length(name), rows.hexdigest()) for name, rows in self._hashes.items()}
 
     def rewind(self, step: int, *, first: int = 1, digests: Mapping[str, Sequence[Any]] | None = None) -> None:
-        """Delete everything after a step, because a resume from its checkpoint writes it again.
-
-        Delete the rows of steps, evals, gauges and fingerprints after ``step``, and the summary. Keep the events: they
-        record what happened, including undone steps.
+        """Delete the rows after a step, and the summary, because a resume from its checkpoint writes them again. Keep the events.
 
         Args:
             step: the last optimizer step to keep.
@@ -153,13 +141,20 @@ class RunWriter:
             require_whole(content)
         except ValueError as error:
             raise RecordError(f"Cannot write the run {self.path}: {error}.", "Give a whole number.") from error
-        write_whole(self.path / "run.toml", tomli_w.dumps(content).encode(), AGAIN)
+        write_whole(self.path / "run.toml", tomli_w.dumps(content).encode())
 
     def append(self, kind: str, row: Row) -> None:
         """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 20 µs."""
         line = json.dumps(self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        data = line.encode() + b"\n"
-        append_whole(self._descriptors[kind], self._file(kind), data)
+        left = data = f"{line}\n".encode()
+        descriptor, length = self._descriptors[kind], self._length(kind)
+        with disk_errors(self._file(kind)):
+            try:
+                while left:
+                    left = left[os.write(descriptor, left) :]
+            except OSError:
+                os.ftruncate(descriptor, length)
+                raise
         if kind in self._hashes:
             self._hashes[kind].update(data)
 
@@ -183,7 +178,9 @@ class RunWriter:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
         while self._descriptors:
             descriptor = self._descriptors.popitem()[1]
-            unlock(descriptor)
+            if sys.platform != "win32":
+                with suppress(OSError):  # a forked process may have the file open
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def __enter__(self) -> RunWriter:
@@ -200,13 +197,18 @@ class RunWriter:
         for name in ROW_FILES:
             with disk_errors(self._file(name)):
                 self._descriptors[name] = os.open(self._file(name), flags, 0o644)
-        if not lock(self._descriptors["steps"]):
-            self.close()
-            raise RecordError(
-                f"Cannot write the run {self.path}: another process, or a recorder of this one that was not closed, is "
-                "writing it.",
-                "Close it, or wait until the process ends.",
-            )
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(self._descriptors["steps"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self.close()
+                who = "another process, or a recorder of this one that was not closed,"
+                raise RecordError(
+                    f"Cannot write the run {self.path}: {who} is writing it.",
+                    "Close it, or wait until the process ends.",
+                ) from error
+            except OSError:  # a file system without locks
+                pass
 
     def _cut(self, name: str, step: int | None) -> None:
         """Truncate a file before its first row after a step, or before a torn last line."""
@@ -233,10 +235,8 @@ class RunWriter:
         """Convert the row to JSON values. Refuse a row that no reader would accept."""
         written: Row = json_value(row)
         if wrong := wrong_value(kind, written):
-            raise RecordError(
-                f"Cannot write this row of {kind} to {self.path}: it has {wrong}.",
-                "docs/reference.md lists the columns.",
-            )
+            message = f"Cannot write this row of {kind} to {self.path}: it has {wrong}."
+            raise RecordError(message, "docs/reference.md lists the columns.")
         return written
 
 
@@ -248,18 +248,15 @@ def _lost_step(file: Path, expected: range) -> str:
 
 def require_free(path: str | Path) -> None:
     """Refuse to create a run in a file or a non-empty folder. Files that a killed process leaves do not count."""
-    path = Path(path)
+    path, problem = Path(path), ""
     with disk_errors(path):
         if path.exists() and not path.is_dir():
-            raise RecordError(f"Cannot create a run in {path}: it is a file.", "Choose another folder.")
-        names = sorted(os.listdir(path)) if path.exists() else []
-        entries = [
-            n for n in names if not n.startswith(TEMPORARY) and not (n in _FILES and not (path / n).stat().st_size)
-        ]
-    if "run.toml" in entries:
+            problem = "it is a file"
+        for name in sorted(os.listdir(path)) if path.is_dir() else ():
+            if not name.startswith(TEMPORARY) and (name not in _FILES or (path / name).stat().st_size):
+                problem = problem or f"the folder is not empty (it holds {name})"
+    if (path / "run.toml").exists():
         advice = f"Choose another folder, or go on with narrowgauge resume {path}"
         raise RecordError(f"Cannot create a run in {path}: a run is there already.", advice)
-    if entries:
-        raise RecordError(
-            f"Cannot create a run in {path}: the folder is not empty (it holds {entries[0]}).", "Choose another folder."
-        )
+    if problem:
+        raise RecordError(f"Cannot create a run in {path}: {problem}.", "Choose another folder.")

@@ -32,7 +32,6 @@ class Reduction:
         order_invariant: whether equal gradients give equal bits on any number of ranks, in any order.
         purpose: what it is for.
         source: the publication or library.
-        scale_bits: bits per element that scales add to the wire's format.
     """
 
     name: str
@@ -41,12 +40,6 @@ class Reduction:
     purpose: str
     source: str
     order_invariant: bool = False
-    scale_bits: float = 0.0
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Return whether sent values are rounded stochastically: codes with scales of their own."""
-        return self.scale_bits > 0
 
     def bytes_per_element(self, gradient: str) -> float:
         """Return the bytes sent per element of a gradient in the format ``gradient``, each time that it is sent.
@@ -55,7 +48,7 @@ class Reduction:
             >>> REDUCTIONS["float32"].bytes_per_element("bfloat16")
             4.0
         """
-        return (get_format(self.wire or gradient).bits + self.scale_bits) / 8
+        return get_format(self.wire or gradient).bits / 8
 
 
 REDUCTIONS: dict[str, Reduction] = {
@@ -79,14 +72,6 @@ REDUCTIONS: dict[str, Reduction] = {
             order_invariant=True,
             purpose="the same bits on any number of ranks",
             source="exact sums in fixed point: Kulisch 1971; Demmel and Nguyen 2015",
-        ),
-        Reduction(
-            "compressed8", "int8",
-            error="of each rank's gradient at most 1/112 of the largest of 32 neighbours; zero on average",
-            purpose="a quarter of float32's bytes: each rank sends codes once, their owner adds them in float32",
-            source="ZeRO++ (2306.10209), section 4.3; stochastic rounding: QSGD (1610.02132); scales of two levels as in nvfp4",
-            # No error feedback: its residual covers the whole model on every rank, and FSDP2 cannot shard it.
-            scale_bits=8 / 32 + 8 / 256,
         ),
     )
 }  # fmt: skip

@@ -10,7 +10,6 @@ checkpoint. Recipes and seeds may be added.
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import tempfile
 import time
@@ -22,43 +21,39 @@ from typing import TYPE_CHECKING, Any, TextIO
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.errors import NarrowgaugeError, RecipeError, require_package
 from narrowgauge.report.publishing import publish, read_runs
 from narrowgauge.runs.finding import counted, duration
-from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter, require_free
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig, first_free
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.resume_checks import changed_settings
+from narrowgauge.trainer.resume_checks import is_over, other_settings, run_to_continue
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.record import Record
 
 
-# ── recipes and seeds ─────────────────────────────────────────────────────────────────────────────────────────────────
+def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[Any, int, str]]:
+    """Return each recipe and seed with the name of the run's folder, seed by seed. Refuse none, and one that comes twice.
 
-
-def seed_numbers(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """Return seeds from their number, counted from 0, or from the seeds themselves."""
-    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise NarrowgaugeError(f"seeds = {seeds!r} was requested.", "Request at least one, none twice.")
-    return numbers
-
-
-def require_distinct(recipes: Sequence[Any]) -> None:
-    """Refuse an empty list of recipes, and two recipes with one name. Their runs would share a folder."""
+    Args:
+        seeds: how many, counted from 0, or the seeds themselves.
+    """
+    numbers, labels = range(seeds) if isinstance(seeds, int) else seeds, [recipe_name(recipe) for recipe in recipes]
+    folders = [run_name(label, 0).lower() for label in labels]
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
-    folders: set[str] = set()
-    for label in map(recipe_name, recipes):
-        if (folder := run_name(label, 0).lower()) in folders:
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise NarrowgaugeError(f"seeds = {seeds!r} was requested.", "Request at least one, none twice.")
+    for place, folder in enumerate(folders):
+        if folder in folders[:place]:
             raise RecipeError(
-                f"two of the recipes are called {label}.",
+                f"two of the recipes are called {labels[place]}.",
                 'Name each once, or give each a name of its own: name = "…" in its file.',
             )
-        folders.add(folder)
+    return [(r, seed, run_name(label, seed)) for seed in numbers for r, label in zip(recipes, labels, strict=True)]
 
 
 # ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
@@ -106,20 +101,15 @@ def compare(
         >>> comparison.baseline
         'bfloat16/master'
     """
-    names = [recipes] if isinstance(recipes, str) else list(recipes)
-    require_distinct([parsed_recipe(recipe) or recipe for recipe in names])
-    labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
+    plan = planned([recipes] if isinstance(recipes, str) else list(recipes), seeds)
     from narrowgauge.distributed.ranks import all_ranks
 
     if out is not None:
         require_package("plotly")  # for the page; not after hours of training
         all_ranks().of_first(lambda: require_free(out))
-    runs = []
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as temporary:
-        for seed in numbers:
-            for name, label in zip(names, labels, strict=True):
-                folder = Path(out or temporary) / run_name(label, seed)
-                runs.append(_record(train_function, name, seed, folder))
+        place = Path(out or temporary)
+        runs = [_record(train_function, recipe, seed, place / name) for recipe, seed, name in plan]
     comparison = compare_runs(runs)
     if out is not None and all_ranks().is_first:
         publish(comparison, Path(out))
@@ -164,44 +154,10 @@ def define(recipes: Sequence[Recipe], settings: Mapping[str, Any], *, seeds: int
         NarrowgaugeError: a setting is invalid.
     """
     require_package("plotly")
-    base = TrainConfig(**settings)
-    checked = base.validated()
-    base = replace(base, model=checked.model, data=checked.data)
-    require_distinct(recipes)
-    numbers = seed_numbers(seeds)
+    plan, base = planned(recipes, seeds), TrainConfig(**settings).validated()
     for recipe in recipes:
         replace(base, recipe=recipe).validated()
-    return [
-        replace(base, recipe=recipe, seed=seed, out=run_name(recipe.title, seed))
-        for seed in numbers
-        for recipe in recipes
-    ]
-
-
-def _changed(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
-    """Return the settings of an existing run that differ from the requested ones. Ignore settings that rules filled in."""
-    settings, recorded = config.filled().to_dict(), run.config
-    recorded = {name: value for name, value in recorded.items() if name in settings}
-    return [change for change in changed_settings(recorded, settings) if change[0] != "threads"]
-
-
-def _others(folder: Path, configs: Sequence[TrainConfig], say: Callable[[str], object]) -> list[Run]:
-    """Return the finished runs of a folder that were not requested now and have the same settings but for recipe and seed."""
-    requested = {Path(str(config.out)) for config in configs}
-    runs = [
-        run for run in read_runs([folder], say) if run.path not in requested and not run.is_foreign and _is_over(run)
-    ]
-    return [run for run in runs if {name for name, _, _ in _changed(run, configs[0])} <= {"recipe", "seed"}]
-
-
-def _require_same(run: Run, config: TrainConfig) -> None:
-    """Refuse an existing run with other settings."""
-    if changed := _changed(run, config):
-        name, before, now = changed[0]
-        raise RecordError(
-            f"Cannot compare in {run.path.parent}: {run.path.name} has {name} = {before}, and {now} was requested.",
-            "Choose another --out, or the settings of the runs there.",
-        )
+    return [replace(base, recipe=recipe, seed=seed, out=name) for recipe, seed, name in plan]
 
 
 def run_comparison(
@@ -211,74 +167,63 @@ def run_comparison(
 ) -> tuple[Comparison, Path]:
     """Make the unfinished runs of a comparison, compare them, and write the page.
 
-    The same settings give the same numbers except times, resumed or not.
+    The same settings give the same numbers except times, resumed or not. Finished runs of the folder that were not requested
+    are compared, too, if they differ in recipe and seed alone.
 
     Args:
         configs: from :func:`define`.
         out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``, the first free N.
-        stream: for the progress display, a line per run and a bar on a terminal; ``None`` for standard output.
+        stream: for a line per run; ``None`` for standard output.
     Returns:
         The comparison and the path of the page.
     Raises:
         NarrowgaugeError: a run exists with other settings, or a run failed. Finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    model = Path(configs[0].model).name
-    folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
-    configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
-    existing = {config.out: read_run(str(config.out)) for config in configs if is_run(Path(str(config.out)))}
-    if existing and configs[0].filled().lr is None:  # continued without naming a rate
-        rate = next(iter(existing.values())).config.get("lr")
-        configs = [replace(config, lr=rate) for config in configs]
-    for config in configs:
-        if config.out in existing:
-            _require_same(existing[config.out], config)
+    folder = Path(out) if out is not None else first_free(Path("comparisons") / Path(configs[0].model).name)
+    plan = _plan(configs, folder)
 
     def say(line: str) -> None:
         print(line, file=stream, flush=True)
 
-    say(f"{counted(len(configs), 'run')} in {folder}")
+    say(f"{counted(len(plan), 'run')} in {folder}")
     runs: list[Run] = []
-    trained: set[str] = set()
-    try:
-        for number, config in enumerate(configs, 1):
-            name = f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
-            run, took = existing.get(config.out), "earlier"
-            if run is None or not _is_over(run):
-                began = time.monotonic()
-                _train(config, Console(config.steps, 0, name, stream))
-                run, spent = read_run(str(config.out)), time.monotonic() - began
-                # A recipe's first run compiles; of the others only the steps take long.
-                steps = config.steps * statistics.median([row.get("seconds") or 0.0 for row in run.steps] or [0.0])
-                trained.add(config.recipe.title)
-                num_first = len({later.recipe.title for later in configs[number:]} - trained)
-                remaining = steps * (len(configs) - number) + max(0.0, spent - steps) * num_first
-                took = duration(spent) + (f", about {duration(remaining)} left" if number < len(configs) else "")
-            runs.append(run)
-            say(f"{name}  {_result(run)}  {took}")
-    except KeyboardInterrupt as interruption:
-        raise type(interruption)(
-            f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to continue."
-        ) from None
+    for number, (config, run) in enumerate(plan, 1):
+        began, is_new = time.monotonic(), run is None or not is_over(run)
+        try:
+            run = _trained(config, stream) if run is None or is_new else run
+        except KeyboardInterrupt as interruption:
+            raise type(interruption)(
+                f"{len(runs)} of {len(plan)} runs are done. Give the same command with --out {folder} to continue."
+            ) from None
+        runs.append(run)
+        loss = f"validation loss {run.summary['val_loss']:.4f}" if run.summary else ""
+        result = f"diverged ({reason})" if (reason := divergence(run)) else loss
+        took = duration(time.monotonic() - began) if is_new else "earlier"
+        say(f"{number}/{len(plan)}  {config.recipe.title}, seed {config.seed}  {result}  {took}")
     if (unigram_loss := runs[0].run["data"].get("unigram_loss")) is not None:
         say(f"Token frequencies alone have a loss of {unigram_loss:.4f}.")
-    comparison = compare_runs([*runs, *_others(folder, configs, say)])
+    requested = {run.path for run in runs}
+    for run in read_runs([folder], say):
+        is_other = run.path not in requested and not run.is_foreign and is_over(run)
+        if is_other and {name for name, _, _ in other_settings(run, configs[0])} <= {"recipe", "seed"}:
+            runs.append(run)
+    comparison = compare_runs(runs)
     return comparison, publish(comparison, folder)
 
 
-def _is_over(run: Run) -> bool:
-    """Return whether a run is finished, or diverged and stopped."""
-    return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
+def _plan(configs: Sequence[TrainConfig], folder: Path) -> list[tuple[TrainConfig, Run | None]]:
+    """Return the settings of each run in its folder, and the run there. Refuse runs with other settings."""
+    configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
+    plan = [(config, run_to_continue(config)) for config in configs]
+    if configs[0].lr is None and (existing := [run for _, run in plan if run is not None]):
+        # Continued without naming a rate, which follows from the model's size.
+        return [(replace(config, lr=existing[0].config.get("lr")), run) for config, run in plan]
+    return plan
 
 
-def _result(run: Run) -> str:
-    if reason := divergence(run):
-        return f"diverged ({reason})"
-    return f"validation loss {run.summary['val_loss']:.4f}" if run.summary else ""
-
-
-def _train(config: TrainConfig, console: Console) -> None:
-    """Train a run, or resume one that was stopped. A divergence is a result like any other."""
+def _trained(config: TrainConfig, stream: TextIO | None) -> Run:
+    """Train a run, or continue one that was stopped. A divergence is a result like any other."""
     # Imported late: PyTorch takes seconds to load, and a wrong definition is reported before.
     import torch
 
@@ -294,12 +239,10 @@ def _train(config: TrainConfig, console: Console) -> None:
     folder = Path(str(config.out))
     try:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
-            if is_run(folder):
-                loop.resume(folder, console=console)
-            else:
-                loop.train(config, console=console)
+            loop.train(config, console=Console(config.steps, 0, stream))
     except loop.DivergenceError:
         pass  # it is in the record
     except NarrowgaugeError as error:
         error.message = f"{folder.name}: {error.message}"
         raise
+    return read_run(folder)

@@ -2,8 +2,8 @@
 
 A field is declared once, with its default, one line of help and a constraint on its value. Each field is a flag of the command
 line and a key of a ``--config`` file. The record of a run holds all of them. Fields left at None are derived from others by a
-rule stated in their help. ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
-Nothing here needs PyTorch.
+rule stated in their help. ``filled`` does it when the model is there, so that the record of a run does not depend on rules
+that may change. Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from narrowgauge.errors import (
     ChipError,
@@ -34,9 +34,9 @@ from narrowgauge.spec.sums import ACCUMULATION_DTYPES, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import Choice, Range
 
-_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
-_KIND_NAMES: dict[type, str] = {
-    str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
+_KINDS: dict[str, tuple[type, str]] = {
+    "str": (str, "text"), "int": (int, "an integer"), "float": (float, "a number"), "bool": (bool, "true or false"),
+    "Recipe": (Recipe, "a recipe"),
 }  # fmt: skip
 
 
@@ -47,33 +47,28 @@ def setting(default: Any, help: str, law: Range | Choice | None = None) -> Any:
 
 def count(default: int | None, help: str, least: int = 1) -> Any:
     """Return a field that holds a whole number from ``least`` on."""
-    return setting(default, help, Range(least, is_integer=True))
+    return setting(default, help, Range(least, 10**9, is_integer=True))
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
     """Return the type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
     # Annotations of settings are strings that name the plain type first.
-    return _KINDS[str(field.type).split(" ")[0]]
+    return _KINDS[str(field.type).split(" ")[0]][0]
 
 
 def require(field: dataclasses.Field[Any], value: Any) -> None:
     """Check the type and the allowed values of one setting."""
     if value is None and field.default is None:
         return
-    kind, law = kind_of(field), field.metadata["law"]
+    kind, law, flag = kind_of(field), field.metadata["law"], f"--{field.name.replace('_', '-')}"
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise NarrowgaugeError(
-            f"{field.name} = {value!r} was requested; it must be {_KIND_NAMES[kind]}.",
-            f"Change --{field.name.replace('_', '-')}, or omit it.",
-        )
+        name = dict(_KINDS.values())[kind]
+        raise NarrowgaugeError(f"{field.name} = {value!r} was requested; it must be {name}.", f"Change {flag}.")
     if kind is str and not value:
-        raise NarrowgaugeError(f"{field.name} is empty.", f"Omit --{field.name.replace('_', '-')}.")
+        raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
     if law is not None:
         law.check(field.name, value)
-
-
-# ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
 
 
 def known_model(name: str) -> str:
@@ -83,7 +78,7 @@ def known_model(name: str) -> str:
         return get_model(name).name
     if not path.exists():
         raise DataError(
-            f"the model folder {name} does not exist.", "Name a preset (narrowgauge show models) or a folder."
+            f"the model folder {name} does not exist.", "Name a folder, or a preset: narrowgauge show models."
         )
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
@@ -96,8 +91,6 @@ def first_free(stem: Path) -> Path:
     """Return ``STEM-N`` with the first N, from 1, that does not exist."""
     return next(path for number in itertools.count(1) if not (path := Path(f"{stem}-{number}")).exists())
 
-
-# ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
@@ -116,15 +109,15 @@ class TrainConfig:
     ``TrainConfig.from_dict(config.to_dict()) == config``, also through a TOML file.
 
     Example:
-        >>> TrainConfig(model="llama-1m", steps=400).validated().lr
+        >>> TrainConfig(model="llama-1m", steps=400).filled().lr
         0.003
     """
 
     # fmt: off
     model: str = setting(
-        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json; its weights and its "
-        "tokenizer.json are used, if it holds any.")
-    data: str = setting("stdlib", "stdlib, a file or folder of text or jsonl, or a token map.")
+        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json; its weights are "
+        "used, if it holds any.")
+    data: str | None = setting(None, "A token map: the folder that narrowgauge tokenize has made.")
     recipe: Recipe = setting(_DEFAULT, "A recipe (narrowgauge show recipes) or a .toml file with one.")  # noqa: RUF009
     steps: int = count(400, "Optimizer steps.")
     batch_size: int = count(8, "Sequences per optimizer step.")
@@ -146,10 +139,11 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = setting(
         0, "Seed of the initial weights, the order of the data and stochastic rounding.", Range(0, 1 << 64, is_integer=True))
-    out: str | None = setting(None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]")
+    out: str | None = setting(None, "Run folder: new, or with a run of these settings, which goes on.  "
+        "[default: runs/MODEL-RECIPE-N, the first free N]")
     held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
-    eval_batches: int = count(8, "Batches per validation.")
+    eval_sequences: int = count(64, "Sequences per validation, over all ranks.")
     checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
     keep_checkpoints: int = count(2, "Number of latest checkpoints to keep.")
     accumulation_dtype: str = setting(
@@ -187,7 +181,7 @@ class TrainConfig:
         return self.batch_size * self.sequence_length
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of one optimizer step, from 1 to ``steps``. It depends only on the settings.
+        """Return the learning rate of one optimizer step, from 1 to ``steps``, of filled settings.
 
         Invariant: it rises linearly to ``lr`` at ``warmup_steps`` and, unless the schedule is constant, falls to
         ``lr * min_lr_ratio`` at ``steps``.
@@ -197,65 +191,61 @@ class TrainConfig:
             >>> [config.learning_rate(step) for step in (1, 10, 60, 110)]
             [0.1, 1.0, 0.5, 0.0]
         """
-        filled = self.filled()
-        assert filled.warmup_steps is not None and filled.lr is not None
-        if step <= filled.warmup_steps:
-            return filled.lr * step / filled.warmup_steps
+        assert self.warmup_steps is not None and self.lr is not None
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
         if self.schedule == "constant":
-            return filled.lr
-        progress = min((step - filled.warmup_steps) / (self.steps - filled.warmup_steps), 1.0)
+            return self.lr
+        progress = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
         remaining = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-        return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
-    # ── rules for missing settings ────────────────────────────────────────────────────────────────────────────────────
-
-    def filled(self, num_parameters: int | None = None) -> TrainConfig:
+    def filled(self, num_parameters: int = 0) -> TrainConfig:
         """Return the same settings with each None filled in: by the model or by the steps.
 
         Args:
-            num_parameters: size of the model; None uses the preset's size. Without a size, ``lr`` and ``compile`` may
-                stay None.
+            num_parameters: size of a model that is no preset.
+        Raises:
+            ChipError: the settings ask for a compiled model, and nothing can be compiled here.
         Example:
             >>> TrainConfig(model="llama-125m").filled().lr
             0.0006
         """
-        if num_parameters is None and self.model in MODELS:
-            num_parameters = MODELS[self.model].num_parameters
+        size = MODELS[self.model].num_parameters if self.model in MODELS else num_parameters
         values: dict[str, Any] = {}
         if self.warmup_steps is None:
             values["warmup_steps"] = min(self.steps // 10, 100)
-        if self.lr is None and num_parameters is not None:
-            values["lr"] = usual_rate(num_parameters)
-        if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
-            is_worth = self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
+        if self.lr is None:
+            values["lr"] = usual_rate(size)
+        if self.compile is None:
+            is_worth = self.steps >= COMPILE_STEPS or size >= COMPILE_PARAMETERS
             values["compile"] = is_worth and not _compiler_missing()
+        elif self.compile and (missing := _compiler_missing()):
+            raise ChipError(
+                f"a compiled model was requested, and {missing}.",
+                "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
+            )
         return replace(self, **values)
 
-    # ── refused settings ──────────────────────────────────────────────────────────────────────────────────────────────
-
     def validated(self) -> TrainConfig:
-        """Check every setting, alone and against the others, and fill in derived settings.
+        """Check every setting, alone and against the others.
 
-        Invariant: idempotent, and nothing is written. Checks that need the model or the text happen in the loop.
+        Invariant: idempotent, and nothing is written. Checks that need the model happen when it is built.
 
         Returns:
             The settings with the model's full name and full paths, so that the run can be resumed from any folder; with
-            ``out`` chosen, and all rules applied.
+            ``out`` chosen.
         Raises:
             RecipeError: an incomplete recipe, by name or table, or an unknown preset.
             DataError: the data or the model folder does not exist.
-            RecordError: ``out`` is a file, or a folder that is not empty.
-            ChipError: the settings ask for a compiled model, and nothing can be compiled here.
             NarrowgaugeError: any other invalid value.
         """
-        # Imported late: the command line makes flags of these settings without these modules.
-        from narrowgauge.runs.writer import require_free
-        from narrowgauge.trainer.data.text import open_texts
+        # Imported late: the command line makes flags of these settings without this module.
+        from narrowgauge.trainer.data.tokens import read_tokens
 
         for field in fields(self):
             require(field, getattr(self, field.name))
-        for package in ("transformers", "tokenizers"):
-            require_package(package)
+        require_package("transformers")
         if self.max_grad_norm != math.inf:
             Range(above=True).check("max_grad_norm", self.max_grad_norm)
         if parse(self.recipe.to_value()) != self.recipe:
@@ -263,69 +253,58 @@ class TrainConfig:
                 f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
             )
-        open_texts(self.data)
-        data = self.data if self.data == "stdlib" else str(Path(self.data).resolve())
-        named = replace(self, model=known_model(self.model), data=data).filled()
-        named.require_agreement()
-        named.require_compiler()
-        if named.out is not None:
-            require_free(named.out)
-            return named
-        stem = f"{Path(named.model).name}-{self.recipe.name.replace('/', '-')}"
-        return replace(named, out=str(first_free(Path("runs") / stem)))
-
-    def require_compiler(self) -> None:
-        """Refuse a compiled model where nothing can be compiled."""
-        if self.compile and (missing := _compiler_missing()):
-            raise ChipError(
-                f"a compiled model was requested, and {missing}.",
-                "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
+        config = replace(self, model=known_model(self.model))
+        config.require_agreement()
+        if self.data is None:
+            raise DataError(
+                "Cannot train because no data was named.",
+                "Make a token map, and name it: narrowgauge tokenize TEXT OUT, then --data OUT.",
             )
+        config = replace(config, data=str(read_tokens(self.data).folder.resolve()))
+        if config.out is None:
+            stem = f"{Path(config.model).name}-{config.recipe.name.replace('/', '-')}"
+            config = replace(config, out=str(first_free(Path("runs") / stem)))
+        return config
 
     def on_ranks(self, num_ranks: int) -> TrainConfig:
         """Return the settings with a micro-batch for each rank, unless the settings name several."""
-        config = self
-        if self.gradient_accumulation_steps == 1:
-            config = replace(self, gradient_accumulation_steps=num_ranks)
-            config.require_agreement()
+        parts = num_ranks if self.gradient_accumulation_steps == 1 else self.gradient_accumulation_steps
+        config = replace(self, gradient_accumulation_steps=parts)
+        config.require_agreement(num_ranks)
         return config
 
-    def require_ranks(self, num_ranks: int) -> None:
-        """Refuse a number of ranks that the settings do not fit."""
-        if num_ranks > self.gradient_accumulation_steps:
-            raise RankError(
-                f"{num_ranks} ranks were requested, and a step has {self.gradient_accumulation_steps} micro-batches; each rank "
-                "needs one.",
-                f"Set --gradient-accumulation-steps (in run.toml for a resume) to {num_ranks} or more, or start fewer ranks.",
-            )
-
-    def require_positions(self, positions: int) -> None:
-        """Refuse sequences that are longer than the model has positions."""
-        if self.sequence_length > positions:
-            raise RecipeError(
-                f"Cannot train: {self.model} has {positions} positions, and sequences have {self.sequence_length} tokens.",
-                f"Use --sequence-length {positions} or less, or another --model.",
-            )
-
-    def require_agreement(self) -> None:
-        """Refuse settings that contradict each other or the model."""
-
-        def refuse(message: str, advice: str, kind: type[NarrowgaugeError] = NarrowgaugeError) -> NoReturn:
-            raise kind(f"Cannot train: {message}.", advice)
-
+    def require_agreement(self, num_ranks: int = 1, positions: int | None = None) -> None:
+        """Refuse settings that contradict each other, the number of ranks or the model's ``positions``."""
         parts, warmup = self.gradient_accumulation_steps, self.warmup_steps or 0
-        if parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16":
-            message = "accumulation_dtype 'bfloat16' sums no float16 gradients"
-            refuse(message, "Use --accumulation-dtype float32.", RecipeError)
-        if self.batch_size % parts:
-            message = f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches"
-            refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
-        if warmup > self.steps:
-            refuse(f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.")
-        if self.model in MODELS:
-            self.require_positions(MODELS[self.model].max_positions)
-
-    # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
+        most = MODELS[self.model].max_positions if self.model in MODELS else positions or self.sequence_length
+        refusals: tuple[tuple[bool, type[NarrowgaugeError], str, str], ...] = (
+            (
+                parts > 1 and self.recipe.storage.visible == "float16" and self.accumulation_dtype == "bfloat16", RecipeError,
+                "accumulation_dtype 'bfloat16' sums no float16 gradients", "Use --accumulation-dtype float32.",
+            ),
+            (
+                self.batch_size % parts != 0, NarrowgaugeError,
+                f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches",
+                "Choose a --gradient-accumulation-steps that divides --batch-size.",
+            ),
+            (
+                warmup > self.steps, NarrowgaugeError,
+                f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.",
+            ),
+            (
+                self.sequence_length > most, RecipeError,
+                f"{self.model} has {most} positions, and sequences have {self.sequence_length} tokens",
+                f"Use --sequence-length {most} or less, or another --model.",
+            ),
+            (
+                num_ranks > parts, RankError,
+                f"{num_ranks} ranks were requested, and each rank needs one of a step's {parts} micro-batches",
+                f"Set --gradient-accumulation-steps (in run.toml for a resume) to {num_ranks} or more, or start fewer ranks.",
+            ),
+        )  # fmt: skip
+        for is_refused, kind, message, advice in refusals:
+            if is_refused:
+                raise kind(f"Cannot train: {message}.", advice)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a TOML table with a key per setting; None is left out."""
@@ -346,18 +325,12 @@ class TrainConfig:
         values: dict[str, Any] = {}
         for name, value in table.items():
             if name not in settings:
-                near = (
-                    suggestion(name, settings)
-                    or "narrowgauge train --help lists all: a key is a flag with underscores."
-                )
+                near = suggestion(name, settings) or "narrowgauge train --help: a key is a flag with underscores."
                 raise NarrowgaugeError(f"{where} has an unknown key '{name}'.", near)
             if name == "recipe":
                 value = parse(value, where)
-            # In TOML a float may be written as an integer.
-            elif kind_of(settings[name]) is float and type(value) is int:
-                value = float(value)
             require(settings[name], value)
-            values[name] = value
+            values[name] = float(value) if kind_of(settings[name]) is float else value  # TOML may write 1 for 1.0
         return cls(**values)
 
     @classmethod
@@ -370,11 +343,9 @@ class TrainConfig:
         """
         try:
             table = load_toml(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
         except (ValueError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
+            raise DataError(f"the settings file {path} cannot be read: {reason}.", "Name a UTF-8 TOML file.") from None
         if "schema_version" in table and isinstance(recorded := table.get("config"), dict):
             table = {name: value for name, value in recorded.items() if name != "out"}
         return cls.from_dict(table, str(path))

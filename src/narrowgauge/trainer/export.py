@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import disk_errors, whole_folder
+from narrowgauge.runs.atomic_io import whole_folder
 from narrowgauge.trainer.language_model import without_progress_bars
-from narrowgauge.trainer.session import load
+from narrowgauge.trainer.session import Session, load
 
 
 def export(folder: Path, out: Path) -> Path:
@@ -27,15 +26,12 @@ def export(folder: Path, out: Path) -> Path:
 
     Cost: the model and its optimizer in memory.
     """
-    out = Path(out)
-    with disk_errors(out):
-        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if occupied:
-        reason = "is not empty" if out.is_dir() else "is a file"
-        raise RecordError(
-            f"Cannot export to {out}: it exists and {reason}.", "Name another folder, or remove this one."
-        )
-    session = load(folder)
+    with whole_folder(Path(out)) as temporary:
+        _write(load(folder), temporary)
+    return out
+
+
+def _write(session: Session, temporary: Path) -> None:
     model: Any = session.model
     tensors = model.state_dict()
     # A tied parameter appears once, under its first name.
@@ -44,7 +40,7 @@ def export(folder: Path, out: Path) -> Path:
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     tables = [model.config, model.generation_config] if model.can_generate() else [model.config]
     tokenizer, end = session.folder / "tokenizer.json", session.data.end_of_text
-    with whole_folder(out) as temporary, without_progress_bars():
+    with without_progress_bars():
         for table in tables:
             table.use_cache = True
         if tokenizer.is_file():
@@ -62,7 +58,6 @@ def export(folder: Path, out: Path) -> Path:
         # safetensors gives its files mode 0600. The others follow the umask.
         for file in temporary.glob("*.safetensors"):
             file.chmod((temporary / "config.json").stat().st_mode)
-    return out
 
 
 def _write_tokenizer(file: Path, end: int, out: Path, config: Any) -> None:

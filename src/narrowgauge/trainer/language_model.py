@@ -6,9 +6,7 @@ recipe starts from the same weights. Nothing is downloaded. A path is a folder w
 weights.
 
 The loss is a *sum* over tokens, not a mean. Sums of micro-batches of any size add up to the sum of the batch.
-They are divided once at the end. With a large vocabulary the logits are the largest tensor of the whole step (2,048
-tokens times 128,256 entries times 4 bytes: 1 GB, and as much again for their gradient). The *chunked* loss computes them
-for a few hundred tokens at a time and keeps none.
+They are divided once at the end.
 """
 
 from __future__ import annotations
@@ -22,23 +20,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
-from narrowgauge.numerics.widening import linear
-from narrowgauge.planner.memory import CHUNK_LOGITS
 from narrowgauge.spec.models import MODELS, Model, weights_file
 from narrowgauge.trainer.config import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
     from transformers import PretrainedConfig, PreTrainedModel
-
-LARGE_VOCABULARY = 16_384  # the least for which the loss is computed in chunks
-_MIN_CHUNK_TOKENS = 128
 
 
 def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
@@ -61,40 +53,20 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         >>> build("llama-1m", seed=0).num_parameters()
         1016960
     """
+    from transformers import AutoConfig
+
     name = known_model(model)
     if name in MODELS:
         return drawn(_preset_config(MODELS[name], vocab_size), seed)
     folder = Path(name)
     weights = weights_file(folder)
-    with _unreadable_models_refused(folder):
-        config = _read_config(folder)
-        if weights is not None:
-            return _loaded(folder, weights, config, vocab_size)
-        if vocab_size is not None:
-            config.get_text_config().vocab_size = vocab_size
-        return drawn(config, seed)
-
-
-def vocabulary_size(model: str) -> int | None:
-    """Return the vocabulary size for training the model's tokenizer; ``None`` without one."""
-    name = known_model(model)
-    if name in MODELS:
-        return MODELS[name].vocab_size
-    folder = Path(name)
-    with _unreadable_models_refused(folder):
-        return getattr(_read_config(folder).get_text_config(), "vocab_size", None)
-
-
-def _read_config(folder: Path) -> PretrainedConfig:
-    from transformers import AutoConfig
-
-    return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-
-
-@contextlib.contextmanager
-def _unreadable_models_refused(folder: Path) -> Iterator[None]:
     try:
-        yield
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if weights is None and vocab_size is not None:
+            config.get_text_config().vocab_size = vocab_size
+        built = drawn(config, seed) if weights is None else _loaded(folder, weights, config, vocab_size)
+        _require_causal(built, folder)
+        return built
     except NarrowgaugeError:
         raise
     except Exception as error:  # transformers, its packages and its many models raise any kind
@@ -105,83 +77,43 @@ def _unreadable_models_refused(folder: Path) -> Iterator[None]:
         ) from error
 
 
+@torch.no_grad()
+def _require_causal(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a model that sees the tokens it shall predict, such as a BERT that is no decoder."""
+    tokens = torch.zeros(2, 4, dtype=torch.int64, device="cpu")
+    tokens[1, -1] = 1
+    with torch.random.fork_rng(devices=[]):
+        logits = model.eval()(input_ids=tokens, use_cache=False).logits
+    model.train()
+    change = (logits[0] - logits[1]).abs()
+    if change[:-1].max() > 1e-3 * change.max():  # of others only the order of a sum
+        raise DataError(
+            f"Cannot train the {type(model).__name__} in {folder} because its outputs depend on later tokens.",
+            "Take a causal language model. BERT and its like need is_decoder in config.json.",
+        )
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the summed cross entropy of ``[..., vocabulary]``, in float32, or float64 for float64 logits."""
     return F.cross_entropy(at_least_float32(logits.flatten(0, -2)), targets, reduction="sum")
 
 
 def loss_sum(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    *,
-    chunked: bool,
-    loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
+    model: PreTrainedModel, tokens: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy
 ) -> Tensor:
     """Return the summed cross entropy of predicting each next token, a float32 or float64 scalar in nats.
 
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
-        chunked: compute the logits for a few hundred tokens at a time, and again in backward. At most 128 MiB of logits exist at
-            once. The head's forward matmul runs twice. Only for a plain ``Linear`` as the head, and see :func:`ends_in_head`.
         loss_of: :func:`cross_entropy`, or that function compiled.
 
     Example:
         >>> model = build("llama-1m", seed=0)
         >>> tokens = torch.arange(18).reshape(2, 9)
-        >>> round(loss_sum(model, tokens, chunked=False).item() / 16, 1)  # near log(2048): untrained
+        >>> round(loss_sum(model, tokens).item() / 16, 1)  # near log(2048): untrained
         7.7
     """
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].reshape(-1)
-    if not chunked:
-        return loss_of(model(input_ids=inputs, use_cache=False).logits, targets)
-    head = model.get_output_embeddings()
-    hidden = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-    return chunked_cross_entropy(hidden.flatten(0, -2), head.weight, targets, head.bias)
-
-
-@torch.no_grad()
-def ends_in_head(model: PreTrainedModel) -> bool:
-    """Return whether the model's logits are its head applied to its body's hidden states, to the bit.
-
-    Some models have layers between the two (BERT), or scale or cap the logits. Call it before ``prepare``: afterwards layers
-    may be narrow or shards.
-
-    Example:
-        >>> ends_in_head(build("llama-1m", seed=0))
-        True
-    """
-    tokens = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
-    was_training = model.training
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        logits = model.eval()(input_ids=tokens, use_cache=False).logits
-        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    model.train(was_training)
-    head: Any = model.get_output_embeddings()
-    return torch.equal(head(hidden).to(logits.dtype), logits)
-
-
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``cross_entropy(linear(hidden, weight, bias), targets, reduction="sum")`` without storing the logits.
-
-    PyTorch's ``linear_cross_entropy`` sums the losses of 16-bit operands in their dtype (2.13: 2,048 bfloat16 losses are off by
-    0.5 to 2.7 %) and ignores autocast. Here the sum is float32. ``hidden`` is ``[tokens, width]``, ``weight``
-    ``[vocabulary, width]``, ``targets`` int64 ``[tokens]``.
-
-    Example:
-        >>> hidden, weight = torch.ones(4, 2), torch.zeros(8, 2)
-        >>> round(chunked_cross_entropy(hidden, weight, torch.arange(4)).item() / 4, 4)  # log(8)
-        2.0794
-    """
-    size = max(_MIN_CHUNK_TOKENS, CHUNK_LOGITS // weight.shape[0])
-    weight = at_least_float32(weight)  # so that autograd sums the chunks' gradients in float32
-    total = torch.zeros((), dtype=weight.dtype, device=hidden.device)
-
-    def loss_of(rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(linear(rows, weight.to(rows.dtype), bias), labels)
-
-    for rows, labels in zip(hidden.split(size), targets.split(size), strict=True):
-        total = total + cast(Tensor, checkpoint(loss_of, rows, weight, labels, use_reentrant=False))
-    return total
+    return loss_of(model(input_ids=tokens[:, :-1], use_cache=False).logits, tokens[:, 1:].reshape(-1))
 
 
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
@@ -196,7 +128,7 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     model.disable_input_require_grads()
 
 
-def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor], Tensor]:
+def compiled_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return :func:`loss_sum` of this model as a compiled function of the tokens alone.
 
     Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``, and the cross entropy is
@@ -217,9 +149,7 @@ def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor]
             module.forward = torch.compile(module.forward, fullgraph=is_whole, options=options)
         else:
             module.compile(fullgraph=is_whole, options=options)
-    # Chunks are recomputed in backward, so their loss stays eager.
-    loss_of = cross_entropy if chunked else torch.compile(cross_entropy, fullgraph=True)
-    return partial(loss_sum, model, chunked=chunked, loss_of=loss_of)
+    return partial(loss_sum, model, loss_of=torch.compile(cross_entropy, fullgraph=True))
 
 
 _GPT2 = {

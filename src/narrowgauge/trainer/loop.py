@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from narrowgauge.errors import CorruptionError, NarrowgaugeError, RecordError, T
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.record import GO_BACK, Record
 from narrowgauge.gauges.recording.step_row import symptom
-from narrowgauge.runs.atomic_io import AGAIN, disk_errors
+from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
@@ -33,12 +34,18 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.resume_checks import changed_settings, unfinished_run
-from narrowgauge.trainer.session import Session, build, data_of_run, describe, prepare_tokens
+from narrowgauge.trainer.resume_checks import (
+    changed_settings,
+    is_over,
+    require_restart,
+    require_same_run,
+    run_to_continue,
+    unfinished_run,
+)
+from narrowgauge.trainer.session import Session, build, describe, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
-_SIGPIPE = getattr(signal, "SIGPIPE", signal.SIGTERM)  # Windows has none
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class DivergenceError(NarrowgaugeError):
@@ -48,73 +55,77 @@ class DivergenceError(NarrowgaugeError):
 
 
 def train(config: TrainConfig, console: Console | None = None) -> Path:
-    """Train a model from the start, and return the run folder.
+    """Train a model from the start, and return the run folder. If the folder holds a run of these settings, continue it.
 
     Args:
         console: displays the progress; ``None`` for standard output.
     Raises:
         NarrowgaugeError: an invalid setting. Nothing is written then.
-        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM :class:`~narrowgauge.errors.Terminated`.
+        KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved. After SIGTERM and SIGHUP
+            :class:`~narrowgauge.errors.Terminated`.
+        OSError: progress could not be printed; the checkpoint is saved.
     """
     ranks = all_ranks()
     config = ranks.of_first(lambda: config.validated().on_ranks(ranks.size))
-    folder = Path(str(config.out))
-    with console or _console(config) as shown:
-        shown.stage("preparing the data")
-        data = _opened_by_all(lambda: prepare_tokens(config), config)
-        data.require(config.sequence_length)
-        shown.stage("building the model")
-        session = build(config, folder, data)
+    folder, shown = Path(str(config.out)), console or _console(config)
+    if (run := ranks.of_first(lambda: run_to_continue(config))) is not None:
+        if run.summary is not None:
+            shown.say(f"{folder} is finished: {counted(run.summary['steps'], 'step')}.")
+            return folder
+        if is_over(run):
+            raise DivergenceError(f"{folder} stopped: {run.events[-1]['message']}.", GO_BACK)
+        return resume(folder, config.stop_after, console=console)
+    data = open_on_ranks(config)
+    session = build(config, folder, data)
 
-        def create() -> RunWriter:
-            content = describe(session)
-            content["data"]["unigram_loss"] = data.unigram_loss()  # of all tokens, so not again at each resume
-            return RunWriter.create(folder, content)
+    def create() -> RunWriter:
+        content = describe(session)
+        content["data"]["unigram_loss"] = data.unigram_loss()  # of all tokens, so not again at each resume
+        return RunWriter.create(folder, content)
 
-        with _record(config, shown, create) as record:
-            if ranks.is_first and data.tokenizer_path is not None:
-                with disk_errors(folder, AGAIN):
-                    shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
-            for note in [*data.notes, *session.notes]:
-                record.event(Event("note", 0, note), shown=True)
-            record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
-            shown.say(f"{Path(config.model).name} · {session.config.recipe.title} · {folder}")
-            if config.model not in MODELS:
-                weights = weights_file(Path(config.model))
-                shown.say(f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}")
-            _watch(session, record, shown)
-            _run(session, record, shown)
+    with _record(config, shown, create) as record:
+        if ranks.is_first and data.tokenizer_path is not None:
+            with disk_errors(folder):
+                shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
+        for note in [*data.notes, *session.notes]:
+            record.event(Event("note", 0, note), shown=True)
+        record.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
+        _watch(session, record, shown)
+        _run(session, record, shown)
     return folder
 
 
-def resume(folder: str | Path, stop_after: int | None = None, console: Console | None = None) -> Path:
+def resume(
+    folder: str | Path, stop_after: int | None = None, *, restart: bool = False, console: Console | None = None
+) -> Path:
     """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``, and return its folder.
 
-    Settings that were edited since the checkpoint hold from there on. Events record the changes. Without a good checkpoint, the
-    run starts again at step 0 with the settings of ``run.toml``.
+    Settings that were edited since the checkpoint hold from there on. Events record the changes. A run that was killed before
+    its first checkpoint begins again at step 0.
 
     Args:
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
+        restart: begin again at step 0 if the run has lost its checkpoints.
         console: displays the progress; ``None`` for standard output.
     Raises:
-        RecordError: the run is missing or finished, another process is writing it, or its data or records do not match
-            its checkpoint.
+        RecordError: the run is missing or finished, has lost its checkpoints, another process is writing it, or its data or
+            records do not match its checkpoint.
     """
     folder, ranks = Path(folder), all_ranks()
     run = unfinished_run(folder)
     config = replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after)
-    config.require_agreement()
+    config.require_agreement(ranks.size)
     shown = console or _console(config)
-    with _record(config, shown, lambda: RunWriter.open(folder)) as record, shown:
-        events: list[Event] = []
-
-        def report_damage(path: Path, reason: str) -> None:
-            events.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
-
-        checkpoint = latest_checkpoint(folder, report_damage, ranks)
-        data = _opened_by_all(lambda: data_of_run(run, config, checkpoint), config)
-        shown.stage("building the model")
-        session = build(config, folder, data)
+    with _record(config, shown, lambda: RunWriter.open(folder)) as record:
+        damaged: list[str] = []
+        checkpoint = latest_checkpoint(
+            folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
+        )
+        if checkpoint is not None:
+            require_same_run(run, checkpoint.state()["settings"], config)
+        elif not restart:
+            require_restart(run, config, "; ".join(damaged))
+        session = build(config, folder, open_on_ranks(config, run))
         present = describe(session)
         state = {} if checkpoint is None else session.load(checkpoint)
         step = session.step
@@ -123,20 +134,20 @@ def resume(folder: str | Path, stop_after: int | None = None, console: Console |
                 f"{folder} has done {counted(step, 'step')}, and a stop after step {stop_after} was requested.",
                 "Name a later step with --stop-after, or leave it out.",
             )
-        _watch(session, record, shown)
-        record.go_back(step, digests=state.get("rows"))
+        events = [Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged]
         changed = changed_settings(state.get("settings", present["config"]), present["config"])
-        # The text may have moved; its tokens are those of the start.
+        # The token map may have moved; its tokens are those of the start.
         notes = [
             f"{n} was {old} up to step {step} and is {new} from there on" for n, old, new in changed if n != "data"
         ]
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
+        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
+        _watch(session, record, shown)
+        record.go_back(step, digests=state.get("rows"))
         for event in events:
             record.event(event, shown=True)
-        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         record.event(Event("resume", step, f"from step {step}{where}"))
-        shown.say(f"{Path(config.model).name} · {session.config.recipe.title} · {folder}")
         _run(session, record, shown)
     return folder
 
@@ -158,94 +169,109 @@ def _watch(session: Session, record: Record, console: Console) -> None:
     record.reader.peak_tokens_per_second = session.peak_tokens_per_second()
 
 
-def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Dataset:
-    """Open the data on rank 0, which may tokenize text. Then open it on the others."""
-    ranks = all_ranks()
-    data = ranks.together(lambda: open_first() if ranks.is_first else None)
-    folder = ranks.gather(data and str(data.folder))[0]
-    return data or open_data(str(folder), config.held_out, config.seed)
+class _End(Enum):
+    """Why a run takes no further step."""
+
+    LAST_STEP = "the last step"
+    STOP_AFTER = "as requested by stop_after"
+    INTERRUPTED = "interrupted"
+    SPIKE = "a spike"
 
 
 def _run(session: Session, record: Record, console: Console) -> None:
-    """Take the steps that are left."""
-    config, here = session.config, session.here
-    with _signals() as signals:
-        console.start(config.recipe.title, session.step)
-
-        def save() -> None:
-            session.verify_replicas()
-            if record.writer is not None:
-                record.writer.sync()
-            session.save({} if record.writer is None else record.writer.digests())
-
+    """Take the steps that are left, and end."""
+    config, here, row = session.config, session.here, Row()
+    end = _End.LAST_STEP if session.step >= config.steps else None
+    # Unless spikes are only reported, the step is judged before its update, so that a spike changes no weight.
+    judged = config.on_spike != "report"
+    console.say(f"{Path(config.model).name} · {config.recipe.title} · {session.folder}")
+    if session.step == 0 and config.model not in MODELS:
+        weights = weights_file(Path(config.model))
+        console.say(f"initial weights: {f'read from {weights}' if weights else f'drawn from seed {config.seed}'}")
+    with _signals() as signals, _ended(session, record, console):
         session.fingerprints.before_first(session.step)
         record.fingerprint(session.fingerprints)
-        try:
-            while session.step < config.steps:
-                # Unless spikes are only reported, the step is judged before its update, so that a spike changes no weight.
-                judge = None if config.on_spike == "report" else record.alarms.judge
-                record.reader.begin()
-                columns = train_step(session, judge)
-                row = record.step({**columns, "tokens": record.tokens + config.tokens_per_step})
-                record.fingerprint(session.fingerprints)
-                is_last = session.step == config.steps
-                if _is_due(session.step, config.eval_every) and not is_last:
-                    record.eval({"val_loss": evaluate(session)})
-                if config.on_spike == "stop" and record.is_bad:
-                    save()  # the step as skipped, so that a resume continues behind it
-                    session.saver.wait()
-                    record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK))
-                    raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
-                # A signal may reach the ranks in different steps. All stop after the same step.
-                left = _SIGPIPE if console.rich.reader_left else 0
-                number = here.largest(signals[0] if signals else left)
-                is_stopping = bool(number) or (session.step == config.stop_after and not is_last)
-                if is_stopping or is_last or _is_due(session.step, config.checkpoint_every):
-                    save()
-                if is_stopping:
-                    session.saver.close()
-                    record.stop("interrupted" if number else "as requested by stop_after")
-                    console.say(
-                        f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}"
-                    )
-                    if number:
-                        ends = {signal.SIGTERM: Terminated, _SIGPIPE: BrokenPipeError}
-                        raise ends.get(signal.Signals(number), KeyboardInterrupt)()
-                    return
-            summary = _summary(session, record)
-            session.saver.close()
-            record.finish(summary)
-            console.summary([summary])
-        except CorruptionError as error:
-            message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
-            record.event(
-                Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector="replicas")
-            )
-            raise
-        finally:
-            session.saver.leave()
-            if session.reduction is not None:
-                session.reduction.close()  # its hooks on parameters would keep the process group
-            if record.alarm_kinds:
-                kinds = ", ".join(kind.replace("_", " ") for kind in record.alarm_kinds)
-                console.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
+        while end is None:
+            record.reader.begin()
+            columns = train_step(session, record.alarms.judge if judged else None)
+            row = record.step({**columns, "tokens": record.tokens + config.tokens_per_step})
+            record.fingerprint(session.fingerprints)
+            if _is_due(session.step, config.eval_every) and session.step < config.steps:
+                record.eval({"val_loss": evaluate(session)})
+            if config.on_spike == "stop" and record.is_bad:
+                end = _End.SPIKE
+            elif session.step >= config.steps:
+                end = _End.LAST_STEP
+            # A signal may reach the ranks in different steps. All stop after the same step.
+            elif here.largest(len(signals) or console.failure is not None):
+                end = _End.INTERRUPTED
+            elif session.step == config.stop_after:
+                end = _End.STOP_AFTER
+            if end is not None or _is_due(session.step, config.checkpoint_every):
+                _save(session, record)
+        _finish(end, session, record, console, row, here.largest(signals[0] if signals else 0))
 
 
-def _summary(session: Session, record: Record) -> Row:
-    """Return the content of ``summary.json``. Evaluate first if the last step has no evaluation yet."""
-    if record.evaluated != session.step:
-        record.eval({"val_loss": evaluate(session)})
-    return record.summary(
-        recipe=session.config.recipe.to_value(),
-        model=session.config.model,
-        bytes_per_param=session.bytes_per_param(),
-        weights_fingerprint=session.weights_fingerprint(),
-    )
+def _finish(end: _End, session: Session, record: Record, console: Console, row: Row, number: int) -> None:
+    """End a run whose last checkpoint is being written: write what its record lacks, and say how to go on.
+
+    ``row`` is its last step's, ``number`` the signal that interrupted it, 0 if it was the console.
+    """
+    if end is _End.LAST_STEP:
+        if record.evaluated != session.step:
+            record.eval({"val_loss": evaluate(session)})
+        summary = record.summary(
+            recipe=session.config.recipe.to_value(),
+            model=session.config.model,
+            bytes_per_param=session.bytes_per_param(),
+            weights_fingerprint=session.weights_fingerprint(),
+        )
+        session.saver.close()
+        record.finish(summary)
+        return console.summary(summary)
+    session.saver.close()
+    if end is _End.SPIKE:
+        record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK))
+        raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
+    record.stop(end.value)
+    console.say(f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}")
+    if end is _End.INTERRUPTED and not number:
+        raise console.failure or BrokenPipeError
+    if end is _End.INTERRUPTED:
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _save(session: Session, record: Record) -> None:
+    """Begin to write a checkpoint, behind its rows."""
+    session.verify_replicas()
+    if record.writer is not None:
+        record.writer.sync()
+    session.save({} if record.writer is None else record.writer.digests())
+
+
+@contextmanager
+def _ended(session: Session, record: Record, console: Console) -> Iterator[None]:
+    """Record corruption, and release what a run holds, however it ends."""
+    try:
+        yield
+    except CorruptionError as error:
+        message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
+        record.event(
+            Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector="replicas")
+        )
+        raise
+    finally:
+        session.saver.leave()
+        if session.reduction is not None:
+            session.reduction.close()  # its hooks on parameters would keep the process group
+        if record.alarm_kinds:
+            kinds = ", ".join(kind.replace("_", " ") for kind in record.alarm_kinds)
+            console.say(f"{kinds}: narrowgauge diagnose {session.folder} shows where")
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the first SIGINT or SIGTERM. A second signal ends the process at once.
+    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP. A second signal ends the process at once.
 
     The files on the disk are consistent at any moment.
     """
@@ -260,7 +286,9 @@ def _signals() -> Iterator[list[int]]:
             os.write(2, b"Stopping after this step; press Ctrl-C again to stop at once.\n")
 
     try:
-        before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        # An ignored signal stays ignored: nohup ignores SIGHUP.
+        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, receive) for number in heard}
     except ValueError:  # not in the main thread, which handles the signals
         yield received
         return

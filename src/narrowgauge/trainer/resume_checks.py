@@ -1,4 +1,4 @@
-"""Check a run folder before a resume: required files, and settings that changed since the run began.
+"""Check a run folder before it goes on: whether it is over, and settings that changed since the run began.
 
 Every checkpoint holds the settings of its run. Nothing here needs PyTorch.
 """
@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import TEMPORARY
 from narrowgauge.runs.finding import counted
-from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import short
+from narrowgauge.runs.writer import require_free
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.tables import json_value
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.dataset import data_fingerprint
+from narrowgauge.trainer.data.tokens import read_tokens
 
 _FREE = ("out", "stop_after", "verify_every")
 """Settings that change no number of a run."""
+_FIXED = ("seed", "held_out", "sequence_length")
+"""Settings that a started run keeps: with others it would read other sequences, some of them again."""
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -38,18 +44,75 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [(name, text(first, name), text(second, name)) for name in names]
 
 
-def require_same_run(run: Run, saved: Mapping[str, Any], config: TrainConfig) -> None:
-    """Refuse edited settings that a started run cannot change: its model, storage and split of the data.
+def other_settings(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
+    """Return the settings of a run that differ from requested ones, as :func:`changed_settings`. Those at None fit any."""
+    settings = config.to_dict()
+    recorded = {name: value for name, value in run.config.items() if name in settings}
+    return [change for change in changed_settings(recorded, settings) if change[0] != "threads"]
 
-    ``saved`` are the settings in the run's checkpoint; empty without one.
+
+def run_to_continue(config: TrainConfig) -> Run | None:
+    """Return the run in the folder of checked settings, which then goes on; ``None`` if the folder is free.
+
+    Raises:
+        RecordError: the folder holds something else, or a run with other settings or data.
     """
-    for name, old, new in changed_settings(saved, config.to_dict()) if saved else ():
-        is_fixed = name in ("seed", "held_out") or (name == "model" and {old, new} & MODELS.keys())
+    folder = Path(str(config.out))
+    if not is_run(folder):
+        require_free(folder)
+        return None
+    run = run_of_trainer(folder)
+    if changes := other_settings(run, config):
+        name, before, now = changes[0]
+        raise RecordError(
+            f"Cannot go on in {folder}: its run has {name} = {before}, and {now} was requested.",
+            "Name another --out, or the settings of the run there.",
+        )
+    require_same_data(run, config, data_fingerprint(read_tokens(str(config.data)), config.held_out, config.seed))
+    return run
+
+
+def require_same_data(run: Run, config: TrainConfig, fingerprint: str) -> None:
+    """Refuse to continue a run on other tokens, or another split of them."""
+    if fingerprint != run.data_fingerprint:
+        raise RecordError(
+            f"Cannot continue {run.path} because the tokens in {config.data} are not those that it started with.",
+            "Restore its token map, or name its place as data in run.toml.",
+        )
+
+
+def is_over(run: Run) -> bool:
+    """Return whether a run is finished, or diverged and stopped."""
+    return run.summary is not None or (bool(run.events) and run.events[-1].get("kind") == "divergence")
+
+
+def require_same_run(run: Run, saved: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse edited settings that a started run cannot change: its model, storage, split and length of sequences.
+
+    ``saved`` are the settings in the run's checkpoint.
+    """
+    for name, old, new in changed_settings(saved, config.to_dict()):
+        is_fixed = name in _FIXED or (name == "model" and {old, new} & MODELS.keys())
         if is_fixed or (name == "recipe" and parse(saved["recipe"]).storage != config.recipe.storage):
             raise RecordError(
                 f"{run.path / 'run.toml'} says {name} {new}, and the run began with {old}.",
                 "Put it back, or start another run with narrowgauge train.",
             )
+
+
+def require_restart(run: Run, config: TrainConfig, damage: str) -> None:
+    """Refuse to begin a run again that had a checkpoint. ``damage`` says what is wrong with those that are there.
+
+    A run that was killed while it wrote its first checkpoint had none.
+    """
+    last, first_due = run.steps[-1]["step"] if run.steps else 0, config.checkpoint_every or config.steps
+    was_writing = any((run.path / "checkpoints").glob(f"{TEMPORARY}*"))
+    if damage or (last > first_due and not was_writing) or any(event["kind"] == "stop" for event in run.events):
+        raise RecordError(
+            f"Cannot resume {run.path} because it holds no good checkpoint{damage and f': {damage}'}. Its record has "
+            f"{counted(last, 'step')}.",
+            f"Restore its checkpoints, or begin again at step 0: narrowgauge resume {run.path} --restart.",
+        )
 
 
 def run_of_trainer(folder: Path) -> Run:

@@ -30,7 +30,6 @@ from narrowgauge.matmul.layer_matmuls import Call, cast_to_slot, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import block_values
 from narrowgauge.numerics.quantization import rotate
-from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, SLOTS
 from narrowgauge.spec.recipes import Recipe
@@ -38,8 +37,8 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.language_model import loss_sum
-from narrowgauge.trainer.resume_checks import run_of_trainer
-from narrowgauge.trainer.session import Session, build, data_of_run
+from narrowgauge.trainer.resume_checks import require_same_run, run_of_trainer
+from narrowgauge.trainer.session import Session, build, open_on_ranks
 from narrowgauge.trainer.step import differentiate, losses, train_step
 
 PLACES: dict[str, str] = {
@@ -133,11 +132,17 @@ def rounding_places(
     Cost: the steps since the nearest checkpoint, then eight eager passes in float32; memory for two models.
     Example: ``print(narrowgauge.rounding_places("runs/first", 28))``
     """
-    run = _run_with_step(Path(folder), step)
+    run = run_of_trainer(Path(folder))
+    recorded = {row["step"]: row for row in run.steps}
+    if step not in recorded:
+        held = f"steps 1 to {max(recorded)}" if recorded else "no step"
+        raise RecordError(f"Cannot repeat step {step} because {folder} holds {held}.", "Name a step that it holds.")
     config = replace(TrainConfig.from_dict(run.config, str(run.path / "run.toml")), **_OF_ONE_PROCESS)
     _require_casts(config.recipe)
     checkpoint = latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)
-    data, recorded = data_of_run(run, config, checkpoint), {row["step"]: row for row in run.steps}
+    if checkpoint is not None:
+        require_same_run(run, checkpoint.state()["settings"], config)
+    data = open_on_ranks(config, run)
     # Sums inside a matmul depend on the number of threads.
     threads = threads_of(run.run.get("machine", {}).get("num_threads"), False)
     with threads, tempfile.TemporaryDirectory() as temporary:
@@ -164,25 +169,10 @@ def rounding_places(
         bad = None
         if not all(torch.isfinite(x).all() for x in (torch.tensor(of_run[0], device="cpu"), *of_run[1].values())):
             bad = first_bad_value(session.model, partial(differentiate, session))
-    rows = [_row(name, result, exact) for name, result in {"run": of_run, "all": every, **alone}.items()]
-    total = rows[1]["gradient"]
-    for row in rows[2:]:
-        if row["gradient"] is not None and total:
-            row["share"] = (row["gradient"] / total) ** 2  # roundings of different places add up in squares
-    shown = (*rows[:2], *(row for row in rows[2:] if row["gradient"] != 0.0))
+    total = _row("all", every, exact)
+    rows = [_row(name, result, exact, total["gradient"] or 0.0) for name, result in alone.items()]
+    shown = (_row("run", of_run, exact), total, *(row for row in rows if row["gradient"] != 0.0))
     return RoundingPlaces(step, started, mismatch, shown, "" if bad is None else bad.message)
-
-
-def _run_with_step(folder: Path, step: int) -> Run:
-    """Return the record of a run of the trainer that holds a step."""
-    run = run_of_trainer(folder)
-    last = max((row["step"] for row in run.steps), default=0)
-    if not 1 <= step <= last:
-        raise RecordError(
-            f"Cannot repeat step {step} because {folder} holds {f'steps 1 to {last}' if last else 'no step'}.",
-            "Name one of its steps." if last else "Train it first.",
-        )
-    return run
 
 
 def _require_casts(recipe: Recipe) -> None:
@@ -206,12 +196,13 @@ def _mismatch(recorded: Row, row: Row) -> str:
     return ""
 
 
-def _row(name: str, result: Result, exact: Result) -> Row:
+def _row(name: str, result: Result, exact: Result, total: float = 0.0) -> Row:
+    """Return the row of a result. ``total`` is the difference of all places; those of single ones add up in squares."""
     loss = abs(result[0] - exact[0]) / max(abs(exact[0]), 1e-30)
     gradient = _difference(result[1], exact[1])
-    is_finite = math.isfinite(loss) and math.isfinite(gradient)
-    differences = {"loss": loss, "gradient": gradient} if is_finite else dict.fromkeys(("loss", "gradient"))
-    return {"name": name, **differences, "share": None}
+    if not (math.isfinite(loss) and math.isfinite(gradient)):
+        return {"name": name, "loss": None, "gradient": None, "share": None}
+    return {"name": name, "loss": loss, "gradient": gradient, "share": (gradient / total) ** 2 if total else None}
 
 
 def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -256,7 +247,7 @@ class _Step:
         total: Tensors = {}
         loss = 0.0
         with self._attached():
-            for share in losses(self.session, lambda tokens: loss_sum(model, tokens, chunked=False)):
+            for share in losses(self.session, lambda tokens: loss_sum(model, tokens)):
                 (share * self.scale).backward()
                 loss += float(share.detach())
                 for name, parameter in self.plain.named_parameters():

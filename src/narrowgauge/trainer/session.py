@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,13 +29,12 @@ from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors,
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
-from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, through_root
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.distributed.sharding import fingerprint_whole
+from narrowgauge.errors import DataError, RankError, RecordError
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.gauges.recording.step_row import batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
-from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.dtensor import local_of
@@ -43,16 +43,15 @@ from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.model import read_model
-from narrowgauge.runs.atomic_io import disk_errors
+from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.models import MODELS, weights_file
+from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
-from narrowgauge.trainer.data.tokens import is_token_map
+from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
-from narrowgauge.trainer.resume_checks import require_same_run, run_of_trainer
+from narrowgauge.trainer.resume_checks import require_same_data, run_of_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +67,7 @@ class Session:
         linears: the model's low-precision layers, if its recipe has any.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
         step: optimizer steps done.
+        sequences: sequences read by these steps, whatever their batch sizes were.
         batch_crc: checksum of the last step's tokens, of all ranks together.
         loader_seconds: how long the slowest rank waited for them.
         saved_bytes: what the counted forward pass saved for backward; ``None`` before it.
@@ -83,6 +83,7 @@ class Session:
     reduction: GradientReduction | None = None
     here: Ranks = ALONE
     step: int = 0
+    sequences: int = 0
     batch_crc: str = ""
     loader_seconds: float = 0.0
     saved_bytes: int | None = None
@@ -117,8 +118,8 @@ class Session:
         """Return this rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` each."""
         c, batch, sums, began = self.config, [], [], time.perf_counter()
         for part in self.micro_batches:
-            rows = slice(part.number * c.micro_batch_size, (part.number + 1) * c.micro_batch_size)
-            batch.append(torch.from_numpy(self.data.batch(self.step, c.batch_size, c.sequence_length, c.seed, rows)))
+            first = self.sequences + part.number * c.micro_batch_size
+            batch.append(torch.from_numpy(self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)))
             if not part.is_absent:
                 sums.append(batch_checksum(batch[-1].numpy()))
         of_ranks = self.here.gather((time.perf_counter() - began, sums))
@@ -184,6 +185,7 @@ class Session:
         scaler = self.optimizer.loss_scaler
         state = {
             "step": self.step,
+            "sequences": self.sequences,
             "num_skipped": self.optimizer.num_skipped,
             "fingerprint": self.weights_fingerprint(),
             "settings": self.config.to_dict(),
@@ -210,7 +212,8 @@ class Session:
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
-        self.step = state["step"]
+        self.step = self.saver.resumed_from = state["step"]
+        self.sequences = state.get("sequences", self.step * self.config.batch_size)
         if state["fingerprint"] != self.weights_fingerprint():
             raise RecordError(
                 f"{where} gives weights {self.weights_fingerprint()}, and {state['fingerprint']} was saved.",
@@ -221,25 +224,26 @@ class Session:
 
 def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     """Build a session at step 0, with the settings filled in for the model."""
+    here, device = all_ranks(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _require_tokenizer(config, data)
     model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None:
-        config.require_positions(positions)
+    config.require_agreement(here.size, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     config = config.filled(model.num_parameters())
-    config.require_compiler()
-    assert config.lr is not None
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
-    is_large = model.config.vocab_size >= language_model.LARGE_VOCABULARY
-    is_chunked = is_large and language_model.ends_in_head(model)
-    here = all_ranks()
-    config.require_ranks(here.size)
+    optimizer = _optimizer(model, config, here)
+    accumulator, reduction = _sums(model, optimizer, config, here)
+    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, reduction, here)
+
+
+def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Optimizer:
+    """Prepare the model, on the ranks' mesh if there are several, and return its optimizer."""
     mesh = None
     if here.size > 1:
         axis = "replicate" if config.shard == "none" else "shard"
-        mesh = init_device_mesh(device.type, (here.size,), mesh_dim_names=(axis,))
+        mesh = init_device_mesh(model.device.type, (here.size,), mesh_dim_names=(axis,))
+    assert config.lr is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
         _, optimizer = prepare(
@@ -255,36 +259,48 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             shard=config.shard,
             average=False,
         )
+    return cast(Optimizer, optimizer)
+
+
+def _sums(
+    model: PreTrainedModel, optimizer: Optimizer, config: TrainConfig, here: Ranks
+) -> tuple[GradientAccumulator | None, GradientReduction | None]:
+    """Return what sums the gradients of this rank's micro-batches, and what sums them over ranks, where needed."""
     is_order_invariant = config.recipe.reduction.order_invariant
     parts = len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     accumulator = None
     if parts > 1 and not is_order_invariant and config.accumulation_dtype != "bfloat16":
         accumulator = GradientAccumulator(model.parameters(), dtype=getattr(torch, config.accumulation_dtype))
     # One process sums its micro-batches alone, unless the result must not depend on their order.
-    reduction = optimizer.reduction if mesh is not None or is_order_invariant else None
+    reduction = optimizer.reduction if here.size > 1 or is_order_invariant else None
     if reduction is not None:
         if accumulator is not None:
             reduction.accumulate_in(accumulator)
         optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
-    loss = _loss(model, config, is_chunked and has_plain_product(model.get_output_embeddings()))
-    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
+    return accumulator, reduction
 
 
-def _loss(model: PreTrainedModel, config: TrainConfig, chunked: bool) -> Callable[[Tensor], Tensor]:
+def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
     """Return the summed loss of a batch in the recipe's compute, compiled or not."""
-    summed: Callable[[Tensor], Tensor]
-    if config.compile:
-        summed = language_model.compiled_loss(model, chunked=chunked)
-    else:
-        summed = partial(language_model.loss_sum, model, chunked=chunked)
-    if fsdp_modules(model):
-        summed = through_root(model, summed)
+    summed = language_model.compiled_loss(model) if config.compile else partial(language_model.loss_sum, model)
 
     def scoped(tokens: Tensor) -> Tensor:
         with compute_scope(config.recipe, tokens.device):
             return summed(tokens)
 
     return scoped
+
+
+def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
+    """Refuse weights that belong to another tokenizer than the tokens, where both are known."""
+    file, other = Path(config.model) / "tokenizer.json", data.tokenizer_path
+    if other is None or not file.is_file() or weights_file(file.parent) is None:
+        return
+    if load_json(file.read_bytes())["model"]["vocab"] != load_json(other.read_bytes())["model"]["vocab"]:
+        raise DataError(
+            f"Cannot train the weights in {config.model} because the tokens in {config.data} have another vocabulary.",
+            f"Make them again: narrowgauge tokenize TEXT OUT --tokenizer {config.model}.",
+        )
 
 
 def describe(session: Session) -> dict[str, Any]:
@@ -298,68 +314,52 @@ def describe(session: Session) -> dict[str, Any]:
             "seed": session.config.seed,
             "fingerprint": session.data.fingerprint,
             "tokens": session.data.num_tokens,
+            "vocab_size": session.data.vocab_size,
+            "end_of_text": session.data.end_of_text,
         },
         "model": describe_model(session.model),
     }
 
 
-# ── a run on the disk, at its newest good checkpoint ────────────────────────────────────────────────────────────────
+# ── data and checkpoints on the disk ────────────────────────────────────────────────────────────────────────────────
+
+
+def open_on_ranks(config: TrainConfig, run: Run | None = None) -> Dataset:
+    """Open the data of the settings on every rank. ``run`` is the run that goes on with them.
+
+    Raises:
+        DataError: they cannot be read, or are too short.
+        RecordError: they are other tokens than those of the run.
+        RankError: ranks have other tokens.
+    """
+    ranks = all_ranks()
+    data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
+    data.require(config.sequence_length)
+    if run is not None:
+        require_same_data(run, config, data.fingerprint)
+    first, *others = ranks.gather(data.fingerprint)
+    for rank, fingerprint in enumerate(others, 1):
+        if fingerprint != first:
+            raise RankError(
+                f"Cannot train: rank {rank} has other tokens in {config.data} than rank 0.",
+                "Give every machine the same token map.",
+            )
+    return data
 
 
 def load(folder: str | Path) -> Session:
-    """Load a run folder's session at its newest good checkpoint, for export or sampling. Not compiled, no gauges."""
+    """Load a run folder's session at its newest good checkpoint, for export or sampling. Not compiled, no gauges, no data."""
     folder = Path(folder)
     run = run_of_trainer(folder)
     config = dataclasses.replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False)
     damaged: list[str] = []
-
-    def report_damage(path: Path, reason: str) -> None:
-        damaged.append(f"{path.name} is damaged ({reason})")
-
-    checkpoint = latest_checkpoint(folder, report_damage, all_ranks())
+    checkpoint = latest_checkpoint(folder, lambda path, reason: damaged.append(f"{path.name}: {reason}"), all_ranks())
     if checkpoint is None:
         raise RecordError(
             f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
-            f"narrowgauge resume {folder} restarts it from step 0.",
+            "Restore its checkpoints.",
         )
-    session = build(config, folder, data_of_run(run, config, checkpoint))
+    recorded, none = run.run["data"], np.zeros(0, dtype=np.uint16)
+    session = build(config, folder, Dataset(none, none, recorded["vocab_size"], recorded["end_of_text"]))
     session.load(checkpoint)
     return session
-
-
-def data_of_run(run: Run, config: TrainConfig, checkpoint: Checkpoint | None) -> Dataset:
-    """Open the tokens of a run's start. If the cache has lost them, make them again from the text.
-
-    Raises:
-        RecordError: they are other tokens, or the settings are of another run than the checkpoint's.
-    """
-    if checkpoint is not None:
-        require_same_run(run, checkpoint.state().get("settings", {}), config)
-    fingerprint, recorded = run.data_fingerprint, run.run["data"]
-    try:
-        data = open_data(str(recorded.get("folder")), config.held_out, config.seed)
-    except DataError:
-        data = prepare_tokens(config)
-    if data.fingerprint != fingerprint:
-        raise RecordError(
-            "The tokens are not those the run started with.", "Restore the text and the tokenizer of its run.toml."
-        )
-    return data
-
-
-def prepare_tokens(config: TrainConfig) -> Dataset:
-    """Prepare the tokens that the settings name. The tokenizer is the model folder's, or a BPE trained on the data."""
-    folder = None if config.model in MODELS else Path(config.model)
-    is_own = folder is not None and (folder / "tokenizer.json").is_file()
-    if folder is not None and not is_own and weights_file(folder) and not is_token_map(Path(config.data)):
-        raise DataError(
-            f"{folder} holds weights and no tokenizer.json, and a new tokenizer would not fit them.",
-            f"Write it: AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}').",
-        )
-    return prepare_data(
-        config.data,
-        vocab_size=language_model.vocabulary_size(config.model),
-        tokenizer=config.model if is_own else None,
-        held_out=config.held_out,
-        seed=config.seed,
-    )

@@ -57,6 +57,7 @@ def train_step(session: Session, judge: SpikeJudge | None = None) -> Row:
     # Reading the loss synchronizes anyway. Settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
     session.step += 1
+    session.sequences += config.batch_size
     session.fingerprints.states(session.step)
 
     norm = optimizer.grad_norm
@@ -86,8 +87,6 @@ def differentiate(session: Session) -> Tensor:
     # A cache of casts of sharded weights would keep the whole model on each rank.
     is_cached = len(session.micro_batches) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
-        if reduction is not None:
-            reduction.set_step(session.step)
         shares = []
         with closing(losses(session)) as parts:
             for loss in parts:
@@ -140,21 +139,25 @@ def random_numbers(seed: int, step: int, micro_batch: int) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate(session: Session) -> float:
-    """Return the mean loss in nats per token over the validation batches, of the model in evaluation mode."""
-    config, here = session.config, session.here
-    batches = list(session.data.valid_batches(config.micro_batch_size, config.sequence_length, config.eval_batches))
+    """Return the mean loss in nats per token over the validation sequences, of the model in evaluation mode.
+
+    They are the same for every number of micro-batches and ranks.
+    """
+    config, here, size = session.config, session.here, session.config.micro_batch_size
+    num_sequences = session.data.num_validation(config.eval_sequences, config.sequence_length)
+    num_batches = -(-num_sequences // size)
     session.model.eval()
     sums = []
     try:
         # Ranks without a batch left repeat one: all take part in gathering weights.
-        for part in micro_batches_of_rank(len(batches), here.rank % len(batches), here.size):
-            tokens = torch.from_numpy(batches[part.number]).to(session.device)
+        for part in micro_batches_of_rank(num_batches, here.rank % num_batches, here.size):
+            rows = slice(part.number * size, (part.number + 1) * size)
+            batch = session.data.validation(config.eval_sequences, config.sequence_length, rows)
             # Without float32_attention(): the kernel's forward in bfloat16 is fast, only its backward is slow.
             with random_numbers(config.seed, session.step, part.number):  # some models draw here too
-                sums.append(session.loss(tokens).double())
+                sums.append(session.loss(torch.from_numpy(batch).to(session.device)).double())
     finally:
         session.model.train()
     for module in fsdp_modules(session.model):  # no backward pass frees the gathered parameters
         module.reshard()
-    num_tokens: int = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in batches)
-    return float(sum_in_order(sums, len(batches), here.size)) / num_tokens
+    return float(sum_in_order(sums, num_batches, here.size)) / (num_sequences * config.sequence_length)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from narrowgauge.errors import DataError
-from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data, prepare_data
-from narrowgauge.trainer.data.text import open_texts
-from narrowgauge.trainer.data.tokens import load_tokenizer, read_tokens, train_tokenizer, write_tokens
+from narrowgauge.errors import DataError, RecordError
+from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data
+from narrowgauge.trainer.data.text import Document, read_documents
+from narrowgauge.trainer.data.tokens import END_OF_TEXT, load_tokenizer, pieces, read_tokens, write_tokens
 
 SENTENCE = "the number of bits a weight keeps decides what a step may still change in it"
 WORDS = SENTENCE.split(" ")
@@ -22,12 +25,6 @@ WORDS = SENTENCE.split(" ")
 def text_of(number: int, length: int = 60) -> str:
     """Text that differs per number and repeats words often enough for a tokenizer to learn them."""
     return " ".join(WORDS[(number * place + place * place) % len(WORDS)] for place in range(length)) + f" {number}\n"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "data"
 
 
 @pytest.fixture
@@ -39,9 +36,13 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
+def tokenized(source: Path, out: Path, tokenizer: Path | None = None) -> Path:
+    return write_tokens(read_documents(source), *load_tokenizer(tokenizer), out)
+
+
 @pytest.fixture
-def dataset(corpus: Path) -> Dataset:
-    return prepare_data(corpus, vocab_size=300, held_out=0.2, seed=1)
+def dataset(corpus: Path, tmp_path: Path) -> Dataset:
+    return open_data(tokenized(corpus, tmp_path / "tokens"), 0.2, 1)
 
 
 def all_tokens(stream: Stream | np.ndarray) -> np.ndarray:
@@ -63,23 +64,12 @@ def documents(data: Dataset, stream: Stream | np.ndarray) -> list[str]:
 def test_every_document_is_on_one_side_and_decodes_to_itself(dataset: Dataset) -> None:
     train, valid = documents(dataset, dataset.train), documents(dataset, dataset.valid)
     assert sorted(train + valid) == sorted(text_of(number) for number in range(60))
-    assert 3 <= len(valid) <= 25 and dataset.vocab_size == 300
-    assert dataset.num_tokens + len(dataset.valid) < sum(len(text) for text in train + valid) / 2
-
-
-def test_a_damaged_entry_of_the_cache_is_made_again(corpus: Path, dataset: Dataset) -> None:
-    content = bytearray((dataset.folder / "tokens.bin").read_bytes())
-    content[len(content) // 2] ^= 1
-    (dataset.folder / "tokens.bin").write_bytes(content)
-    assert prepare_data(corpus, vocab_size=300, held_out=0.2, seed=1).fingerprint == dataset.fingerprint
-    (dataset.folder / "tokens.bin").write_bytes(content[:-2])
-    with pytest.raises(DataError, match=r"documents\.bin does not fit"):
-        open_data(dataset.folder, 0.2, 1)
+    assert 3 <= len(valid) <= 25 and dataset.vocab_size == 257
 
 
 def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(text_of(1, 2000))
-    data = prepare_data(tmp_path / "one.txt", vocab_size=280, held_out=0.1)
+    data = open_data(tokenized(tmp_path / "one.txt", tmp_path / "tokens"), 0.1, 0)
     assert len(data.valid) == (data.num_tokens + len(data.valid)) // 10
     assert data.notes == (
         f"The data has 1 document, too few to hold one out; the last {len(data.valid)} tokens are held out.",
@@ -88,8 +78,8 @@ def test_a_single_document_gives_up_its_end_and_says_so(tmp_path: Path) -> None:
     assert load_tokenizer(data.tokenizer_path)[0].decode(whole[:-1].tolist()) == text_of(1, 2000)
 
 
-def test_another_seed_holds_out_other_documents(corpus: Path, dataset: Dataset) -> None:
-    other = prepare_data(corpus, vocab_size=300, held_out=0.2, seed=2)
+def test_another_seed_holds_out_other_documents(dataset: Dataset) -> None:
+    other = open_data(str(dataset.folder), 0.2, 2)
     assert set(documents(other, other.valid)) != set(documents(dataset, dataset.valid))
 
 
@@ -106,10 +96,10 @@ def test_lines_of_json_are_split_by_their_text(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text_of(number), "id": number}) for number in range(40)]
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join([*lines[:20], "", *lines[20:], '{"text": ""}', '{"text": "\\ud800"}']))
-    assert [document.text for document in open_texts(str(file)).read()] == [*map(text_of, range(40)), "?"]
-    data = prepare_data(file, vocab_size=300, held_out=0.2)
+    assert [document.text for document in read_documents(file)] == [*map(text_of, range(40)), "?"]
+    data = open_data(tokenized(file, tmp_path / "a"), 0.2, 0)
     file.write_text("\n".join(reversed(lines)))
-    other = prepare_data(file, vocab_size=300, held_out=0.2)
+    other = open_data(tokenized(file, tmp_path / "b"), 0.2, 0)
     assert sorted(documents(other, other.valid)) == sorted(t for t in documents(data, data.valid) if t != "?")
 
 
@@ -117,96 +107,112 @@ def test_a_folder_is_read_in_one_order_without_what_is_no_text(tmp_path: Path) -
     for name in ("b.md", "a/z.py", "a.txt", "c.jsonl", "d.png", ".hidden.txt", ".git/x.txt", "empty.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("" if name == "empty.txt" else '{"text": "row"}' if "json" in name else name)
-    assert [document.text for document in open_texts(str(tmp_path)).read()] == ["a.txt", "a/z.py", "b.md", "row"]
+    os.mkfifo(tmp_path / "pipe.txt")  # whose writer never comes
+    assert [document.text for document in read_documents(tmp_path)] == ["a.txt", "a/z.py", "b.md", "row"]
 
 
-def test_a_given_tokenizer(corpus: Path, tmp_path: Path, dataset: Dataset) -> None:
-    data = prepare_data(corpus, tokenizer=dataset.folder, held_out=0.2, seed=1)
-    assert np.array_equal(all_tokens(data.train), all_tokens(dataset.train))
-    with pytest.raises(DataError, match="has 300 tokens, and vocab_size is 299"):
-        prepare_data(corpus, tokenizer=dataset.folder, vocab_size=299)
-    with pytest.raises(DataError, match="No tokenizer in"):
-        prepare_data(corpus, tokenizer=tmp_path)
-    tokenizer = json.loads((dataset.folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"][0]["content"] = "[DONE]"
-    tokenizer["model"]["vocab"]["[DONE]"] = tokenizer["model"]["vocab"].pop("<|endoftext|>")
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(DataError, match="no end-of-text token"):
-        prepare_data(corpus, tokenizer=tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "[DONE]"}}')
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    true_scandir = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return true_scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"Cannot read the text in .*closed: Permission denied"):
+        list(read_documents(tmp_path))
+
+
+def test_the_end_of_text_is_the_one_that_the_tokenizer_names(dataset: Dataset, tmp_path: Path) -> None:
+    tokenizer, place = json.loads((dataset.folder / "tokenizer.json").read_text()), tmp_path / "other"
+    place.mkdir()
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 257, "content": "[DONE]"})
     tokenizer["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    again = prepare_data(corpus, tokenizer=tmp_path, held_out=0.2, seed=1)
-    assert again.end_of_text == dataset.end_of_text and again.num_tokens == dataset.num_tokens
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert load_tokenizer(place)[1] == dataset.end_of_text
+    (place / "tokenizer_config.json").write_text('{"eos_token": {"content": "[DONE]"}}')
+    data = open_data(tokenized(tmp_path / "corpus", tmp_path / "again", place), 0.2, 1)
+    assert data.end_of_text == 257 and data.num_tokens == dataset.num_tokens
+    (place / "tokenizer_config.json").unlink()
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer).replace(END_OF_TEXT, "[END]"))
+    with pytest.raises(DataError, match="no end-of-text token"):
+        load_tokenizer(place)
+    with pytest.raises(DataError, match="No tokenizer in"):
+        load_tokenizer(tmp_path)
 
 
-def test_the_end_of_text_is_the_one_that_the_model_names(dataset: Dataset, tmp_path: Path) -> None:
-    tokenizer = json.loads((dataset.folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 300, "content": "[DONE]"})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert load_tokenizer(tmp_path)[1] == dataset.end_of_text
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[DONE]"}')
-    assert load_tokenizer(tmp_path)[1] == 300
+def test_damaged_token_maps_are_refused(dataset: Dataset) -> None:
+    folder = dataset.folder
+    assert open_data(folder / "tokens.bin", 0.2, 1).fingerprint == dataset.fingerprint
+    head, content = json.loads((folder / "tokens.json").read_text()), (folder / "tokens.bin").read_bytes()
+    for name, changed, says in (
+        ("tokens.bin", content[:-2], r"documents\.bin does not fit"),
+        ("documents.bin", b"\0" * 16, r"documents\.bin does not fit"),
+        ("tokens.json", json.dumps({**head, "schema_version": 99}).encode(), "schema 99; this version reads up to"),
+        ("tokens.json", json.dumps({**head, "dtype": "float16"}).encode(), "its tokens are float16"),
+        ("tokens.bin", b"", "empty"),
+    ):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(changed)
+        with pytest.raises(DataError, match=says):
+            open_data(folder, 0.2, 1)
+        (folder / name).write_bytes(before)
+    with pytest.raises(RecordError, match="it exists and is not empty"):
+        tokenized(folder / "tokenizer.json", folder)
 
 
-def test_a_token_map_is_referenced(corpus: Path, tmp_path: Path, dataset: Dataset, cache: Path) -> None:
-    texts, folder = open_texts(str(corpus)), tmp_path / "map"
-    folder.mkdir()
-    write_tokens(folder, texts, *train_tokenizer(texts, 300, texts.measure()[1]))
-    entries = set(cache.iterdir())
-    for source in (folder, folder / "tokens.bin"):
-        data = prepare_data(source, held_out=0.2, seed=1)
-        assert data.folder == folder and data.fingerprint == dataset.fingerprint
-    assert set(cache.iterdir()) == entries
-    whole, tokens = read_tokens(folder, check=True), (folder / "tokens.bin").read_bytes()
-    assert whole.fingerprint == read_tokens(folder).fingerprint
-    (folder / "tokens.bin").write_bytes(bytes([tokens[0] ^ 1]) + tokens[1:])
-    with pytest.raises(DataError, match=r"tokens\.bin does not match its checksum"):
-        read_tokens(folder, check=True)
-    (folder / "documents.bin").write_bytes(b"\0" * 16)
-    with pytest.raises(DataError, match=r"documents\.bin does not fit"):
-        prepare_data(folder)
-    head = json.loads((folder / "tokens.json").read_text())
-    (folder / "tokens.json").write_text(json.dumps({**head, "schema_version": 99}))
-    with pytest.raises(DataError, match="schema 99; this version reads up to"):
-        prepare_data(folder)
-    (folder / "tokens.json").write_text(json.dumps({**head, "dtype": "float16"}))
-    with pytest.raises(DataError, match="its tokens are float16, and uint16 or uint32 are read"):
-        prepare_data(folder)
+@pytest.mark.parametrize("num_tokens", [100_000, 5_000_000])
+def test_a_fingerprint_sees_other_tokens_and_another_order(num_tokens: int, tmp_path: Path) -> None:
+    """All tokens of a small map, samples of a large one."""
+    tokens = np.arange(num_tokens, dtype="<u2")
+    head = {"schema_version": 1, "dtype": "uint16", "vocab_size": 1 << 16, "end_of_text": 0}
+    (tmp_path / "tokens.json").write_text(json.dumps(head))
+    prints = []
+    for changed in (
+        tokens,
+        np.roll(tokens, 1),
+        tokens[:-1],
+        np.where(np.arange(num_tokens) == 3000, 7, tokens),
+    ):
+        changed.astype("<u2").tofile(tmp_path / "tokens.bin")
+        prints.append(read_tokens(tmp_path).fingerprint)
+    assert len(set(prints)) == (4 if num_tokens < 1 << 21 else 3)
 
 
-def test_refusals(tmp_path: Path, corpus: Path) -> None:
+def test_refusals_of_text(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
-    for source, options, says in (
-        (tmp_path / "nowhere", {"vocab_size": 300}, "there is no such file or folder"),
-        (tmp_path / "empty.txt", {"vocab_size": 300}, "has no text"),
-        (tmp_path / "binary.txt", {"vocab_size": 300}, r"binary\.txt is not UTF-8 text: byte 0xff"),
-        (corpus, {"vocab_size": 256}, "vocab_size 256 is too small"),
-        (corpus, {}, "needs a vocab_size"),
+    for source, says in (
+        ("nowhere", "there is no such file or folder"),
+        ("empty.txt", "there is no text"),
+        ("binary.txt", r"binary\.txt is not UTF-8 text: byte 0xff"),
     ):
         with pytest.raises(DataError, match=says):
-            prepare_data(source, **options)
+            tokenized(tmp_path / source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["naïve 1e-3 <|endoftext|>\r\n\t\0 日本 🙂  x", text_of(3, 100_000) + "x" * 600_000])
-def test_every_text_comes_back(dataset: Dataset, tmp_path: Path, text: str) -> None:
-    (tmp_path / "a.txt").write_text(text, newline="")
-    data = prepare_data(tmp_path / "a.txt", tokenizer=dataset.folder, held_out=0.01)
-    ids = np.concatenate([all_tokens(data.train), all_tokens(data.valid)])
-    decoded = load_tokenizer(dataset.tokenizer_path)[0].decode(ids[:-1].tolist(), skip_special_tokens=False)
+def test_every_text_comes_back(tmp_path: Path, text: str) -> None:
+    tokenizer, end = load_tokenizer(None)
+    tokens = read_tokens(write_tokens([Document("a", text)], tokenizer, end, tmp_path / "tokens"))
+    assert "".join(pieces(text)) == text and max(map(len, pieces("x" * 600_000))) == 4096
+    decoded = tokenizer.decode(tokens.ids[:-1].tolist(), skip_special_tokens=False)
     # Text that spells the end of a document does not end it.
-    assert decoded == text.replace("\r\n", "\n") and ids.tolist().count(dataset.end_of_text) == 1
+    assert decoded == text and tokens.ids.tolist().count(end) == 1
 
 
 # ── batches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_batch_depends_on_nothing_but_its_place(dataset: Dataset) -> None:
-    batches = [dataset.batch(step, 4, 16, seed=3) for step in range(30)]
-    assert np.array_equal(open_data(dataset.folder, 0.2, 1).batch(17, 4, 16, seed=3), batches[17])
-    assert np.array_equal(dataset.batch(17, 4, 16, 3, slice(1, 3)), batches[17][1:3])
-    assert np.array_equal(np.concatenate(batches[:6]), np.concatenate([dataset.batch(k, 8, 16, 3) for k in range(3)]))
+    batches = [dataset.batch(4 * step, 4, 16, seed=3) for step in range(30)]
+    assert np.array_equal(open_data(dataset.folder, 0.2, 1).batch(68, 4, 16, seed=3), batches[17])
+    assert np.array_equal(dataset.batch(69, 2, 16, 3), batches[17][1:3])
+    assert np.array_equal(np.concatenate(batches[:6]), dataset.batch(0, 24, 16, 3))
     assert not np.array_equal(dataset.batch(0, 4, 16, seed=4), batches[0])
 
 
@@ -219,20 +225,19 @@ def test_an_epoch_holds_every_window_of_the_text_once(dataset: Dataset) -> None:
     assert {tuple(row) for row in epoch.tolist()} == windows
 
 
-def test_validation_is_fixed_full_and_spread(dataset: Dataset) -> None:
-    every, num_windows = list(dataset.valid_batches(2, 16, 10**6)), (len(dataset.valid) - 1) // 16
-    assert len(every) == num_windows // 2 and {batch.shape for batch in every} == {(2, 17)}
-    assert np.array_equal(np.concatenate(every), np.concatenate(list(dataset.valid_batches(2, 16, 10**6))))
-    some = np.concatenate(list(dataset.valid_batches(2, 16, limit=2)))
+def test_validation_is_fixed_and_spread(dataset: Dataset) -> None:
+    num_windows = (len(dataset.valid) - 1) // 16
+    every = dataset.validation(10**6, 16)
+    assert every.shape == (num_windows, 17) and dataset.num_validation(10**6, 16) == num_windows
+    some = dataset.validation(4, 16)
     assert np.array_equal(some[2], all_tokens(dataset.valid)[num_windows // 2 * 16 :][:17])
-    (small,) = dataset.valid_batches(1000, 16, 1)
-    assert small.shape == (num_windows, 17)
+    assert np.array_equal(dataset.validation(4, 16, slice(1, 3)), some[1:3])
 
 
 @pytest.mark.parametrize(("tokens", "windows"), [(32, 1), (33, 2)])
 def test_the_last_window_has_a_token_to_predict(dataset: Dataset, tokens: int, windows: int) -> None:
-    (batch,) = dataclasses.replace(dataset, valid=all_tokens(dataset.valid)[:tokens]).valid_batches(8, 16, 1)
-    assert batch.shape == (windows, 17)
+    short = dataclasses.replace(dataset, valid=all_tokens(dataset.valid)[:tokens])
+    assert short.validation(8, 16).shape == (windows, 17)
 
 
 def test_a_sequence_longer_than_the_data_is_refused(dataset: Dataset) -> None:
@@ -241,4 +246,4 @@ def test_a_sequence_longer_than_the_data_is_refused(dataset: Dataset) -> None:
         dataset.batch(0, 1, length, seed=0)
     length = len(dataset.valid)
     with pytest.raises(DataError, match=f"needs {length + 1} tokens; the held-out part has {length}"):
-        dataset.valid_batches(1, length, 1)
+        dataset.validation(1, length)

@@ -63,7 +63,7 @@ class Classification:
     Args:
         row: the recipe's row of ``compare.json``.
         rank: rank of its final loss.
-        difference: its final loss minus the baseline's; ``None`` without a common seed.
+        difference: its final loss minus the baseline's; ``None`` without a common seed and data.
         late_edq: the audit's last values; ``None`` without an audit.
     """
 
@@ -116,11 +116,15 @@ def classify(
 def paired_difference(
     label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None
 ) -> PairedDifference | None:
-    """Return a recipe's loss minus the baseline's over common seeds; ``None`` without any, or for the baseline itself."""
+    """Return a recipe's loss minus the baseline's over common seeds; ``None`` without any, or for the baseline itself.
+
+    Runs on other data than the baseline's are left out.
+    """
     if baseline is None or label == baseline:
         return None
-    base = {run.seed: run.loss for run in groups[baseline] if run.counts}
-    pairs = [run.loss - base[run.seed] for run in groups[label] if run.counts and run.seed in base]
+    base = {run.seed: run for run in groups[baseline] if run.counts}
+    paired = [(run, base[run.seed]) for run in groups[label] if run.counts and run.seed in base]
+    pairs = [run.loss - other.loss for run, other in paired if None in (run.data, other.data) or run.data == other.data]
     return PairedDifference(label, *interval(pairs), len(pairs)) if pairs else None
 
 

@@ -82,11 +82,12 @@ class Comparison:
 
     @property
     def cheapest(self) -> Classification | None:
-        """Return the cheapest recipe that is fit for use. With one seed each, all without faults are."""
+        """Return the cheapest recipe that is fit for use. With one seed each, all compared ones without faults are."""
         usable = [
             recipe
             for recipe in self.classes.values()
-            if recipe.is_fit or (not self.has_intervals and recipe.usable_rank is Rank.NO_INTERVAL)
+            if recipe.is_fit
+            or (not self.has_intervals and recipe.difference and recipe.usable_rank is Rank.NO_INTERVAL)
         ]
         sized = [recipe for recipe in usable if recipe.row["bytes_per_param"] is not None]
         return min(sized, key=lambda recipe: recipe.cost, default=None)

@@ -70,6 +70,11 @@ class RunStats:
         return self.run.summary is not None and not self.divergence and self.run.summary.get("val_loss") is not None
 
     @property
+    def data(self) -> str | None:
+        """Return the fingerprint of the data and their split; ``None`` if it is not recorded."""
+        return (self.run.run.get("data") or {}).get("fingerprint")
+
+    @property
     def loss(self) -> float:
         """Return the last validation loss. Only a run that counts has one."""
         assert self.run.summary is not None

@@ -34,7 +34,7 @@ def _cheapest(comparison: Comparison) -> str:
     if base is None or not comparison.differences:
         if base is not None and len(comparison.classes) == 1:
             return f"{base} alone was run: validation loss {shown_loss(comparison.rows[0]['val_loss'])}."
-        return "No two recipes have a finished run with a seed in common, so nothing can be compared."
+        return "No two recipes have finished runs of one seed on the same data, so nothing can be compared."
     tables = [run.run.run.get("data") or {} for run in comparison.classes[base].runs]
     levels = [table["unigram_loss"] for table in tables if "unigram_loss" in table]
     if levels and not comparison.classes[base].row["val_loss"] < min(levels):
@@ -136,7 +136,8 @@ def _differing(comparison: Comparison) -> str:
             is_config = setting.table == "config" and setting.name not in _FREE
             if is_config or (setting.table, setting.name) in _ALIKE:
                 values.setdefault(setting.name, {}).update(dict.fromkeys(setting.values))
-    items = [f"{name} {', '.join(texts)}" for name, texts in values.items()]
+    other_data = ["data, so those losses are not compared"] if values.pop("fingerprint", None) else []
+    items = [*other_data, *(f"{name} {', '.join(texts)}" for name, texts in values.items())]
     if logs := dict.fromkeys(run.label for run in _runs(comparison) if run.run.is_foreign):
         items.append(f"logs of other frameworks, without recipe, audit or seed (0 is taken): {listed(logs)}")
     return f"The runs differ in more than recipe and seed ({'; '.join(items)})." if items else ""

@@ -5,14 +5,13 @@ order comes from a Feistel network, a permutation that can be evaluated at any p
 batch 7,000 needs none of the batches before it.
 
 The seed and a document's name decide whether the document is held out. So adding a file moves no other document. Tokens
-are neither copied nor hashed at the start of a run: ``run.toml`` names the token map and its fingerprint.
+are not copied at the start of a run: ``run.toml`` names the token map and its fingerprint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +19,7 @@ import numpy as np
 
 from narrowgauge.errors import DataError
 from narrowgauge.trainer.data.shuffle import shuffled
-from narrowgauge.trainer.data.text import open_texts
-from narrowgauge.trainer.data.tokens import TokenMap, is_token_map, read_tokens, tokenized
+from narrowgauge.trainer.data.tokens import TokenMap, read_tokens
 
 
 class Stream:
@@ -46,7 +44,7 @@ class Stream:
 class Dataset:
     """Tokens for training and validation; a ``Stream`` or an array each.
 
-    ``batch`` and ``valid_batches`` are pure functions of their arguments and the tokens. ``folder`` holds the token map.
+    ``batch`` and ``validation`` are pure functions of their arguments and the tokens. ``folder`` holds the token map.
     """
 
     train: Stream | np.ndarray
@@ -89,39 +87,32 @@ class Dataset:
                     "Give more text, or a smaller --sequence-length.",
                 )
 
-    def batch(
-        self, step: int, batch_size: int, sequence_length: int, seed: int, rows: slice | None = None
-    ) -> np.ndarray:
-        """Return some or all sequences of a step: int64 ``[rows, sequence_length + 1]``.
+    def batch(self, first: int, num_sequences: int, sequence_length: int, seed: int) -> np.ndarray:
+        """Return sequences ``first`` and following of an infinite stream: int64 ``[num_sequences, sequence_length + 1]``.
 
-        Inputs are ``[:, :-1]``, targets ``[:, 1:]``. Sequence i of step s is item ``s * batch_size + i`` of an infinite
-        stream that depends on (seed, sequence_length) only. Each epoch of the stream holds every window once. Steps are
-        counted from 0.
-
-        Args:
-            rows: which sequences of the batch to read; ``None`` for all.
+        Inputs are ``[:, :-1]``, targets ``[:, 1:]``. The stream depends on (seed, sequence_length) only. Each epoch of the
+        stream holds every window once.
 
         Cost: about 0.1 ms plus reading the tokens.
         """
         self.require(sequence_length)
         num_windows = (self.num_tokens - 1) // sequence_length
-        items = step * batch_size + np.arange(batch_size, dtype=np.uint64)[rows or slice(None)]
+        items = np.uint64(first) + np.arange(num_sequences, dtype=np.uint64)
         return self._windows(self.train, shuffled(items, num_windows, seed), sequence_length)
 
-    def valid_batches(self, batch_size: int, sequence_length: int, limit: int) -> Iterator[np.ndarray]:
-        """Yield at most ``limit`` batches of validation sequences, int64 ``[batch_size, sequence_length + 1]``, always the same.
+    def num_validation(self, limit: int, sequence_length: int) -> int:
+        """Return how many validation sequences there are, at most ``limit``."""
+        return min(limit, (len(self.valid) - 1) // sequence_length)
 
-        They are spread evenly over the validation data. All batches are full, so that a compiled model sees one shape. The
-        only exception is data smaller than one batch.
+    def validation(self, limit: int, sequence_length: int, rows: slice | None = None) -> np.ndarray:
+        """Return some or all of at most ``limit`` validation sequences, int64 ``[rows, sequence_length + 1]``.
+
+        They are always the same, and spread evenly over the validation data.
         """
         self.require(sequence_length)
-        num_windows = (len(self.valid) - 1) // sequence_length
-        num_chosen = min(limit, num_windows // batch_size) * batch_size or num_windows
-        chosen = (np.arange(num_chosen) * num_windows) // num_chosen
-        return (
-            self._windows(self.valid, chosen[start : start + batch_size], sequence_length)
-            for start in range(0, num_chosen, batch_size)
-        )
+        num_chosen, num_windows = (self.num_validation(most, sequence_length) for most in (limit, 1 << 62))
+        chosen = np.arange(num_chosen) * num_windows // num_chosen
+        return self._windows(self.valid, chosen[rows or slice(None)], sequence_length)
 
     def _windows(self, tokens: Stream | np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
         places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)
@@ -131,56 +122,18 @@ class Dataset:
         return ids
 
 
-def prepare_data(
-    source: str | Path,
-    *,
-    vocab_size: int | None = None,
-    tokenizer: str | Path | None = None,
-    held_out: float = 0.05,
-    seed: int = 0,
-) -> Dataset:
-    """Open a token map, or tokenize text into the cache, and split it for training and validation.
-
-    The same text and arguments give the same tokens.
+def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
+    """Open a token map, and split it by document. If one side would be empty, hold out the end of the text instead.
 
     Args:
-        source: ``stdlib``, a text or ``.jsonl`` file, a folder of ``.txt .md .py .jsonl``, or a token map (see
-            :mod:`narrowgauge.trainer.data.tokens`).
-        vocab_size: size of the tokenizer to train, or the maximum for a given one; ``None`` only with a given one.
-        tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE. A token map needs none.
+        folder: the token map, see :mod:`narrowgauge.trainer.data.tokens`.
         held_out: fraction of the documents held out for validation, above 0 and below 1.
         seed: of the split.
 
     Raises:
-        DataError: the source or the tokenizer cannot be used.
-        RecordError: the cache is full or not writable.
-    """
-    path = Path(source)
-    if is_token_map(path):
-        tokens = read_tokens(path)
-    else:
-        tokens = tokenized(open_texts(str(source)), vocab_size, tokenizer)
-    if vocab_size is not None and tokens.vocab_size > vocab_size:
-        raise DataError(
-            f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
-            f"Use a vocab_size of at least {tokens.vocab_size}.",
-        )
-    if not len(tokens.ids):
-        raise DataError(f"The data {source} is empty.")
-    return _split(tokens, held_out, seed)
-
-
-def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
-    """Open and split the token map in a folder.
-
-    Raises:
         DataError: the map is missing or damaged.
     """
-    return _split(read_tokens(Path(folder)), held_out, seed)
-
-
-def _split(tokens: TokenMap, held_out: float, seed: int) -> Dataset:
-    """Split a token map by document. If one side would be empty, hold out the end of the text instead."""
+    tokens = read_tokens(folder)
     ends = tokens.documents[:, 1].astype(np.int64)
     segments = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     is_valid = np.array([_is_held_out(int(name), held_out, seed) for name in tokens.documents[:, 0]], dtype=bool)
@@ -194,16 +147,14 @@ def _split(tokens: TokenMap, held_out: float, seed: int) -> Dataset:
         )
         documents = "1 document" if len(segments) == 1 else f"{len(segments)} documents"
         notes = (f"The data has {documents}, too few to hold one out; the last {num_tail} tokens are held out.",)
+    fingerprint = data_fingerprint(tokens, held_out, seed)
+    return Dataset(train, valid, tokens.vocab_size, tokens.end_of_text, tokens.folder.resolve(), fingerprint, notes)
+
+
+def data_fingerprint(tokens: TokenMap, held_out: float, seed: int) -> str:
+    """Return a fingerprint of tokens and their split."""
     key = json.dumps([tokens.fingerprint, held_out, seed]).encode()
-    return Dataset(
-        train,
-        valid,
-        tokens.vocab_size,
-        tokens.end_of_text,
-        tokens.folder.resolve(),
-        hashlib.blake2b(key, digest_size=16).hexdigest(),
-        notes,
-    )
+    return hashlib.blake2b(key, digest_size=16).hexdigest()
 
 
 def _is_held_out(name_hash: int, held_out: float, seed: int) -> bool:
