@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import itertools
 import json
 import math
@@ -51,7 +52,6 @@ from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.numerics.metrics import UPDATE_SUMS, update_metrics
-from narrowgauge.runs.atomic_io import lock
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.significance import student_t
 from narrowgauge.trainer.config import TrainConfig
@@ -202,7 +202,7 @@ def records_of(setting: Setting, file: Path = FILE) -> list[Record]:
 def append(record: Record, setting: Setting, file: Path = FILE) -> None:
     """Append a record unless another process has appended the same run."""
     with file.open("a") as stream:
-        lock(stream.fileno(), wait=True)
+        fcntl.flock(stream, fcntl.LOCK_EX)
         if record.key not in {run.key for run in records_of(setting, file)}:
             stream.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
@@ -304,7 +304,12 @@ def claimed(place: Path) -> Iterator[bool]:
     """Lock a run for this process; the lock ends with the process."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("a") as stream:
-        yield lock(stream.fileno(), wait=False)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except BlockingIOError:
+            is_locked = False
+        yield is_locked
 
 
 def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:

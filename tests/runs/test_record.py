@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_whole_rows_and_a_clear_word(folder: Path, monkeypatc
 
     before = (folder / "steps.jsonl").read_bytes()
     with RunWriter.open(folder) as writer:
-        monkeypatch.setattr(narrowgauge.runs.atomic_io.os, "write", write)
+        monkeypatch.setattr(writer_module.os, "write", write)
         with pytest.raises(RecordError, match=r"steps\.jsonl: the disk is full \([\d,]+ bytes free\)"):
             writer.append("steps", {"step": 5, "loss": 0.0})
     assert (folder / "steps.jsonl").read_bytes() == before

@@ -215,7 +215,7 @@ class Saver:
         self._thread.join()
         self._thread, error, self._error = None, self._error, None
         if error is not None:
-            raise _save_error(self._final, error, self.ranks) from error
+            raise _save_error(self._final, error) from error
 
     def close(self) -> None:
         """Wait as :meth:`wait`, and destroy the process group of the ranks; all call this."""
@@ -252,7 +252,7 @@ def _publish(temporary: Path, final: Path, state: str, manifest: dict[str, Any],
 
 
 def _remove_old(final: Path, keep: int, limit: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints. Newer ones than step ``limit`` are damaged, but for ``final``."""
+    """Remove all checkpoints but ``keep``: ``final`` and the newest others. Others after step ``limit`` are damaged."""
     others = [checkpoint for checkpoint in _listed(final.parent) if checkpoint.path != final]
     kept = [checkpoint for checkpoint in others if checkpoint.step <= limit][: keep - 1]
     for checkpoint in others:
@@ -260,8 +260,8 @@ def _remove_old(final: Path, keep: int, limit: int) -> None:
             _remove(checkpoint.path)
 
 
-def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeError:
-    """Return the error of a failed save, in one line: the error of the first failed rank."""
+def _save_error(path: Path, error: BaseException) -> NarrowgaugeError:
+    """Return the error of a failed save, in one line. DCP gives the errors of all ranks: take the first."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
     cause = system_error(cause) or cause
@@ -270,5 +270,5 @@ def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeEr
         reported = disk_error(path, cause)
     elif isinstance(cause, NarrowgaugeError):
         reported = RecordError(cause.message, cause.advice, status=cause.status)
-    where = f" (rank {rank})" if ranks.size > 1 else ""
+    where = f" (rank {rank})" if rank else ""
     return RecordError(f"{reported.message.removesuffix('.')}{where}.", reported.advice, status=reported.status)

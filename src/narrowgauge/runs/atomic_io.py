@@ -20,9 +20,6 @@ from typing import Any
 
 from narrowgauge.errors import RecordError
 
-if sys.platform != "win32":
-    import fcntl
-
 TEMPORARY = ".tmp-"
 """Prefix of every unfinished file. Files that a crash leaves under this prefix may be deleted."""
 
@@ -101,8 +98,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
     path = path.absolute()
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     with disk_errors(path):
-        if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.samefile(Path.cwd())):
-            reason = "the current folder or not empty" if path.is_dir() else "a file"
+        reason = "the current folder" if path == Path.cwd() else ""
+        if path.exists() and not path.is_dir():
+            reason = "a file"
+        elif path.exists() and any(path.iterdir()):
+            reason = "not empty"
+        if reason:
             raise RecordError(f"Cannot write {path}: it exists and is {reason}.", "Name a new folder.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,18 +124,6 @@ def read_bytes(path: Path) -> bytes | None:
     """Return all bytes of a file, or ``None`` if there is none."""
     with disk_errors(path):
         return path.read_bytes() if path.exists() else None
-
-
-def append_whole(descriptor: int, path: Path, data: bytes) -> None:
-    """Append complete lines to a file opened with ``O_APPEND``, by one ``os.write``. On an error append none."""
-    length = os.fstat(descriptor).st_size
-    with disk_errors(path):
-        try:
-            while data:
-                data = data[os.write(descriptor, data) :]
-        except OSError:
-            os.ftruncate(descriptor, length)
-            raise
 
 
 def load_json(text: bytes | str) -> Any:
@@ -158,26 +147,3 @@ def hash_of(path: Path, length: int) -> hashlib.blake2b:
             state.update(block)
             length -= len(block)
     return state
-
-
-def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file for this process and return whether it is locked. Without locks on this file system return ``True``.
-
-    The lock ends with :func:`unlock`, or with the process and those that it has forked. ``filelock`` would need a separate
-    file, which a killed process leaves.
-    """
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-    return True
-
-
-def unlock(descriptor: int) -> None:
-    """End the lock of an open file. Closing the file is not enough while a forked process has it open."""
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -17,12 +18,15 @@ from typing import Any
 import tomli_w
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import TEMPORARY, append_whole, disk_errors, hash_of, lock, sync, unlock, write_whole
+from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, hash_of, sync, write_whole
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
 from narrowgauge.runs.record import read_settings, require_whole
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 from narrowgauge.spec.tables import json_value
+
+if sys.platform != "win32":
+    import fcntl
 
 _FILES = [f"{name}.jsonl" for name in ROW_FILES]
 
@@ -142,8 +146,15 @@ class RunWriter:
     def append(self, kind: str, row: Row) -> None:
         """Append a row to ``KIND.jsonl``: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"fingerprints"``. Cost: about 20 µs."""
         line = json.dumps(self._checked(kind, row), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        data = f"{line}\n".encode()
-        append_whole(self._descriptors[kind], self._file(kind), data)
+        left = data = f"{line}\n".encode()
+        descriptor, length = self._descriptors[kind], self._length(kind)
+        with disk_errors(self._file(kind)):
+            try:
+                while left:
+                    left = left[os.write(descriptor, left) :]
+            except OSError:
+                os.ftruncate(descriptor, length)
+                raise
         if kind in self._hashes:
             self._hashes[kind].update(data)
 
@@ -167,7 +178,9 @@ class RunWriter:
         """Release the folder. Writing afterwards is an error; closing twice is not."""
         while self._descriptors:
             descriptor = self._descriptors.popitem()[1]
-            unlock(descriptor)
+            if sys.platform != "win32":
+                with suppress(OSError):  # a forked process may have the file open
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def __enter__(self) -> RunWriter:
@@ -184,12 +197,18 @@ class RunWriter:
         for name in ROW_FILES:
             with disk_errors(self._file(name)):
                 self._descriptors[name] = os.open(self._file(name), flags, 0o644)
-        if not lock(self._descriptors["steps"]):
-            self.close()
-            who = "another process, or a recorder of this one that was not closed,"
-            raise RecordError(
-                f"Cannot write the run {self.path}: {who} is writing it.", "Close it, or wait until the process ends."
-            )
+        if sys.platform != "win32":
+            try:
+                fcntl.flock(self._descriptors["steps"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self.close()
+                who = "another process, or a recorder of this one that was not closed,"
+                raise RecordError(
+                    f"Cannot write the run {self.path}: {who} is writing it.",
+                    "Close it, or wait until the process ends.",
+                ) from error
+            except OSError:  # a file system without locks
+                pass
 
     def _cut(self, name: str, step: int | None) -> None:
         """Truncate a file before its first row after a step, or before a torn last line."""

@@ -160,7 +160,7 @@ def test_damaged_token_maps_are_refused(dataset: Dataset) -> None:
         with pytest.raises(DataError, match=says):
             open_data(folder, 0.2, 1)
         (folder / name).write_bytes(before)
-    with pytest.raises(RecordError, match=r"it exists and is .*not empty"):
+    with pytest.raises(RecordError, match="it exists and is not empty"):
         tokenized(folder / "tokenizer.json", folder)
 
 
