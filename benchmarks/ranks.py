@@ -125,7 +125,7 @@ class Loop:
     def loss_of(self, tokens: Tensor) -> Tensor:
         """The loss of a micro-batch, as its share of the step's."""
         share = self.case.ranks * self.case.micro_batches * self.case.tokens[0] * self.case.tokens[1]
-        return language_model.loss_sum(self.model, tokens, chunked=False) / share
+        return language_model.loss_sum(self.model, tokens) / share
 
     def row(self) -> Row:
         """Bytes of this rank's memory."""

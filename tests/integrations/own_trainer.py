@@ -65,7 +65,7 @@ class OwnRun:
 
     def loss(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """The loss of one batch as the trainer computes it: the sum over tokens, divided once."""
-        return language_model.loss_sum(model, tokens, chunked=False) / self.settings.tokens_per_step  # type: ignore[arg-type]
+        return language_model.loss_sum(model, tokens) / self.settings.tokens_per_step  # type: ignore[arg-type]
 
 
 @cache

@@ -35,7 +35,7 @@ def test_a_prepared_model_trains_by_float32_products_and_says_so_once(laptop: No
         ng.prepare(llama(), "bfloat16/word")
         losses = []
         for _ in range(8):
-            loss = loss_sum(model, TOKENS, chunked=False) / 16
+            loss = loss_sum(model, TOKENS) / 16
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

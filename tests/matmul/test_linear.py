@@ -18,7 +18,6 @@ from narrowgauge.assembly.preparation import prepare
 from narrowgauge.checks.checking import check
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of, swap_linears
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -441,14 +440,3 @@ def test_a_tied_weight_may_be_used_transposed_within_cached_weights() -> None:
     before = model(x)
     with cached_weights():
         assert torch.equal(model(x), before)
-
-
-def test_a_product_is_plain_if_its_operands_are_and_lie_as_they_are() -> None:
-    for layer, compute, is_plain in (
-        (nn.Linear(4, 4), "bfloat16", True),
-        (nn.Linear(4, 4), "int8-row", False),
-        (Conv1D(4, 4), "bfloat16", False),
-    ):
-        model = nn.Sequential(layer).bfloat16()
-        swap_linears(model, compute, keep=())
-        assert has_plain_product(model[0]) is is_plain

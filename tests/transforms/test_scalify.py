@@ -63,7 +63,7 @@ def scalified(model: nn.Module) -> Any:
 
 
 def loss_and_gradients(model: PreTrainedModel, factor: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
-    loss = loss_sum(model, TOKENS, chunked=False)
+    loss = loss_sum(model, TOKENS)
     return loss.detach(), gradients(model, loss * factor)
 
 

@@ -81,14 +81,12 @@ def _explained(error: Exception) -> tuple[str, str, int] | None:
     if isinstance(error, click.ClickException):
         return "UsageError", _with_advice(error), 2
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error))):
-        first = next(iter(str(error).splitlines()), "") or "out of memory."
-        advice = "Take smaller batches or a smaller recipe; narrowgauge plan run says what fits."
-        return "OutOfMemoryError", f"{first} {advice}", 1
+        first = (str(error) or "out of memory.").splitlines()[0]
+        return "OutOfMemoryError", f"{first} Take smaller batches or recipes; narrowgauge plan run says what fits.", 1
     if isinstance(error, OSError):
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EDQUOT):
             sys.stdout = io.StringIO()
-            message = f"Cannot write to standard output: {error.strerror}. Redirect it to another place."
-            return "OSError", message, 1
+            return "OSError", f"Cannot write to standard output: {error.strerror}. Redirect it to another place.", 1
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             return "OSError", f"Cannot open '{error.filename}': {error.strerror}. Name another path.", 2
     return None

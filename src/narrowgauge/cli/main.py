@@ -33,10 +33,10 @@ from narrowgauge.spec.recipes import Recipe
 if TYPE_CHECKING:
     from narrowgauge.trainer.config import TrainConfig
 
-_path = click.Path(path_type=Path)
+_path, _count = click.Path(path_type=Path), click.IntRange(min=1)
 _run_folder = click.argument("folder", metavar="DIR", type=_path)
 _nproc = click.option(
-    "--nproc", type=click.IntRange(min=1), metavar="N",
+    "--nproc", type=_count, metavar="N",
     help="Run on N ranks of this machine: short for torchrun --nproc-per-node N -m narrowgauge.  [default: 1, or torchrun's]",
 )  # fmt: skip
 
@@ -108,10 +108,7 @@ def show_group(context: click.Context) -> None:
 
 
 def _print(as_json: bool, rows: list[tables.Row], parts: tables.Table | list[tables.Table]) -> None:
-    if as_json:
-        tables.write_json(rows)
-    else:
-        tables.write(parts)
+    return tables.write_json(rows) if as_json else tables.write(parts)
 
 
 def _print_table(name: str, as_json: bool) -> None:
@@ -209,7 +206,7 @@ def train(file: Path | None, nproc: int | None, **settings: Any) -> None:
 
 @main.command("resume", short_help="Resume a run, on one or more ranks.")
 @_run_folder
-@click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
+@click.option("--stop-after", type=_count, metavar="N", help="Stop again after this step.")
 @click.option("--restart", is_flag=True, help="Begin again at step 0 if the run has lost its checkpoints.")
 @_nproc
 def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | None) -> None:
@@ -236,9 +233,8 @@ def resume(folder: Path, stop_after: int | None, restart: bool, nproc: int | Non
 )
 @click.option("--recipes", metavar="A,B,…", type=flags.RECIPES, required=True, help="Recipes or .toml files.")
 @click.option(
-    "--seeds", type=click.IntRange(min=1), metavar="N", default=1,
-    help="Seeds per recipe; 3 give useful intervals.  [default: 1]",
-)  # fmt: skip
+    "--seeds", type=_count, metavar="N", default=1, help="Seeds per recipe; 3 give useful intervals.  [default: 1]"
+)
 @click.option(
     "--out", metavar="DIR", type=_path,
     help="Folder of the comparison, new or one to continue.  [default: comparisons/MODEL-N, the first free N]",
@@ -258,7 +254,7 @@ def compare(recipes: list[Recipe], seeds: int, out: Path | None, as_json: bool, 
     if as_json:
         return tables.write_json(comparison.rows)
     tables.write(comparison.table())
-    click.echo(f"\n{comparison.text()}\n\n{page}")
+    return click.echo(f"\n{comparison.text()}\n\n{page}")
 
 
 @main.command("report", short_help="Write one HTML page about runs.")
@@ -305,10 +301,8 @@ def export(folder: Path, out: Path) -> None:
     "--numerics", metavar="DIR", type=_path,
     help="Also train some steps on this token map and report the error of each layer's casts.",
 )  # fmt: skip
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
-@click.option(
-    "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
-)
+@click.option("--batch-size", type=_count, default=8, show_default=True, help="Sequences per step.")
+@click.option("--sequence-length", type=_count, default=256, show_default=True, help="Tokens per sequence.")
 @flags.json_list
 def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
     """Measure what recipes cost a model here: whole steps, and each kind of linear layer."""
@@ -373,17 +367,13 @@ def diagnose(run: Path, other: Path | None, as_json: bool, step: int | None) -> 
         raise click.UsageError("--replay repeats a step of one run, and two were named.", click.get_current_context())
     record = _record(run)
     diagnosis: Any = diagnosing.diagnose(record, *([] if other is None else [_record(other)]))
-    places = None
+    row, text = diagnosis.to_dict(), str(diagnosis)
     if step is not None:
         from narrowgauge.trainer.rounding_places import rounding_places
 
         places = rounding_places(record.path, step, say=lambda line: click.echo(line, err=True))
-    if as_json:
-        tables.write_json(diagnosis.to_dict() | ({} if places is None else {"replay": dataclasses.asdict(places)}))
-    else:
-        click.echo(str(diagnosis))
-        if places is not None:
-            click.echo(f"\n{places}")
+        row, text = row | {"replay": dataclasses.asdict(places)}, f"{text}\n\n{places}"
+    return tables.write_json(row) if as_json else click.echo(text)
 
 
 def _record(path: Path) -> Run:

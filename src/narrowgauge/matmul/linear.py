@@ -157,13 +157,6 @@ def plain_dtype(compute: Compute) -> torch.dtype | None:
     return getattr(torch, formats.pop(), None) if compute.is_wide and len(formats) == 1 else None
 
 
-def has_plain_product(module: nn.Module) -> bool:
-    """Return whether a linear layer is only :func:`~narrowgauge.numerics.widening.linear` of its input and its weight."""
-    if isinstance(module, Linear):
-        return module.plain_dtype is getattr(torch, module.compute.dtype) and not module.is_transposed
-    return type(module) is nn.Linear
-
-
 class DeferredLinear(nn.Linear):
     """A plain linear layer for frameworks that bind ``forward`` to a layer before it can be swapped.
 
