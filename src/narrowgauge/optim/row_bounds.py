@@ -16,6 +16,7 @@ from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Kernel
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, peaks_of_all, weight_bound
+from narrowgauge.spec.storages import Storage
 
 
 def new_bounds(
@@ -38,6 +39,21 @@ def new_bounds(
     return new
 
 
+def scales_of_rows(
+    rule: Rule, storage: Storage, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return for each scaled code the bounds of rows after a step, and its multipliers into the window and back.
+
+    The arguments are those of :func:`new_bounds`. A skipped step keeps its bounds.
+    """
+    new, skip = new_bounds(rule, slopes, weights, old, values), values[CONTROL.index("skip")] != 0
+    scales = {}
+    for name, before in old.items():
+        code, bound = storage.code(name), torch.where(skip, before, new[name])
+        scales[name] = bound, codes.multipliers(code, bound)[0], codes.multipliers(code, before)[1]
+    return scales
+
+
 def bound_rows(kernel: Kernel, batch: Sequence[ParameterState], values: Tensor) -> None:
     """Set the new row bounds and this step's scales of one kernel's states, which have their gradients.
 
@@ -50,14 +66,10 @@ def bound_rows(kernel: Kernel, batch: Sequence[ParameterState], values: Tensor) 
     if rule.coupled or "weight" in storage.scaled:
         weights = peaks_of_all(batch, [state.parameter.detach() for state in batch]).view(-1)
     old = {name: torch.cat([state.bounds[name] for state in batch]).view(-1) for name in storage.scaled}
-    new = new_bounds(rule, slopes, weights, old, values)
-    skip = values[CONTROL.index("skip")] != 0
     sizes = [len(state.bounds[storage.scaled[0]]) for state in batch]
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    for name, before in old.items():
-        code, bound = storage.code(name), torch.where(skip, before, new[name])
-        scale = bound, codes.multipliers(code, bound)[0], codes.multipliers(code, before)[1]
+    for name, scale in scales_of_rows(rule, storage, slopes, weights, old, values).items():
         for memory in zip(*((state.bounds[name], *state.multipliers[name]) for state in batch), strict=True):
             targets += memory
         for rows in scale:
