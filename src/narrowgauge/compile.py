@@ -183,7 +183,7 @@ def _compile_and_compare(
         return function(*(next(queue) if there else None for there in present))
 
     try:
-        with torch.no_grad(), quiet(), few_instructions(), _usual_defaults():  # the first call still compiles
+        with torch.no_grad(), quiet(), few_instructions(), usual_defaults():  # the first call still compiles
             run = _compiled_code(of_tensors, tensors, one_loop)
             same = [
                 matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
@@ -349,7 +349,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 @contextlib.contextmanager
-def _usual_defaults() -> Iterator[None]:
+def usual_defaults() -> Iterator[None]:
     """Hide the user's default dtype, which the compiler gives to some constants, and default device, where no case is drawn."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -17,6 +17,8 @@ a second launch. An audited launch also sums the terms of each program. One more
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import warnings
+from dataclasses import dataclass, field
 from functools import lru_cache
 from textwrap import indent
 from typing import Any
@@ -25,11 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import can_compile, usual_defaults
+from narrowgauge.edge_values import draw, same_numbers, with_nan
+from narrowgauge.numerics.dtensor import split_groups
+from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of
 from narrowgauge.optim import codes, layout
-from narrowgauge.optim.kernel import CONTROL, make_step
-from narrowgauge.optim.row_bounds import scales_of_rows
+from narrowgauge.optim.audit import audited_parts
+from narrowgauge.optim.kernel import CONTROL, Kernel, make_step
+from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import Storage
@@ -38,9 +45,10 @@ from narrowgauge.triton_printer import LAUNCH, load, print_graph, trace
 
 BLOCK = 512
 """Words that a program steps at a time: 16 bytes for each of 128 threads."""
-SIZES = ("columns", "group", "elements", "rows", "first", "number", "low", "high")
-"""The table after the addresses. Each part has ``group`` rows of ``columns`` words, the tensor ``rows`` rows of ``elements``.
-``first`` is its first program. Audit its words (in a storage of rows: its rows) from ``low`` to ``high``."""
+SIZES = ("columns", "group", "elements", "rows", "first", "count", "number", "period", "phase")
+"""The table after the addresses. Each part has ``group`` rows of ``columns`` words, the tensor ``rows`` rows of ``elements``. The
+tensor has ``count`` programs. An audit sums every ``period``-th of them, from program ``phase`` on."""
+NO_AUDIT = 1 << 40, 1 << 40
 SUMS = len(KERNEL_SUMS)
 LARGEST, TOTAL = "tl.standard._elementwise_max", "tl.standard._sum_combine"  # tl.max and tl.sum ignore our interpret
 
@@ -59,14 +67,13 @@ def store_halves(address, at, word, inside, left):
 
 
 @triton.jit
-def add_up(table, sums, totals, WIDTH: tl.constexpr, UNIT: tl.constexpr):
+def add_up(table, sums, totals, WIDTH: tl.constexpr):
     row = table + (tl.program_id(0) + 1) * WIDTH - {len(SIZES)}
-    first, column = tl.load(row + 4), tl.arange(0, {SUMS})
-    begin, end = first + tl.load(row + 6) // UNIT, first + (tl.load(row + 7) + UNIT - 1) // UNIT
-    total = tl.full([{SUMS}], 0.0, tl.float64)
-    for start in range(begin, end, 64):
-        program = start + tl.arange(0, 64)[:, None]
-        terms = tl.load(sums + program * {SUMS} + column[None, :], mask=program < end, other=0.0)
+    first, count, period, phase = tl.load(row + 4), tl.load(row + 5), tl.load(row + 7), tl.load(row + 8)
+    column, total = tl.arange(0, {SUMS}), tl.full([{SUMS}], 0.0, tl.float64)
+    for start in range(phase, count, 64 * period):
+        place = start + tl.arange(0, 64)[:, None] * period
+        terms = tl.load(sums + (first + place) * {SUMS} + column[None, :], mask=place < count, other=0.0)
         total += tl.reduce(terms.to(tl.float64), 0, {TOTAL})
     tl.store(totals + tl.program_id(0) * {SUMS} + column, total)
 """
@@ -115,7 +122,7 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
     if storage.scaled:
         lines += _bounds(rule, storage, loads, num_addresses)
 
-    def loop(summarize: Callable[..., Any] | None, extra: str = "") -> str:
+    def loop(summarize: Callable[..., Any] | None) -> str:
         words, rows = [(torch.int32, (4, 8) if in_rows else (8,))] * len(loads), [(torch.float32, (4, 1))]
         values = [(torch.float32, (len(CONTROL) + num_scalars,)), (torch.int32, ())]
         scales = [f"{way}_{name}{k}" for name in storage.scaled for k in range(parts) for way in ("into", "back")]
@@ -123,21 +130,16 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
         body, terms, writes = print_graph(graph, [*(f"w{k}" for k in range(len(loads))), *scales, "v", "seed"], "x")
         body = [f"w{k} = {text}" for k, text in enumerate(loads)] + body
         body += [stores[int(word[1:])].format(value) for word, value in writes]
-        sums = [f"sum{k} += tl.reduce(tl.where(counted, {term}, 0.0), 0, {TOTAL})" for k, term in enumerate(terms)]
+        sums = [f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, {TOTAL})" for k, term in enumerate(terms)]
         start = [f"sum{k} = 0.0" for k in range(SUMS if summarize else 0)]
         end = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in range(SUMS if summarize else 0)]
-        return "\n".join([*start, _over_span([extra, *body, *sums]), *end])
+        return "\n".join([*start, _over_span([*body, *sums]), *end])
 
+    body = loop(None)
     if audited:
-        at, watched = (
-            ("inside", "(place >= low) & (place < high)")
-            if in_rows
-            else ("inside & (origin + at >= low) & (origin + at < high)", f"(origin + {BLOCK} > low) & (origin < high)")
-        )
-        lines += [f"if {watched}:", indent(loop(list, f"counted = {at}"), "    "), "else:", indent(loop(None), "    ")]
-    else:
-        lines += [loop(None)]
-    text = "\n".join(lines)
+        watched, body = indent(loop(list), "    "), indent(body, "    ")
+        body = f"if place % period == phase:\n{watched}\nelse:\n{body}"
+    text = "\n".join([*lines, body])
     head = "@triton.jit(do_not_specialize=['first_program'])\ndef step(table, tiles, numbers, control, sums, first_program):"
     return f"{HELPERS}\n\n{head}\n{indent(text, '    ')}\n"
 
@@ -189,6 +191,27 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], num_addresses: i
     return lines
 
 
+def num_programs(state: ParameterState) -> int:
+    """Return the number of programs that step a state."""
+    words = layout.extent(state.storage, state.parameter.shape)[0]
+    return words if layout.by_rows(state.storage) else -(-words // BLOCK)
+
+
+def phase_of(state: ParameterState, turn: int) -> tuple[int, int]:
+    """Return ``period`` and ``phase`` of audit number ``turn``: all programs of a small tensor, else every 32nd."""
+    period = 32 if num_programs(state) > 64 else 1
+    return period, turn % period
+
+
+def num_audited(state: ParameterState, period: int, phase: int) -> int:
+    """Return the number of elements that an audit reads."""
+    count, layout_ = num_programs(state), state.storage
+    width = -(-state.parameter.numel() // count) if layout.by_rows(layout_) else BLOCK * layout.per_word(layout_)
+    audited = range(phase, count, period)
+    missing = count * width - state.parameter.numel() if count - 1 in audited else 0
+    return len(audited) * width - missing
+
+
 def num_columns(storage: Storage) -> int:
     """Return the columns of the table: the addresses of weight, gradient, planes and bounds, and the sizes."""
     return 2 + len(layout.planes(storage)) + len(storage.scaled) + len(SIZES)
@@ -228,14 +251,14 @@ class Table:
         numbers: Sequence[Numbers],
         places: Sequence[int],
         control: Tensor,
-        audited: Sequence[tuple[int, int]] | None = None,
+        audits: Sequence[tuple[int, int]] | None = None,
     ) -> Tensor | None:
         """Step states in place. Their weights and gradients are contiguous.
 
         Args:
             places: the index in ``numbers`` of each state.
             control: the scalars of ``CONTROL``, float32 ``[2]`` on the device.
-            audited: the first word (or row) of each state to audit, and the one after the last.
+            audits: the ``period`` and ``phase`` of each state.
         Returns:
             The audit, float64 ``[states, KERNEL_SUMS]``; ``None`` without one.
         """
@@ -248,10 +271,10 @@ class Table:
             row[:-1] = scalars
             row[-1:].view(np.int32)[0] = seed
         self._table[:, -3] = places
-        if audited is not None:
-            self._table[:, -2:] = audited
+        if audits is not None:
+            self._table[:, -2:] = audits
         self._buffer.copy_(to_device(torch.from_numpy(self._host), self.device))
-        return self._launch(control, audited=audited is not None)
+        return self._launch(control, audited=audits is not None)
 
     def _allocate(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the table and the numbers of other states than before."""
@@ -260,7 +283,8 @@ class Table:
             group, columns = (1, *layout.extent(storage, state.parameter.shape))[-2:]
             num_rows, elements = (1, *layout.matrix_of(storage, state.parameter.shape))[-2:]
             memory = [*(state.words[p.name] for p in layout.planes(storage)), *(state.bounds[n] for n in storage.scaled)]
-            rows.append([0, 0, *(x.data_ptr() for x in memory), columns, group, elements, num_rows, 0, 0, 0, 0])
+            sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
+            rows.append([0, 0, *(x.data_ptr() for x in memory), *sizes])
         size, width = len(rows) * len(rows[0]), len(self.rule.scalars) + 1
         size += size % 2  # the numbers begin at 16 bytes
         self._host = np.zeros(size + -(-num_numbers * width // 2), np.int64)
@@ -275,11 +299,11 @@ class Table:
         """Set the addresses of weights and gradients, and find the programs of each tensor."""
         table, storage, self._addresses = self._table, self.storage, addresses
         table[:, :2] = np.array(addresses, np.int64).reshape(-1, 2)
-        columns, group, elements, rows = table[:, -8:-4].T
+        columns, group, elements, rows, _, counts = table[:, -len(SIZES) : -3].T
         is_whole = (table[:, :2] % 16 == 0).all(1) & (columns % 4 == 0)
         is_whole &= (elements == layout.per_word(storage) * columns) & (rows == layout.num_parts(storage) * group)
-        counts, order = group if layout.by_rows(storage) else -(-columns // BLOCK), np.argsort(~is_whole, kind="stable")
-        table[order, -4] = np.cumsum(counts[order]) - counts[order]
+        order = np.argsort(~is_whole, kind="stable")
+        table[order, -5] = np.cumsum(counts[order]) - counts[order]
         self._counts = int(counts[is_whole].sum()), int(counts[~is_whole].sum())
         tiles = np.repeat(order, counts[order]).astype(np.int32)
         self._tiles = to_device(torch.from_numpy(tiles), self.device)
@@ -296,7 +320,141 @@ class Table:
             if sums is None:
                 return None
             totals = torch.empty(len(self._states), SUMS, dtype=torch.float64, device=self.device)
-            unit = 1 if layout.by_rows(self.storage) else BLOCK
             compiled = functions(self.rule, self.storage, True, True, control.is_cpu)
-            compiled["add_up"][(len(totals),)](self._buffer, sums, totals, self._table.shape[1], unit, **LAUNCH)
+            compiled["add_up"][(len(totals),)](self._buffer, sums, totals, self._table.shape[1], **LAUNCH)
         return totals
+
+
+# ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@lru_cache(None)
+def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool) -> bool:
+    """Return whether a launch gives the bits of the definition, which runs on the CPU. Warn once if not."""
+    name, cpu = f"the step of all tensors of {rule.name}/{storage.name}", torch.device("cpu")
+    scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
+    try:
+        with usual_defaults():
+            kernel, expected, actual = Kernel(rule, storage), *(_cases(rule, storage, place) for place in (cpu, device))
+            table, audits = Table(rule, storage, device), [(1, 0)] * len(actual) if audited else None
+            for skip in (0.0, 1.0):
+                values = torch.tensor([1.0, skip, *scalars], dtype=torch.float32)
+                table.step(actual, [(scalars, seed)], [0] * len(actual), to_device(values[:2], device), audits)
+                if storage.scaled:
+                    bound_rows(kernel, expected, values)
+                for state in expected:
+                    tensors, weight = state.kernel_tensors()
+                    kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
+                    state.write_back(weight)
+        same = all(
+            same_numbers(one.cpu(), other)
+            for pair in zip(actual, expected, strict=True)
+            for one, other in zip(*([s.parameter, *s.in_parameter_order().values()] for s in pair), strict=True)
+        )
+    except torch.OutOfMemoryError:
+        raise  # another call may have the memory
+    except Exception as error:  # a broken compiler must not stop a training run
+        line = (str(error).splitlines() or [""])[0][:160]
+        warnings.warn(f"Cannot compile {name} ({type(error).__name__}: {line}). {_SLOWER}", stacklevel=4)
+        return False
+    if not same:
+        warnings.warn(f"Triton compiles {name} to code that gives other bits. {_SLOWER}", stacklevel=4)
+    return same
+
+
+_SLOWER = "Each tensor takes launches of its own: slower, with the same bits."
+
+
+def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
+    """Draw states of ordinary and edge values, of whole tensors and of others."""
+    kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
+    for seed, shape in enumerate([(8, 160), (8, 160), (5, 33), (5, 33)]):
+        edges = seed % 2 == 1
+        weight, gradient = (draw(dtype, shape, edges=edges, seed=seed + k).to(device) for k in (10, 20))
+        states.append(state := ParameterState(weight, storage, kernel))
+        layout.allocate_all([state], joined=False)
+        state.begin()
+        drawn = {n: draw(x.dtype, x.shape, edges=edges, seed=seed) for n, x in state.in_parameter_order().items()}
+        state.take({name: x.abs() if x.is_floating_point() else x for name, x in drawn.items()})
+        state.gradient = with_nan(gradient) if edges else gradient
+    return states
+
+
+# ── the step of an optimizer ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def launches_on(device: torch.device) -> bool:
+    """Return whether steps on a device are launches of :class:`Table`."""
+    return device.type == "cuda" or INTERPRET
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The states of one kernel in a step. ``audits`` maps the place of a state to its stepper and the number of the audit."""
+
+    states: list[ParameterState] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    audits: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+
+class Launches:
+    """Step the states of an optimizer by one launch for each (rule, storage), whatever their param groups and step counts.
+
+    Args:
+        tables: kept by the optimizer between steps.
+    """
+
+    def __init__(self, tables: dict[Kernel, Table]) -> None:
+        self._tables, self._batches = tables, dict[Kernel, _Batch]()
+
+    def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
+        """Take states of the param group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
+        members: dict[Kernel, list[ParameterState]] = {}
+        others: list[ParameterState] = []
+        for state in states:
+            members.setdefault(state.kernel, []).append(state)
+        for kernel, alike in members.items():
+            others += self._take(stepper, kernel, alike)
+        return others
+
+    def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
+        rule, storage, device, audit_every = kernel.rule, kernel.storage, states[0].parameter.device, stepper.audit_every
+        if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
+            return states
+        turns = {count: divmod(count, audit_every) if audit_every else (0, 1) for count in {s.step + 1 for s in states}}
+        is_audited = any(rest == 0 for _, rest in turns.values())
+        if not (INTERPRET or can_compile("gpu")) or not is_proven(rule, storage, device, is_audited):
+            return states
+        batch = self._batches.setdefault(kernel, _Batch())
+        places = {count: len(batch.numbers) + k for k, count in enumerate(turns)}
+        batch.numbers += [
+            (rule.prepare(stepper.group, count), step_seed(stepper.group["seed"], count)) for count in turns
+        ]
+        others = []
+        for state in states:
+            # Ranks that split columns bound their rows together.
+            is_split = storage.scaled and split_groups(state.owner, columns=True)
+            if is_split or not (state.parameter.is_contiguous() and state.gradient.is_contiguous()):
+                others.append(state)
+                continue
+            turn, rest = turns[state.step + 1]
+            if rest == 0:
+                batch.audits[len(batch.states)] = stepper, turn
+            batch.states.append(state)
+            batch.places.append(places[state.step + 1])
+        return others
+
+    def run(self, control: Tensor) -> None:
+        """Launch the steps of all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``."""
+        for kernel, batch in self._batches.items():
+            if batch.states:
+                table = self._tables.setdefault(kernel, Table(kernel.rule, kernel.storage, control.device))
+                phases = [NO_AUDIT] * len(batch.states)
+                for place, (_, turn) in batch.audits.items():
+                    phases[place] = phase_of(batch.states[place], turn)
+                sums = table.step(batch.states, batch.numbers, batch.places, control, phases if batch.audits else None)
+                kernel.ran_compiled = True
+                for place, (stepper, _) in batch.audits.items():
+                    assert sums is not None
+                    stepper.note(batch.states[place], sums[place], num_audited(batch.states[place], *phases[place]))

@@ -28,6 +28,7 @@ from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
+from narrowgauge.optim.multi_tensor import Launches, Table, launches_on
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState
@@ -132,6 +133,7 @@ class Optimizer(torch.optim.Optimizer):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
+        self._tables: dict[Kernel, Table] = {}
         self._control = StepControl(self._is_worth_compiling)
         self.loss_scaler = loss_scaler  # frameworks that make the scaler later set it before the first step
         self._stepped = False
@@ -247,8 +249,8 @@ class Optimizer(torch.optim.Optimizer):
             kernel = self._kernel(rule, row)
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
             alike.setdefault((kernel, state.parameter.device), []).append(state)
-        for (kernel, _), members in alike.items():
-            layout.allocate_all(members, joined=not kernel.is_matrix)
+        for (kernel, device), members in alike.items():
+            layout.allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
             for state in members:
                 state.begin()
         return states
@@ -447,10 +449,12 @@ class Optimizer(torch.optim.Optimizer):
         self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
         with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
+            launches = Launches(self._tables)
             for group, members in work:
-                Stepper(group, control, self.auditor, self.audit_every).step(members)
-                for state in members:
-                    state.step += 1
+                Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
+            launches.run(control)
+        for state in states:
+            state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.

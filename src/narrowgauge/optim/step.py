@@ -22,6 +22,7 @@ from narrowgauge.optim.kernel import Kernel, least_decay
 from narrowgauge.optim.layout import Bucket, buckets_of
 from narrowgauge.optim.low_bits import fill_states
 from narrowgauge.optim.matrix_step import step_matrices
+from narrowgauge.optim.multi_tensor import Launches
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.torch_names import to_device
@@ -51,8 +52,11 @@ def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tenso
 class Stepper:
     """Take one step of one param group. ``control`` holds the scalars of ``CONTROL``, ``[2]``."""
 
-    def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
+    def __init__(
+        self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int, launches: Launches
+    ) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
+        self._launches = launches
         self._numbers: dict[tuple[str, int, torch.dtype], Numbers] = {}
 
     def numbers(self, state: ParameterState) -> Numbers:
@@ -87,7 +91,8 @@ class Stepper:
             else:
                 (matrices if state.kernel.is_matrix else elementwise).append(state)
         for state, sums in step_matrices(matrices, self.group, self.numbers):
-            self._note(state, sums, state.parameter.numel())
+            self.note(state, sums, state.parameter.numel())
+        elementwise = self._launches.take(self, elementwise)
         self._bound_rows(elementwise)
         for members in small.values():
             for bucket in buckets_of(members):
@@ -106,7 +111,7 @@ class Stepper:
         if numbers.audited:
             rows = kernel.run_bucket(bucket.tensors, numbers.values, numbers.seed, bucket.segments)
             for member, sums in zip(bucket.members, rows, strict=True):
-                self._note(member, sums, member.parameter.numel())
+                self.note(member, sums, member.parameter.numel())
         else:
             kernel.run(bucket.tensors, numbers.values, numbers.seed)
         bucket.scatter()
@@ -117,9 +122,9 @@ class Stepper:
             chunk = [tensor[part] for tensor in tensors]
             sums = state.kernel.run(chunk, numbers.values, numbers.seed, audited=watched)
             if sums is not None:
-                self._note(state, sums, state.parameter.numel() * (part.stop - part.start) // max(1, length))
+                self.note(state, sums, state.parameter.numel() * (part.stop - part.start) // max(1, length))
 
-    def _note(self, state: ParameterState, sums: Tensor, num_elements: int) -> None:
+    def note(self, state: ParameterState, sums: Tensor, num_elements: int) -> None:
         """Pass a kernel's sums over some elements of a parameter to the auditor, with the host's own sums."""
         decay = state.kernel.decay(self.group, state.step + 1)
         audited = max(decay, least_decay(state.storage)) if decay > 0 else 0.0
