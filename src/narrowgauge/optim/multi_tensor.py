@@ -123,10 +123,8 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
         lines += _bounds(rule, storage, loads, num_addresses)
 
     def loop(summarize: Callable[..., Any] | None) -> str:
-        words, rows = [(torch.int32, (4, 8) if in_rows else (8,))] * len(loads), [(torch.float32, (4, 1))]
-        values = [(torch.float32, (len(CONTROL) + num_scalars,)), (torch.int32, ())]
         scales = [f"{way}_{name}{k}" for name in storage.scaled for k in range(parts) for way in ("into", "back")]
-        graph = trace(make_step(rule, storage, summarize), *words, *rows * len(scales), *values)
+        graph = _graph(rule, storage, summarize, len(loads), len(scales))
         body, terms, writes = print_graph(graph, [*(f"w{k}" for k in range(len(loads))), *scales, "v", "seed"], "x")
         body = [f"w{k} = {text}" for k, text in enumerate(loads)] + body
         body += [stores[int(word[1:])].format(value) for word, value in writes]
@@ -142,6 +140,13 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
     text = "\n".join([*lines, body])
     head = "@triton.jit(do_not_specialize=['first_program'])\ndef step(table, tiles, numbers, control, sums, first_program):"
     return f"{HELPERS}\n\n{head}\n{indent(text, '    ')}\n"
+
+
+@lru_cache(4)
+def _graph(rule: Rule, storage: Storage, summarize: Any, num_words: int, num_scales: int) -> torch.fx.Graph:
+    words, rows = [(torch.int32, (4, 8) if layout.by_rows(storage) else (8,))] * num_words, [(torch.float32, (4, 1))]
+    values = [(torch.float32, (len(CONTROL) + len(rule.scalars),)), (torch.int32, ())]
+    return trace(make_step(rule, storage, summarize), *words, *rows * num_scales, *values)
 
 
 def _over_span(body: Sequence[str]) -> str:
@@ -368,7 +373,7 @@ _SLOWER = "Each tensor takes launches of its own: slower, with the same bits."
 def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
     """Draw states of ordinary and edge values, of whole tensors and of others."""
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
-    for seed, shape in enumerate([(8, 160), (8, 160), (5, 33), (5, 33)]):
+    for seed, shape in enumerate([(4, 64), (4, 64), (3, 33), (3, 33)]):
         edges = seed % 2 == 1
         weight, gradient = (draw(dtype, shape, edges=edges, seed=seed + k).to(device) for k in (10, 20))
         states.append(state := ParameterState(weight, storage, kernel))
@@ -420,6 +425,7 @@ class Launches:
 
     def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
         rule, storage, device, audit_every = kernel.rule, kernel.storage, states[0].parameter.device, stepper.audit_every
+        scaled = bool(storage.scaled)
         if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
             return states
         turns = {count: divmod(count, audit_every) if audit_every else (0, 1) for count in {s.step + 1 for s in states}}
@@ -434,7 +440,7 @@ class Launches:
         others = []
         for state in states:
             # Ranks that split columns bound their rows together.
-            is_split = storage.scaled and split_groups(state.owner, columns=True)
+            is_split = scaled and split_groups(state.owner, columns=True)
             if is_split or not (state.parameter.is_contiguous() and state.gradient.is_contiguous()):
                 others.append(state)
                 continue
