@@ -10,14 +10,18 @@ step and memory of a Llama of 64 million weights on bytes of Python source, for 
 autocast (the baseline), several recipes, and peers.
 
 Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. Without a CUDA device it ends with status 2; ``--rehearse`` runs each
-line on the CPU at small sizes and measures nothing. A peer that is not installed or cannot run says why.
+line on the CPU at small sizes and measures nothing. ``--compile`` compiles the kernels of all steps, without a GPU too. A peer
+that is not installed or cannot run says why.
 """
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+import os
+import re
 import statistics
+import subprocess
 import sys
 import sysconfig
 import time
@@ -36,8 +40,11 @@ import narrowgauge as ng
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.edge_values import edge_values
 from narrowgauge.numerics.quantization import padded, quantize, random_words
+from narrowgauge.optim import multi_tensor
+from narrowgauge.optim.rules import elementwise
+from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.computes import COMPUTES, Cast
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES, Storage
 
 SECTIONS = ("correctness", "times", "training")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -160,6 +167,51 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     jobs += [(cast_row, cast, device) for cast in casts] + [(layer_row, name, device) for name in computes]
     rows = in_processes(check, jobs) if device.type == "cuda" else [check(*job) for job in jobs]
     report.add("correctness: elements with other bits than the CPU's; of layers the relative error", rows)
+    return all(row["passes"] == "yes" for row in rows)
+
+
+def compiled_row(rule: Rule, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
+    """Compile the kernel of a step for a GPU, which need not be here, and look for what would change bits or take time."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    function = multi_tensor.functions(rule, storage, whole, audited, False)["step"]
+    types = {"table": "*i64", "tiles": "*i32", "numbers": "*fp32", "control": "*fp32", "sums": "*fp32"}
+    types |= {"first_program": "i32"} | ({} if audited else {"sums": "constexpr"})
+    aligned = {(k,): [["tt.divisibility", 16]] for k in range(5 if audited else 4)}
+    text = triton.compiler.ASTSource(function, types, {} if audited else {"sums": None}, aligned)
+    began = time.perf_counter()
+    kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(multi_tensor.LAUNCH))
+    seconds, ptx = time.perf_counter() - began, kernel.asm["ptx"]
+    name = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
+    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "-o", os.devnull, "/dev/stdin"]
+    report = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
+    rounding = sorted(set(re.findall(r"\bfma\S*|\S+\.approx\S*|\S+\.ftz\S*", ptx)))
+    # Sums and scales of rows are single words.
+    wide, narrow = (len(re.findall(rf"(?:ld|st)\.global\.{width}\b", ptx)) for width in ("v4.b32", "(?:v2.b32|b16)"))
+    passes = not rounding and not spilled and (not whole or (wide > 0 and not narrow))
+    return {
+        "": f"{rule.name}/{storage.name}, {'whole' if whole else 'odd'}{', audited' if audited else ''}, {name}",
+        "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
+        "spilled": spilled,
+        "128-bit": wide,
+        "seconds": seconds,
+        "passes": "yes" if passes else f"NO: {' '.join(rounding)}",
+    }
+
+
+def compile_kernels(report: Report, quick: bool) -> bool:
+    """Compile the steps of all elementwise rules and storages for three architectures; return whether all pass."""
+    rules = [rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)]
+    rows: list[Row] = []
+    for storage in ("word",) if quick else STORAGES:
+        for rule in rules[:1] if quick or STORAGES[storage].arithmetic == "expansion" else rules:
+            row = STORAGES[storage].keeping(rule.kept)
+            for whole, audited in ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ():
+                rows += [compiled_row(rule, row, whole, audited, sm) for sm in ((90,) if quick else (80, 90, 100))]
+                print(rows[-1], file=sys.stderr, flush=True)
+    report.add("steps, compiled for a GPU", rows)
     return all(row["passes"] == "yes" for row in rows)
 
 
@@ -373,7 +425,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser(__doc__, rounds=25)
     flags.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME")
     flags.add_argument("--rehearse", action="store_true", help="run on the CPU, with the sizes of --quick")
+    flags.add_argument("--compile", action="store_true", help="compile the kernels of steps, which needs no GPU")
     options = flags.parse_args(arguments)
+    if options.compile:
+        report = Report("gpu", options, ("triton",))
+        return report.end() if compile_kernels(report, options.quick) else 1
     options.quick |= options.rehearse
     if not options.rehearse and not torch.cuda.is_available():
         print("./dev gpu needs a CUDA device, and PyTorch finds none. Try ./dev gpu --rehearse.", file=sys.stderr)

@@ -16,8 +16,8 @@ a second launch. An audited launch also sums the terms of each program. One more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from textwrap import indent
@@ -29,16 +29,15 @@ from torch import Tensor
 
 from narrowgauge.compile import can_compile, usual_defaults
 from narrowgauge.edge_values import draw, same_numbers, with_nan
-from narrowgauge.numerics.dtensor import split_groups
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of
-from narrowgauge.optim import codes, layout
-from narrowgauge.optim.audit import audited_parts
+from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Kernel, make_step
+from narrowgauge.optim.layout import lanes_of_weight, layout_of
 from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.state import ParameterState
+from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import to_device
 from narrowgauge.triton_printer import LAUNCH, load, print_graph, trace
@@ -50,7 +49,10 @@ SIZES = ("columns", "group", "elements", "rows", "first", "count", "number", "pe
 tensor has ``count`` programs. An audit sums every ``period``-th of them, from program ``phase`` on."""
 NO_AUDIT = 1 << 40, 1 << 40
 SUMS = len(KERNEL_SUMS)
-LARGEST, TOTAL = "tl.standard._elementwise_max", "tl.standard._sum_combine"  # tl.max and tl.sum ignore our interpret
+# `tl.max` and `tl.sum` are compiled functions, which the interpreter cannot call.
+LARGEST, TOTAL = "tl.standard._elementwise_max", "tl.standard._sum_combine"
+
+# ── the text of the kernel ──────────────────────────────────────────────────────────────────────────────────────────────
 
 HELPERS = f"""
 @triton.jit
@@ -79,10 +81,15 @@ def add_up(table, sums, totals, WIDTH: tl.constexpr):
 """
 
 
+def num_columns(storage: Storage) -> int:
+    """Return the columns of the table: the addresses of weight, gradient, planes and scales, and the sizes."""
+    return 2 + len(layout_of(storage).planes) + len(storage.scaled) + len(SIZES)
+
+
 def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
     """Return the text of the Triton functions ``step`` and ``add_up``."""
-    parts, per_word, in_rows = layout.num_parts(storage), layout.per_word(storage), layout.by_rows(storage)
-    num_scalars, num_addresses = len(rule.scalars), num_columns(storage) - len(SIZES)
+    layout, num_scalars, num_addresses = layout_of(storage), len(rule.scalars), num_columns(storage) - len(SIZES)
+    parts, per_word = layout.num_parts, layout.per_word
     lines = [
         "program = first_program + tl.program_id(0)",
         f"row = table + tl.load(tiles + program).to(tl.int64) * {num_columns(storage)}",
@@ -93,7 +100,7 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
         f"seed = tl.load(scalars + {num_scalars}).to(tl.int32, bitcast=True)",
         "place = program - first",
     ]
-    if in_rows:
+    if layout.by_rows:
         lines += ["line, origin, span, left = place, 0, columns.to(tl.int32), elements"]
     else:
         lines += [
@@ -104,14 +111,15 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
     if whole:
         lines += ["columns, span = tl.multiple_of(columns, 4), tl.multiple_of(span, 4)"]
     loads, stores = [], []
-    for column, name in enumerate(("weight", "gradient", *(plane.name for plane in layout.planes(storage)))):
-        is_plane, kind = column > 1, "int32" if whole or column > 1 or per_word == 1 else "int16"
-        count = layout.num_tensors(storage, layout.planes(storage)[column - 2].bits) if is_plane else parts
-        address = f"tl.load(row + {column}).to(tl.pointer_type(tl.{kind}))"
+    tensors = [("weight", parts), ("gradient", parts), *((p.name, layout.num_tensors(p)) for p in layout.planes)]
+    for column, (name, count) in enumerate(tensors):
+        is_plane = column > 1
+        by_halves = not (whole or is_plane or per_word == 1)
+        address = f"tl.load(row + {column}).to(tl.pointer_type({'tl.int16' if by_halves else 'tl.int32'}))"
         for k in range(count):
             p, line = f"{name}_at{k}", f"({k} * group + line)"
             inside = "inside" if is_plane or whole else f"inside & ({line} < rows)"
-            if kind == "int16":
+            if by_halves:
                 lines += [f"{p} = {address} + ({line} * elements + {per_word} * origin)"]
                 loads += [f"load_halves({p}, at, {inside}, left)"]
                 stores += [f"store_halves({p}, at, {{}}, {inside}, left)"]
@@ -120,7 +128,7 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
                 loads += [f"tl.load({p} + at, mask={inside}, other=0)"]
                 stores += [f"tl.store({p} + at, {{}}, mask={inside})"]
     if storage.scaled:
-        lines += _bounds(rule, storage, loads, num_addresses)
+        lines += _bounds(rule, storage, loads, num_addresses - len(storage.scaled))
 
     def loop(summarize: Callable[..., Any] | None) -> str:
         scales = [f"{way}_{name}{k}" for name in storage.scaled for k in range(parts) for way in ("into", "back")]
@@ -128,10 +136,10 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
         body, terms, writes = print_graph(graph, [*(f"w{k}" for k in range(len(loads))), *scales, "v", "seed"], "x")
         body = [f"w{k} = {text}" for k, text in enumerate(loads)] + body
         body += [stores[int(word[1:])].format(value) for word, value in writes]
-        sums = [f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, {TOTAL})" for k, term in enumerate(terms)]
-        start = [f"sum{k} = 0.0" for k in range(SUMS if summarize else 0)]
-        end = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in range(SUMS if summarize else 0)]
-        return "\n".join([*start, _over_span([*body, *sums]), *end])
+        body += [f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, {TOTAL})" for k, term in enumerate(terms)]
+        sums = range(SUMS if summarize else 0)
+        ends = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in sums]
+        return "\n".join([*(f"sum{k} = 0.0" for k in sums), _over_span(body), *ends])
 
     body = loop(None)
     if audited:
@@ -144,7 +152,7 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
 
 @lru_cache(4)
 def _graph(rule: Rule, storage: Storage, summarize: Any, num_words: int, num_scales: int) -> torch.fx.Graph:
-    words, rows = [(torch.int32, (4, 8) if layout.by_rows(storage) else (8,))] * num_words, [(torch.float32, (4, 1))]
+    words, rows = [(torch.int32, (4, 8) if layout_of(storage).by_rows else (8,))] * num_words, [(torch.float32, (4, 1))]
     values = [(torch.float32, (len(CONTROL) + len(rule.scalars),)), (torch.int32, ())]
     return trace(make_step(rule, storage, summarize), *words, *rows * num_scales, *values)
 
@@ -155,16 +163,19 @@ def _over_span(body: Sequence[str]) -> str:
     return f"for start in range(0, span, {BLOCK}):\n" + indent("\n".join([*begin, *body]), "    ")
 
 
-def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], num_addresses: int) -> list[str]:
-    """Print the new bounds of the rows of a program, and the multipliers ``into_`` and ``back_`` of each code and part."""
-    parts, scaled, per_word = layout.num_parts(storage), storage.scaled, layout.per_word(storage)
+def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> list[str]:
+    """Print the new bounds of a program's rows, and the multipliers ``into_`` and ``back_`` of each code and part.
+
+    ``column`` is the first column of the table with an address of scales.
+    """
+    layout, scaled = layout_of(storage), storage.scaled
     names = ("gradient", "weight") if rule.coupled or "weight" in scaled else ("gradient",)
 
     def magnitude(word: Tensor) -> Tensor:
         """Return the largest magnitude of a word's values as bits, in which a NaN is the largest."""
-        lanes = layout.lanes_of_weight(storage.visible, [word])
+        lanes = lanes_of_weight(storage.visible, [word])
         bits = [bits_of(codes.gradient_value(storage.visible, lane)) & MAGNITUDE for lane in lanes]
-        return bits[0] if per_word == 1 else torch.maximum(*bits)
+        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
 
     def scales(values: Tensor, *rows: Tensor) -> list[Tensor]:
         slopes, weights = rows[0], rows[1] if len(names) == 2 else torch.zeros_like(rows[0])
@@ -173,53 +184,27 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], num_addresses: i
 
     lines, body = [], []
     for name in names:
-        for k in range(parts):
-            graph = trace(magnitude, (torch.int32, (8,)))
-            text, (largest,), _ = print_graph(graph, ["w"], f"m_{name}{k}_")
+        for k in range(layout.num_parts):
+            text, (largest,), _ = print_graph(trace(magnitude, (torch.int32, (8,))), ["w"], f"m_{name}{k}_")
             lines += [f"peak_{name}{k} = tl.full([{BLOCK}], 0, tl.int32)"]
-            body += [f"w = {loads[k + (parts if name == 'gradient' else 0)]}", *text]
+            body += [f"w = {loads[k + (layout.num_parts if name == 'gradient' else 0)]}", *text]
             body += [f"peak_{name}{k} = tl.maximum(peak_{name}{k}, {largest})"]
     lines += [_over_span(body)]
     values = torch.float32, (len(CONTROL) + len(rule.scalars),)
     graph = trace(scales, values, *[(torch.float32, (1,))] * (len(names) + len(scaled)))
-    for k in range(parts):
-        at, inside = f"{k} * group + line", f"{k} * group + line < rows"
-        memory = [f"tl.load(row + {num_addresses - len(scaled) + j}).to(tl.pointer_type(tl.float32)) + {at}" for j in range(len(scaled))]
-        lines += [f"largest_{name}{k} = tl.reduce(peak_{name}{k}, 0, {LARGEST}).to(tl.float32, bitcast=True)" for name in names]
-        lines += [f"old_{name}{k} = tl.load({p}, mask={inside}, other=0.0)" for name, p in zip(scaled, memory, strict=True)]
-        inputs = ["v", *(f"largest_{name}{k}" for name in names), *(f"old_{name}{k}" for name in scaled)]
+    for k in range(layout.num_parts):
+        bounds = {
+            name: f"tl.load(row + {column + j}).to(tl.pointer_type(tl.float32)) + ({k} * group + line)"
+            for j, name in enumerate(scaled)
+        }
+        lines += [f"peak_{n}{k} = tl.reduce(peak_{n}{k}, 0, {LARGEST}).to(tl.float32, bitcast=True)" for n in names]
+        lines += [f"old_{name}{k} = tl.load({bound})" for name, bound in bounds.items()]
+        inputs = ["v", *(f"peak_{name}{k}" for name in names), *(f"old_{name}{k}" for name in scaled)]
         text, results, _ = print_graph(graph, inputs, f"b{k}_")
         lines += text
-        for j, (name, p) in enumerate(zip(scaled, memory, strict=True)):
-            bound, into, back = results[3 * j : 3 * j + 3]
-            lines += [f"into_{name}{k}, back_{name}{k} = {into}, {back}", f"tl.store({p}, {bound}, mask={inside})"]
+        for name, new, into, back in zip(scaled, results[::3], results[1::3], results[2::3], strict=True):
+            lines += [f"into_{name}{k}, back_{name}{k} = {into}, {back}", f"tl.store({bounds[name]}, {new})"]
     return lines
-
-
-def num_programs(state: ParameterState) -> int:
-    """Return the number of programs that step a state."""
-    words = layout.extent(state.storage, state.parameter.shape)[0]
-    return words if layout.by_rows(state.storage) else -(-words // BLOCK)
-
-
-def phase_of(state: ParameterState, turn: int) -> tuple[int, int]:
-    """Return ``period`` and ``phase`` of audit number ``turn``: all programs of a small tensor, else every 32nd."""
-    period = 32 if num_programs(state) > 64 else 1
-    return period, turn % period
-
-
-def num_audited(state: ParameterState, period: int, phase: int) -> int:
-    """Return the number of elements that an audit reads."""
-    count, layout_ = num_programs(state), state.storage
-    width = -(-state.parameter.numel() // count) if layout.by_rows(layout_) else BLOCK * layout.per_word(layout_)
-    audited = range(phase, count, period)
-    missing = count * width - state.parameter.numel() if count - 1 in audited else 0
-    return len(audited) * width - missing
-
-
-def num_columns(storage: Storage) -> int:
-    """Return the columns of the table: the addresses of weight, gradient, planes and bounds, and the sizes."""
-    return 2 + len(layout.planes(storage)) + len(storage.scaled) + len(SIZES)
 
 
 # ── the launch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,35 +268,34 @@ class Table:
 
     def _allocate(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the table and the numbers of other states than before."""
-        storage, rows = self.storage, []
+        layout, rows, width = layout_of(self.storage), [], len(self.rule.scalars) + 1
         for state in states:
-            group, columns = (1, *layout.extent(storage, state.parameter.shape))[-2:]
-            num_rows, elements = (1, *layout.matrix_of(storage, state.parameter.shape))[-2:]
-            memory = [*(state.words[p.name] for p in layout.planes(storage)), *(state.bounds[n] for n in storage.scaled)]
+            group, columns = (1, *state.extent)[-2:]
+            num_rows, elements = (1, *layout.matrix(state.parameter.shape))[-2:]
+            memory = [*(state.words[plane.name] for plane in layout.planes), *(state.scales[n] for n in self.storage.scaled)]
             sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
             rows.append([0, 0, *(x.data_ptr() for x in memory), *sizes])
-        size, width = len(rows) * len(rows[0]), len(self.rule.scalars) + 1
-        size += size % 2  # the numbers begin at 16 bytes
-        self._host = np.zeros(size + -(-num_numbers * width // 2), np.int64)
-        self._table = self._host[: len(rows) * len(rows[0])].reshape(len(rows), -1)
+        size = len(rows) * len(rows[0])
+        start = size + size % 2  # the numbers begin at 16 bytes
+        self._host = np.zeros(start + -(-num_numbers * width // 2), np.int64)
+        self._table = self._host[:size].reshape(len(rows), -1)
         self._table[:] = rows
-        self._numbers = self._host[size:].view(np.float32)[: num_numbers * width].reshape(num_numbers, width)
+        self._numbers = self._host[start:].view(np.float32)[: num_numbers * width].reshape(num_numbers, width)
         self._buffer = torch.empty(len(self._host), dtype=torch.int64, device=self.device)
-        self._device_numbers = self._buffer[size:].view(torch.float32)
+        self._device_numbers = self._buffer[start:].view(torch.float32)
         self._states, self._addresses = list(states), []
 
     def _set_addresses(self, addresses: list[int]) -> None:
         """Set the addresses of weights and gradients, and find the programs of each tensor."""
-        table, storage, self._addresses = self._table, self.storage, addresses
+        layout, table, self._addresses = layout_of(self.storage), self._table, addresses
         table[:, :2] = np.array(addresses, np.int64).reshape(-1, 2)
         columns, group, elements, rows, _, counts = table[:, -len(SIZES) : -3].T
         is_whole = (table[:, :2] % 16 == 0).all(1) & (columns % 4 == 0)
-        is_whole &= (elements == layout.per_word(storage) * columns) & (rows == layout.num_parts(storage) * group)
+        is_whole &= (elements == layout.per_word * columns) & (rows == layout.num_parts * group)
         order = np.argsort(~is_whole, kind="stable")
         table[order, -5] = np.cumsum(counts[order]) - counts[order]
         self._counts = int(counts[is_whole].sum()), int(counts[~is_whole].sum())
-        tiles = np.repeat(order, counts[order]).astype(np.int32)
-        self._tiles = to_device(torch.from_numpy(tiles), self.device)
+        self._tiles = to_device(torch.from_numpy(np.repeat(order, counts[order]).astype(np.int32)), self.device)
 
     def _launch(self, control: Tensor, *, audited: bool) -> Tensor | None:
         """Launch the kernels on what the device has."""
@@ -330,7 +314,27 @@ class Table:
         return totals
 
 
+def num_programs(state: ParameterState) -> int:
+    """Return the number of programs that step a state."""
+    return state.extent[0] if state.layout.by_rows else -(-state.extent[0] // BLOCK)
+
+
+def audit_of(state: ParameterState, turn: int) -> tuple[int, int]:
+    """Return ``period`` and ``phase`` of audit number ``turn``: all programs of a small tensor, else every 32nd."""
+    period = 32 if num_programs(state) > 64 else 1
+    return period, turn % period
+
+
+def num_audited(state: ParameterState, period: int, phase: int) -> int:
+    """Return the number of elements that an audit reads."""
+    layout, count, numel = state.layout, num_programs(state), state.parameter.numel()
+    width = layout.num_parts * layout.matrix(state.parameter.shape)[1] if layout.by_rows else BLOCK * layout.per_word
+    return sum(max(0, min(width, numel - place * width)) for place in range(phase, count, period))
+
+
 # ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_SLOWER = "Each tensor takes launches of its own: slower, with the same bits."
 
 
 @lru_cache(None)
@@ -345,9 +349,9 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
             for skip in (0.0, 1.0):
                 values = torch.tensor([1.0, skip, *scalars], dtype=torch.float32)
                 table.step(actual, [(scalars, seed)], [0] * len(actual), to_device(values[:2], device), audits)
-                if storage.scaled:
-                    bound_rows(kernel, expected, values)
-                for state in expected:
+                for state in expected if not skip else ():
+                    if storage.scaled:
+                        bound_rows(kernel, [state], values)
                     tensors, weight = state.kernel_tensors()
                     kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
                     state.write_back(weight)
@@ -367,21 +371,18 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
     return same
 
 
-_SLOWER = "Each tensor takes launches of its own: slower, with the same bits."
-
-
 def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
     """Draw states of ordinary and edge values, of whole tensors and of others."""
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
     for seed, shape in enumerate([(4, 64), (4, 64), (3, 33), (3, 33)]):
         edges = seed % 2 == 1
-        weight, gradient = (draw(dtype, shape, edges=edges, seed=seed + k).to(device) for k in (10, 20))
-        states.append(state := ParameterState(weight, storage, kernel))
-        layout.allocate_all([state], joined=False)
+        weight, gradient = (draw(dtype, shape, edges=edges, seed=seed + k) for k in (10, 20))
+        states.append(state := ParameterState(weight.to(device), storage, kernel))
+        allocate_all([state], joined=False)
         state.begin()
         drawn = {n: draw(x.dtype, x.shape, edges=edges, seed=seed) for n, x in state.in_parameter_order().items()}
         state.take({name: x.abs() if x.is_floating_point() else x for name, x in drawn.items()})
-        state.gradient = with_nan(gradient) if edges else gradient
+        state.gradient = (with_nan(gradient) if edges else gradient).to(device)
     return states
 
 
@@ -389,18 +390,18 @@ def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[Parameter
 
 
 def launches_on(device: torch.device) -> bool:
-    """Return whether steps on a device are launches of :class:`Table`."""
+    """Return whether a device's steps are launches of :class:`Table`."""
     return device.type == "cuda" or INTERPRET
 
 
 @dataclass(slots=True)
 class _Batch:
-    """The states of one kernel in a step. ``audits`` maps the place of a state to its stepper and the number of the audit."""
+    """Hold the states of one kernel in a step. ``audited`` maps a param group's stepper and an audit's number to places."""
 
     states: list[ParameterState] = field(default_factory=list)
     numbers: list[Numbers] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    audits: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    audited: dict[tuple[Any, int], list[int]] = field(default_factory=dict)
 
 
 class Launches:
@@ -415,52 +416,52 @@ class Launches:
 
     def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
         """Take states of the param group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
-        members: dict[Kernel, list[ParameterState]] = {}
-        others: list[ParameterState] = []
+        alike: dict[Kernel, list[ParameterState]] = {}
         for state in states:
-            members.setdefault(state.kernel, []).append(state)
-        for kernel, alike in members.items():
-            others += self._take(stepper, kernel, alike)
-        return others
+            alike.setdefault(state.kernel, []).append(state)
+        return [state for kernel, members in alike.items() for state in self._take(stepper, kernel, members)]
 
     def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
         rule, storage, device, audit_every = kernel.rule, kernel.storage, states[0].parameter.device, stepper.audit_every
-        scaled = bool(storage.scaled)
-        if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
+        if not launches_on(device) or not kernel.compiles_for(device):
             return states
-        turns = {count: divmod(count, audit_every) if audit_every else (0, 1) for count in {s.step + 1 for s in states}}
-        is_audited = any(rest == 0 for _, rest in turns.values())
+        counts = {state.step + 1 for state in states}
+        is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
         if not (INTERPRET or can_compile("gpu")) or not is_proven(rule, storage, device, is_audited):
             return states
-        batch = self._batches.setdefault(kernel, _Batch())
-        places = {count: len(batch.numbers) + k for k, count in enumerate(turns)}
-        batch.numbers += [
-            (rule.prepare(stepper.group, count), step_seed(stepper.group["seed"], count)) for count in turns
-        ]
-        others = []
+        batch, others = self._batches.setdefault(kernel, _Batch()), []
+        places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}
+        seed = stepper.group["seed"]
+        batch.numbers += [(rule.prepare(stepper.group, count), step_seed(seed, count)) for count in counts]
         for state in states:
             # Ranks that split columns bound their rows together.
-            is_split = scaled and split_groups(state.owner, columns=True)
-            if is_split or not (state.parameter.is_contiguous() and state.gradient.is_contiguous()):
+            if (state.scales and state.column_groups) or not (state.parameter.is_contiguous() and state.gradient.is_contiguous()):
                 others.append(state)
                 continue
-            turn, rest = turns[state.step + 1]
-            if rest == 0:
-                batch.audits[len(batch.states)] = stepper, turn
+            count = state.step + 1
+            if is_audited and count % audit_every == 0:
+                batch.audited.setdefault((stepper, count // audit_every), []).append(len(batch.states))
             batch.states.append(state)
-            batch.places.append(places[state.step + 1])
+            batch.places.append(places[count])
         return others
 
     def run(self, control: Tensor) -> None:
         """Launch the steps of all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``."""
         for kernel, batch in self._batches.items():
-            if batch.states:
-                table = self._tables.setdefault(kernel, Table(kernel.rule, kernel.storage, control.device))
-                phases = [NO_AUDIT] * len(batch.states)
-                for place, (_, turn) in batch.audits.items():
-                    phases[place] = phase_of(batch.states[place], turn)
-                sums = table.step(batch.states, batch.numbers, batch.places, control, phases if batch.audits else None)
-                kernel.ran_compiled = True
-                for place, (stepper, _) in batch.audits.items():
-                    assert sums is not None
-                    stepper.note(batch.states[place], sums[place], num_audited(batch.states[place], *phases[place]))
+            states, table = batch.states, self._tables.get(kernel)
+            if not states:
+                continue
+            if table is None or table.device != control.device:
+                table = self._tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
+            audits = [NO_AUDIT] * len(states)
+            for (_, turn), places in batch.audited.items():
+                for place in places:
+                    audits[place] = audit_of(states[place], turn)
+            sums = table.step(states, batch.numbers, batch.places, control, audits if batch.audited else None)
+            kernel.ran_compiled = True
+            for (stepper, _), places in batch.audited.items():
+                assert sums is not None
+                elements = [num_audited(states[place], *audits[place]) for place in places]
+                on_device = to_device(torch.tensor(elements, dtype=torch.float64, device="cpu"), control.device)
+                rows = sums if len(places) == len(states) else sums[to_device(torch.tensor(places), control.device)]
+                stepper.note([states[place] for place in places], rows, on_device)

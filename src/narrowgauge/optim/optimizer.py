@@ -22,7 +22,6 @@ from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
@@ -31,7 +30,7 @@ from narrowgauge.optim.loading import make_loaded_states, put_states, show_state
 from narrowgauge.optim.multi_tensor import Launches, Table, launches_on
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
-from narrowgauge.optim.state import NO_GRADIENT, ParameterState
+from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
     FLAGS,
@@ -250,7 +249,7 @@ class Optimizer(torch.optim.Optimizer):
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
             alike.setdefault((kernel, state.parameter.device), []).append(state)
         for (kernel, device), members in alike.items():
-            layout.allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
+            allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
             for state in members:
                 state.begin()
         return states
@@ -507,7 +506,7 @@ class Optimizer(torch.optim.Optimizer):
         if not auditor.fresh:
             return
         self.last_audit = auditor.collect()
-        names = self.parameter_names()
+        names = self.parameter_names() if auditor.suspects() else {}
         storages = {p: state.storage for p in names if (state := self.state_of(p)) is not None}
         if alarms := auditor.alarms(names, storages):
             self.on_alarm(alarms)

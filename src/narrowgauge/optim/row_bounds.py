@@ -14,8 +14,9 @@ from torch import Tensor
 
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Kernel
+from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.state import ParameterState, peaks_of_all, weight_bound
+from narrowgauge.optim.state import ParameterState, padded_rows, peaks_of_all, weight_bound
 from narrowgauge.spec.storages import Storage
 
 
@@ -54,24 +55,24 @@ def scales_of_rows(
     return scales
 
 
-def bound_rows(kernel: Kernel, batch: Sequence[ParameterState], values: Tensor) -> None:
-    """Set the new row bounds and this step's scales of one kernel's states, which have their gradients.
+def bound_rows(kernel: Kernel, batch: Sequence[ParameterState | Bucket], values: Tensor) -> None:
+    """Set the new row bounds and this step's scales of one kernel's states and buckets, which have their gradients.
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
     """
     rule, storage = kernel.rule, kernel.storage
     assert isinstance(rule, Rule)  # matrix rules refuse scales by row
-    slopes = peaks_of_all(batch, [state.gradient for state in batch]).view(-1)
+    memory = {name: [member.scales[name].flatten(1) for member in batch] for name in storage.scaled}
+    sizes = [scales.shape[1] for scales in memory[storage.scaled[0]]]
+    groups = [member.column_groups for member in batch]
+
+    def peaks(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(map(padded_rows, peaks_of_all(kernel, tensors, groups), sizes)))
+
+    slopes = peaks([member.gradient for member in batch])
     weights = torch.zeros_like(slopes)
     if rule.coupled or "weight" in storage.scaled:
-        weights = peaks_of_all(batch, [state.parameter.detach() for state in batch]).view(-1)
-    old = {name: torch.cat([state.bounds[name] for state in batch]).view(-1) for name in storage.scaled}
-    sizes = [len(state.bounds[storage.scaled[0]]) for state in batch]
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for name, scale in scales_of_rows(rule, storage, slopes, weights, old, values).items():
-        for memory in zip(*((state.bounds[name], *state.multipliers[name]) for state in batch), strict=True):
-            targets += memory
-        for rows in scale:
-            sources += rows.view(-1, 1).split(sizes)
-    torch._foreach_copy_(targets, sources)
+        weights = peaks([member.parameter.detach() for member in batch])
+    old = {name: torch.cat([scales[0] for scales in tensors]) for name, tensors in memory.items()}
+    for name, scales in scales_of_rows(rule, storage, slopes, weights, old, values).items():
+        torch._foreach_copy_(memory[name], torch.stack(scales).split(sizes, 1))
