@@ -37,11 +37,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(multi_tensor, "INTERPRET", True)
     monkeypatch.setattr(multi_tensor, "BLOCK", 32)
     monkeypatch.setattr("narrowgauge.optim.kernel.compiled", lambda *args, **options: None)
-    multi_tensor.functions.cache_clear()
-    multi_tensor.is_proven.cache_clear()
+    caches = multi_tensor.functions, multi_tensor.is_proven
+    for cache in caches:
+        cache.cache_clear()
     yield
-    multi_tensor.functions.cache_clear()
-    multi_tensor.is_proven.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.parametrize(("rule", "storage"), KERNELS)
@@ -60,7 +61,7 @@ def train(rule: str, storage: str, *, compiled: bool, steps: int = 5, **options:
     """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no elements, other strides."""
     multi_tensor.INTERPRET = compiled
     dtype = getattr(torch, STORAGES[storage].visible)
-    shapes: list[tuple[int, ...]] = [(4, 72), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (6, 5)]
+    shapes: list[tuple[int, ...]] = [(4, 72), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (8, 12)]
     params = []
     for k, shape in enumerate(shapes):
         values = gaussian(*shape, seed=k, dtype=dtype)
@@ -96,8 +97,8 @@ def test_an_audit_reads_the_same_and_changes_no_bit(storage: str) -> None:
     ours, theirs = (train("adamw", storage, compiled=compiled, steps=2, audit_every=1) for compiled in (True, False))
     assert_same_bits(everything(ours), everything(theirs))
     for name, reading in ng.audit(theirs).items():
-        assert ng.audit(ours)[name].edq == pytest.approx(reading.edq, abs=1e-4), name
-        assert ng.audit(ours)[name].lost_fraction == pytest.approx(reading.lost_fraction, abs=1e-6), name
+        assert ng.audit(ours)[name].edq == pytest.approx(reading.edq, abs=1e-4, nan_ok=True), name
+        assert ng.audit(ours)[name].lost_fraction == pytest.approx(reading.lost_fraction, abs=1e-6, nan_ok=True), name
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -159,7 +160,7 @@ def test_a_rule_without_a_text_takes_the_other_route_and_says_so() -> None:
         optimizer = ng.Optimizer(params, rule, {"lr": 0.1}, storage="word", compile=compiled)
         params[0].grad = torch.ones_like(params[0])
         if compiled:
-            with pytest.warns(UserWarning, match="Cannot compile the step .* tanh"):
+            with pytest.warns(UserWarning, match="Cannot compile the step .*tanh"):
                 optimizer.step()
         else:
             optimizer.step()

@@ -396,12 +396,12 @@ def launches_on(device: torch.device) -> bool:
 
 @dataclass(slots=True)
 class _Batch:
-    """Hold the states of one kernel in a step. ``audited`` maps a param group's stepper and an audit's number to places."""
+    """Hold the states of one kernel in a step. ``audited`` maps the place of a state to its stepper and the audit's number."""
 
     states: list[ParameterState] = field(default_factory=list)
     numbers: list[Numbers] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    audited: dict[tuple[Any, int], list[int]] = field(default_factory=dict)
+    audited: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
 
 class Launches:
@@ -440,7 +440,7 @@ class Launches:
                 continue
             count = state.step + 1
             if is_audited and count % audit_every == 0:
-                batch.audited.setdefault((stepper, count // audit_every), []).append(len(batch.states))
+                batch.audited[len(batch.states)] = stepper, count // audit_every
             batch.states.append(state)
             batch.places.append(places[count])
         return others
@@ -454,14 +454,16 @@ class Launches:
             if table is None or table.device != control.device:
                 table = self._tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
             audits = [NO_AUDIT] * len(states)
-            for (_, turn), places in batch.audited.items():
-                for place in places:
-                    audits[place] = audit_of(states[place], turn)
+            for place, (_, turn) in batch.audited.items():
+                audits[place] = audit_of(states[place], turn)
             sums = table.step(states, batch.numbers, batch.places, control, audits if batch.audited else None)
             kernel.ran_compiled = True
-            for (stepper, _), places in batch.audited.items():
-                assert sums is not None
-                elements = [num_audited(states[place], *audits[place]) for place in places]
-                on_device = to_device(torch.tensor(elements, dtype=torch.float64, device="cpu"), control.device)
-                rows = sums if len(places) == len(states) else sums[to_device(torch.tensor(places), control.device)]
-                stepper.note([states[place] for place in places], rows, on_device)
+            if sums is not None:
+                auditor = next(iter(batch.audited.values()))[0].auditor
+                host_sums = []
+                for place, (stepper, _) in batch.audited.items():
+                    elements = num_audited(states[place], *audits[place])
+                    host_sums.append((place, elements, elements * stepper.audited_spacings(states[place])))
+                host = to_device(torch.tensor(host_sums, dtype=torch.float64, device="cpu"), control.device)
+                rows = torch.cat([sums[host[:, 0].long()], host[:, 1:]], 1)
+                auditor.fresh.append(([states[place].owner for place in batch.audited], rows))

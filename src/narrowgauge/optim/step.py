@@ -116,13 +116,15 @@ class Stepper:
 
     def note(self, states: Sequence[ParameterState], sums: Tensor, num_elements: Tensor) -> None:
         """Pass the sums over some elements of states of one kernel and step count to the auditor, with the host's own sums."""
-        kernel = states[0].kernel
-        decay = kernel.decay(self.group, states[0].step + 1)
-        audited = max(decay, least_decay(kernel.storage)) if decay > 0 else 0.0
         missing = sums.new_zeros(len(sums), len(KERNEL_SUMS) - sums.shape[1])
-        spacings = num_elements * (audited * kernel.storage.weight.spacings)
+        spacings = num_elements * self.audited_spacings(states[0])
         rows = torch.cat([sums, missing, num_elements.unsqueeze(1), spacings.unsqueeze(1)], 1)
         self.auditor.fresh.append(([state.owner for state in states], rows))
+
+    def audited_spacings(self, state: ParameterState) -> float:
+        """Return the decay that an audit looks for in the next step, in ulps of an element. It is 0 without decay."""
+        decay = state.kernel.decay(self.group, state.step + 1)
+        return max(decay, least_decay(state.storage)) * state.storage.weight.spacings if decay > 0 else 0.0
 
     def _bound_rows(self, batch: Sequence[ParameterState | Bucket]) -> None:
         alike: dict[tuple[Kernel, Numbers], list[ParameterState | Bucket]] = {}
