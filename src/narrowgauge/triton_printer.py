@@ -35,12 +35,18 @@ _OPERATIONS = {
     "isnan": "{0} != {0}", "logical_not": "{0} == 0", "where": "tl.where({0}, {1}, {2})",
     "masked_fill": "tl.where({1}, {2}, {0})",
     "nan_to_num": "tl.where({0} != {0}, {1}, tl.where({0} == float('inf'), {2}, {0}))",
+    # To even: below 2^52 a float64 has bits below 1, which the sum rounds off.
+    "round": "tl.where(tl.abs({0}) < 2.0**52, {0} + tl.where({0} < 0, -(2.0**52), 2.0**52) - tl.where({0} < 0, -(2.0**52), 2.0**52), {0})",
     "view": "{0}.to({type}, bitcast=True)", "_to_copy": "{0}.to({type})",
     # PyTorch returns NaN if either is NaN.
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
 }  # fmt: skip
 """The text of each operation of PyTorch, from its arguments and the ``type`` of its result."""
+LARGEST, TOTAL = "tl.standard._elementwise_max", "tl.standard._sum_combine"
+"""Arguments of ``tl.reduce``. The interpreter cannot call ``tl.max`` and ``tl.sum``, which are compiled functions."""
+INTERPRET = False
+"""Run kernels on CPU tensors, in Triton's interpreter. Tests set it."""
 _CONSTANTS = {"ones_like": 1, "zeros_like": 0}
 _UNCHANGED = ("detach", "alias", "clone", "expand")
 _numbers = itertools.count()
@@ -114,6 +120,11 @@ def literal(value: Any, dtype: torch.dtype) -> str:
     if value is None or not dtype.is_floating_point:
         return str((int(value) + (1 << 31)) % (1 << 32) - (1 << 31)) if value is not None and dtype is torch.int32 else str(value)
     return repr(float(value)) if math.isfinite(value) else f"float('{float(value)}')"
+
+
+def launches_on(device: torch.device) -> bool:
+    """Return whether printed kernels run on a device."""
+    return device.type == "cuda" or INTERPRET
 
 
 def load(source: str, *, interpret: bool = False) -> dict[str, Any]:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge import torch_names, triton_printer
+from narrowgauge.numerics import multi_tensor_squares
+from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import multi_tensor
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import STORAGES
@@ -34,7 +37,7 @@ def kernel_of(rule: str, storage: str) -> tuple[Rule, Any]:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps of compiled optimizers run as on a GPU. Blocks are small, so that there are several."""
-    monkeypatch.setattr(multi_tensor, "INTERPRET", True)
+    monkeypatch.setattr(triton_printer, "INTERPRET", True)
     monkeypatch.setattr(multi_tensor, "BLOCK", 32)
     monkeypatch.setattr("narrowgauge.optim.kernel.compiled", lambda *args, **options: None)
     caches = multi_tensor.functions, multi_tensor.is_proven
@@ -59,7 +62,7 @@ def unaligned(shape: tuple[int, ...], values: Tensor) -> Tensor:
 
 def train(rule: str, storage: str, *, compiled: bool, steps: int = 5, **options: Any) -> ng.Optimizer:
     """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no elements, other strides."""
-    multi_tensor.INTERPRET = compiled
+    triton_printer.INTERPRET = compiled
     dtype = getattr(torch, STORAGES[storage].visible)
     shapes: list[tuple[int, ...]] = [(4, 72), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (8, 12)]
     params = []
@@ -115,13 +118,27 @@ def test_an_audit_of_a_large_tensor_reads_each_program_once_in_turn() -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
+    tensors = [gaussian(5, 7, dtype=dtype), gaussian(0, 3, dtype=dtype), gaussian(40, 64, scale=1e3, dtype=dtype).t()]
+    assert multi_tensor_squares.sums_on(tensors)
+    table = multi_tensor_squares.SquaresTable()
+    for value in (1.0, -torch.inf, torch.nan):
+        tensors[0][2, 2] = value
+        assert_same_bits({"": exact_squares(tensors, table=table)}, {"": exact_squares(tensors)})
+        assert table.finite(tensors[::-1])() == [True, True, value == 1.0]
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_is_one_copy_and_one_launch_whatever_the_tensors_and_groups(
-    monkeypatch: pytest.MonkeyPatch, count: int
+    monkeypatch: pytest.MonkeyPatch, count: int, max_grad_norm: float | None
 ) -> None:
-    """A second launch adds the sums of an audit."""
+    """A second launch adds the sums of an audit. Two more find the norm, of gradients whose addresses are known."""
     params = parameters("word", [(4, 8)] * count)
-    optimizer = ng.AdamW([{"params": [p], "lr": 0.1 * k} for k, p in enumerate(params)], storage="word", compile=True)
+    groups = [{"params": [p], "lr": 0.1 * k} for k, p in enumerate(params)]
+    optimizer = ng.AdamW(groups, storage="word", compile=True, max_grad_norm=max_grad_norm)
     calls: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,17 +155,22 @@ def test_a_step_is_one_copy_and_one_launch_whatever_the_tensors_and_groups(
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             return counted(f"{self.name} of {grid[0]}", lambda *args, **options: None)
 
-    launched = {name: Launched(name) for name in ("step", "add_up")}
+    launched = {name: Launched(name) for name in ("step", "add_up", "largest", "squares")}
     monkeypatch.setattr(multi_tensor, "is_proven", lambda *args: True)
+    monkeypatch.setattr(multi_tensor_squares, "_is_proven", lambda *args: True)
     monkeypatch.setattr(multi_tensor, "functions", lambda *args: launched)
-    monkeypatch.setattr(multi_tensor, "to_device", counted("copies", multi_tensor.to_device))
+    monkeypatch.setattr(multi_tensor_squares, "_functions", lambda *args: launched)
+    for module in (multi_tensor, multi_tensor_squares):
+        monkeypatch.setattr(module, "to_device", counted("copies", torch_names.to_device))
     for step in range(10):
         for p in params:
             p.grad = torch.ones_like(p) if step == 0 else p.grad
         calls.clear()
         optimizer.step()
-        assert calls["copies"] == {0: 2, 9: 2}.get(step, 1)  # the tiles at first, and the elements of an audit
-        assert calls["step of " + str(count)] == 1 and calls[f"add_up of {count}"] == (step == 9)
+        # At first also the tiles, and two tables of the norm; in an audit also the numbers of elements.
+        assert calls.pop("copies") == {0: 2 if max_grad_norm is None else 4, 9: 2}.get(step, 1)
+        names = ["step", *(["add_up"] if step == 9 else []), *(["largest", "squares"] if max_grad_norm else [])]
+        assert calls == {f"{name} of {count}": 1 for name in names}
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -16,6 +16,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import exact_squares
+from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.torch_names import to_device
@@ -63,6 +64,7 @@ class StepControl:
     def __init__(self, worth_compiling: Callable[[int, torch.device], bool]) -> None:
         self._worth_compiling = worth_compiling
         self._request: object = None
+        self._table = SquaresTable()
 
     @torch.no_grad()
     def __call__(
@@ -92,7 +94,9 @@ class StepControl:
         if not needs_norm and scale is found_inf is None:
             unchanged = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu")
             return Decision(to_device(unchanged, device), None, None)
-        peaks = None if device.type == "cpu" else largest_magnitudes([local_of(g) for g in gradients])
+        compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
+        table = self._table if needs_norm and compile and sums_on(gradients) else None
+        peaks = None if device.type == "cpu" or table else largest_magnitudes([local_of(g) for g in gradients])
         finite = None if peaks is None else lambda: torch.stack(peaks).isfinite().tolist()
         limits = [math.inf if max_norm is None else max_norm, skip_above, 1.0, 0.0]
         options = to_device(torch.tensor(limits, dtype=torch.float32, device="cpu"), device)
@@ -101,8 +105,9 @@ class StepControl:
                 options[place] = scalar.to(options).view(())
         if not needs_norm:
             return Decision(decide(options.new_zeros(()), options)[:2], None, finite)
-        compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
-        squares = exact_squares(gradients, peaks=peaks, compile=compile)
+        squares = exact_squares(gradients, peaks=peaks, compile=compile, table=table)
+        if table is not None:
+            finite = table.finite(gradients)
         decided = decide(sqrt(squares).to(options.dtype), options)
         if is_ours and scaler is not None:
             scaler.update_(decided[3])

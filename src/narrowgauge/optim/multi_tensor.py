@@ -40,7 +40,7 @@ from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import to_device
-from narrowgauge.triton_printer import LAUNCH, load, print_graph, trace
+from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, trace
 
 BLOCK = 512
 """Words that a program steps at a time: 16 bytes for each of 128 threads."""
@@ -49,8 +49,6 @@ SIZES = ("columns", "group", "elements", "rows", "first", "count", "number", "pe
 tensor has ``count`` programs. An audit sums every ``period``-th of them, from program ``phase`` on."""
 NO_AUDIT = 1 << 40, 1 << 40
 SUMS = len(KERNEL_SUMS)
-# `tl.max` and `tl.sum` are compiled functions, which the interpreter cannot call.
-LARGEST, TOTAL = "tl.standard._elementwise_max", "tl.standard._sum_combine"
 
 # ── the text of the kernel ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,8 +209,6 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
 
 Numbers = tuple[Sequence[float], int]
 """The scalars of a rule in one step, and the seed."""
-INTERPRET = False
-"""Run the kernels on CPU tensors, in Triton's interpreter. Tests set it."""
 
 
 @lru_cache(None)
@@ -389,11 +385,6 @@ def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[Parameter
 # ── the step of an optimizer ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def launches_on(device: torch.device) -> bool:
-    """Return whether a device's steps are launches of :class:`Table`."""
-    return device.type == "cuda" or INTERPRET
-
-
 @dataclass(slots=True)
 class _Batch:
     """Hold the states of one kernel in a step. ``audited`` maps the place of a state to its stepper and the audit's number."""
@@ -427,7 +418,7 @@ class Launches:
             return states
         counts = {state.step + 1 for state in states}
         is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
-        if not (INTERPRET or can_compile("gpu")) or not is_proven(rule, storage, device, is_audited):
+        if not (device.type == "cpu" or can_compile("gpu")) or not is_proven(rule, storage, device, is_audited):
             return states
         batch, others = self._batches.setdefault(kernel, _Batch()), []
         places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}

@@ -27,7 +27,7 @@ from narrowgauge.optim.clip import Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
-from narrowgauge.optim.multi_tensor import Launches, Table, launches_on
+from narrowgauge.optim.multi_tensor import Launches, Table
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
@@ -50,6 +50,7 @@ from narrowgauge.optim.validation import (
 from narrowgauge.spec.storages import Storage, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_names import HostCopy, plain_name
+from narrowgauge.triton_printer import launches_on
 
 Group = dict[str, Any]
 
