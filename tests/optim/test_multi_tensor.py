@@ -14,7 +14,7 @@ import narrowgauge as ng
 from narrowgauge import torch_names, triton_printer
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
-from narrowgauge.optim import multi_tensor
+from narrowgauge.optim import clip, multi_tensor
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import PAIRS, RULES, build, everything, parameters
@@ -160,17 +160,66 @@ def test_a_step_is_one_copy_and_one_launch_whatever_the_tensors_and_groups(
     monkeypatch.setattr(multi_tensor_squares, "_is_proven", lambda *args: True)
     monkeypatch.setattr(multi_tensor, "functions", lambda *args: launched)
     monkeypatch.setattr(multi_tensor_squares, "_functions", lambda *args: launched)
-    for module in (multi_tensor, multi_tensor_squares):
-        monkeypatch.setattr(module, "to_device", counted("copies", torch_names.to_device))
+    clip._constants.cache_clear()
+    for module, name in ((multi_tensor, "send"), (multi_tensor, "to_device"), (multi_tensor_squares, "send"), (clip, "to_device")):
+        monkeypatch.setattr(module, name, counted("copies", getattr(torch_names, name)))
     for step in range(10):
         for p in params:
             p.grad = torch.ones_like(p) if step == 0 else p.grad
         calls.clear()
         optimizer.step()
-        # At first also the tiles, and two tables of the norm; in an audit also the numbers of elements.
-        assert calls.pop("copies") == {0: 2 if max_grad_norm is None else 4, 9: 2}.get(step, 1)
+        # At first also the tiles, the limits, and two tables of the norm; in an audit also the numbers of elements.
+        assert calls.pop("copies") == {0: 3 if max_grad_norm is None else 5, 9: 2}.get(step, 1)
         names = ["step", *(["add_up"] if step == 9 else []), *(["largest", "squares"] if max_grad_norm else [])]
         assert calls == {f"{name} of {count}": 1 for name in names}
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is here the list of launches: without a GPU none can be captured."""
+    results = []
+    for is_captured in (True, False):
+        params = parameters("compact", [(4, 16), (3, 5), (7,)])
+        optimizer = ng.AdamW(params, storage="compact", compile=True, lr=0.1, capturable=True, audit_every=2)
+        graph: list[Callable[[], Any]] = []
+        for step in range(5):
+            for k, p in enumerate(params):
+                gradient = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
+                p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            if is_captured and step == 1:
+                launch = multi_tensor.Table.launch
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.cuda, "is_initialized", lambda: True)
+                    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                    patch.setattr(multi_tensor.Table, "send", None)  # nothing is sent from a graph
+                    patch.setattr(
+                        multi_tensor.Table,
+                        "launch",
+                        lambda *args, **options: graph.append(lambda: launch(*args, **options)),
+                    )
+                    optimizer.step()
+                assert optimizer.num_steps(params[0]) == 1
+            if graph:
+                optimizer.advance()
+                for replay in graph:
+                    replay()
+            else:
+                optimizer.step()
+        results.append(everything(optimizer))
+    assert_same_bits(*results)
+
+
+def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters("word", [(4, 8)])
+    optimizer = ng.AdamW(params, storage="word")
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(ng.errors.RecipeError, match="no CUDA graph"):
+        optimizer.advance()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ng.errors.RecipeError, match="first step"):
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("interpreted")

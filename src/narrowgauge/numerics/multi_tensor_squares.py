@@ -19,7 +19,7 @@ from narrowgauge.compile import can_compile, usual_defaults
 from narrowgauge.edge_values import draw
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import exact_squares, largest_magnitude, steps_of_squares
-from narrowgauge.torch_names import to_device
+from narrowgauge.torch_names import is_captured, send
 from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, load, print_graph, trace
 
 BLOCK, SPAN = 1024, 8192
@@ -77,6 +77,7 @@ class SquaresTable:
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int]] = []
+        self._unsent: list[tuple[Tensor, Tensor]] = []
 
     def largest(self, groups: Sequence[tuple[Any, Sequence[Tensor]]]) -> list[Tensor]:
         """Return the largest magnitude of each group of :func:`by_group`, float32 0-d. It is 0 for no values, and may be NaN.
@@ -93,12 +94,22 @@ class SquaresTable:
             counts = -(-sizes // SPAN)
             table = np.stack([addresses, sizes, np.cumsum(counts) - counts, group], 1)
             self._rows, tiles = rows, np.repeat(np.arange(len(rows)), counts)
-            self._table, self._tiles = (to_device(torch.from_numpy(x), device) for x in (table, tiles))
+            host = [torch.from_numpy(x) for x in (table, tiles)]
+            self._table, self._tiles = (torch.empty_like(x, device=device) for x in host)
+            self._unsent = list(zip(host, (self._table, self._tiles), strict=True))
+            if not is_captured():
+                self.send()
         peaks = torch.zeros(len(rows), dtype=torch.int32, device=device)
         self._launch("largest", peaks)
         self.peaks = peaks.view(torch.float32)
         parts = self.peaks.split([len(members) for _, members in groups])
         return [torch.nn.functional.pad(part, (1, 0)).amax() for part in parts]
+
+    def send(self) -> None:
+        """Copy new tables to the device. A captured step leaves this to the caller."""
+        for values, target in self._unsent:
+            send(values, target)
+        self._unsent = []
 
     def finite(self, tensors: Sequence[Tensor]) -> Callable[[], list[bool]]:
         """Return a function that tells which of the last tensors were finite. It keeps no tensor, and waits for the device."""

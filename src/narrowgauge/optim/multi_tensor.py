@@ -39,7 +39,7 @@ from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
-from narrowgauge.torch_names import to_device
+from narrowgauge.torch_names import send, to_device
 from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, trace
 
 BLOCK = 512
@@ -229,24 +229,21 @@ class Table:
         self.rule, self.storage, self.device = rule, storage, device
         self._states: list[ParameterState] = []
         self._addresses: list[int] = []
+        self._new_tiles: Tensor | None = None
         self._numbers = np.zeros((0, 0), np.float32)
 
-    def step(
+    def set(
         self,
         states: list[ParameterState],
         numbers: Sequence[Numbers],
         places: Sequence[int],
-        control: Tensor,
         audits: Sequence[tuple[int, int]] | None = None,
-    ) -> Tensor | None:
-        """Step states in place. Their weights and gradients are contiguous.
+    ) -> None:
+        """Set the states of the next step. Their weights and gradients are contiguous.
 
         Args:
             places: the index in ``numbers`` of each state.
-            control: the scalars of ``CONTROL``, float32 ``[2]`` on the device.
             audits: the ``period`` and ``phase`` of each state.
-        Returns:
-            The audit, float64 ``[states, KERNEL_SUMS]``; ``None`` without one.
         """
         if states != self._states or len(numbers) != len(self._numbers):
             self._allocate(states, len(numbers))
@@ -259,8 +256,6 @@ class Table:
         self._table[:, -3] = places
         if audits is not None:
             self._table[:, -2:] = audits
-        self._buffer.copy_(to_device(torch.from_numpy(self._host), self.device))
-        return self._launch(control, audited=audits is not None)
 
     def _allocate(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the table and the numbers of other states than before."""
@@ -291,10 +286,22 @@ class Table:
         order = np.argsort(~is_whole, kind="stable")
         table[order, -5] = np.cumsum(counts[order]) - counts[order]
         self._counts = int(counts[is_whole].sum()), int(counts[~is_whole].sum())
-        self._tiles = to_device(torch.from_numpy(np.repeat(order, counts[order]).astype(np.int32)), self.device)
+        self._new_tiles = torch.from_numpy(np.repeat(order, counts[order]).astype(np.int32))
+        self._tiles = torch.empty_like(self._new_tiles, device=self.device)
 
-    def _launch(self, control: Tensor, *, audited: bool) -> Tensor | None:
-        """Launch the kernels on what the device has."""
+    def send(self) -> None:
+        """Copy the table and the numbers to the device, and the tiles if they are new."""
+        if self._new_tiles is not None:
+            send(self._new_tiles, self._tiles)
+            self._new_tiles = None
+        send(torch.from_numpy(self._host), self._buffer)
+
+    def launch(self, control: Tensor, *, audited: bool) -> Tensor | None:
+        """Step the states in place, with what was sent.
+
+        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the audit, float64 ``[states,
+        KERNEL_SUMS]``, if ``audited``.
+        """
         sums = torch.empty(sum(self._counts), SUMS, dtype=torch.float32, device=self.device) if audited else None
         arguments = self._buffer, self._tiles, self._device_numbers, control, sums
         with torch.cuda.device_of(control):
@@ -344,7 +351,9 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
             table, audits = Table(rule, storage, device), [(1, 0)] * len(actual) if audited else None
             for skip in (0.0, 1.0):
                 values = torch.tensor([1.0, skip, *scalars], dtype=torch.float32)
-                table.step(actual, [(scalars, seed)], [0] * len(actual), to_device(values[:2], device), audits)
+                table.set(actual, [(scalars, seed)], [0] * len(actual), audits)
+                table.send()
+                table.launch(to_device(values[:2], device), audited=audited)
                 for state in expected if not skip else ():
                     if storage.scaled:
                         bound_rows(kernel, [state], values)
@@ -403,7 +412,7 @@ class Launches:
     """
 
     def __init__(self, tables: dict[Kernel, Table]) -> None:
-        self._tables, self._batches = tables, dict[Kernel, _Batch]()
+        self.tables, self._batches = tables, dict[Kernel, _Batch]()
 
     def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
         """Take states of the param group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
@@ -414,7 +423,7 @@ class Launches:
 
     def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
         rule, storage, device, audit_every = kernel.rule, kernel.storage, states[0].parameter.device, stepper.audit_every
-        if not launches_on(device) or not kernel.compiles_for(device):
+        if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
             return states
         counts = {state.step + 1 for state in states}
         is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
@@ -436,18 +445,24 @@ class Launches:
             batch.places.append(places[count])
         return others
 
-    def run(self, control: Tensor) -> None:
-        """Launch the steps of all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``."""
+    def run(self, control: Tensor, *, sends: bool = True, launches: bool = True) -> None:
+        """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.
+
+        A captured step only ``launches``. Before each replay the host only ``sends``.
+        """
         for kernel, batch in self._batches.items():
-            states, table = batch.states, self._tables.get(kernel)
+            states, table = batch.states, self.tables.get(kernel)
             if not states:
                 continue
             if table is None or table.device != control.device:
-                table = self._tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
+                table = self.tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
             audits = [NO_AUDIT] * len(states)
             for place, (_, turn) in batch.audited.items():
                 audits[place] = audit_of(states[place], turn)
-            sums = table.step(states, batch.numbers, batch.places, control, audits if batch.audited else None)
+            table.set(states, batch.numbers, batch.places, audits if batch.audited else None)
+            if sends:
+                table.send()
+            sums = table.launch(control, audited=bool(batch.audited)) if launches else None
             kernel.ran_compiled = True
             if sums is not None:
                 auditor = next(iter(batch.audited.values()))[0].auditor
