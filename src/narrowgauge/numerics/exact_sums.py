@@ -145,7 +145,9 @@ def exact_squares(
         peak_of = dict(zip(map(id, tensors), peaks, strict=True)) if peaks is not None else {}
         zero = torch.zeros((), dtype=torch.float32, device=device)
         peaks_of_groups = [
-            torch.stack([zero, *([peak_of[id(m)] for m in members] if peak_of else map(largest_magnitude, parts))]).amax()
+            torch.stack(
+                [zero, *([peak_of[id(m)] for m in members] if peak_of else map(largest_magnitude, parts))]
+            ).amax()
             for (_, members), parts in zip(groups, pieces, strict=True)
         ]
     maxima = [add_up(peak, ranks, "max") for (ranks, _), peak in zip(groups, peaks_of_groups, strict=True)]

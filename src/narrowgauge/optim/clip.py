@@ -81,9 +81,9 @@ class StepControl:
         *,
         max_norm: float | None,
         skip_above: float,
-        scaler: LossScaler | None,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
+        scaler: LossScaler | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> Decision:
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 

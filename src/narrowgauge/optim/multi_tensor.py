@@ -122,7 +122,9 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
                 loads += [f"load_halves({p}, at, {inside}, left)"]
                 stores += [f"store_halves({p}, at, {{}}, {inside}, left)"]
             else:
-                lines += [f"{p} = {f'tl.multiple_of({address}, 16)' if whole else address} + ({line} * columns + origin)"]
+                lines += [
+                    f"{p} = {f'tl.multiple_of({address}, 16)' if whole else address} + ({line} * columns + origin)"
+                ]
                 loads += [f"tl.load({p} + at, mask={inside}, other=0)"]
                 stores += [f"tl.store({p} + at, {{}}, mask={inside})"]
     if storage.scaled:
@@ -263,7 +265,10 @@ class Table:
         for state in states:
             group, columns = (1, *state.extent)[-2:]
             num_rows, elements = (1, *layout.matrix(state.parameter.shape))[-2:]
-            memory = [*(state.words[plane.name] for plane in layout.planes), *(state.scales[n] for n in self.storage.scaled)]
+            memory = [
+                *(state.words[plane.name] for plane in layout.planes),
+                *(state.scales[n] for n in self.storage.scaled),
+            ]
             sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
             rows.append([0, 0, *(x.data_ptr() for x in memory), *sizes])
         size = len(rows) * len(rows[0])
@@ -422,7 +427,12 @@ class Launches:
         return [state for kernel, members in alike.items() for state in self._take(stepper, kernel, members)]
 
     def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
-        rule, storage, device, audit_every = kernel.rule, kernel.storage, states[0].parameter.device, stepper.audit_every
+        rule, storage, device, audit_every = (
+            kernel.rule,
+            kernel.storage,
+            states[0].parameter.device,
+            stepper.audit_every,
+        )
         if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
             return states
         counts = {state.step + 1 for state in states}
@@ -435,7 +445,9 @@ class Launches:
         batch.numbers += [(rule.prepare(stepper.group, count), step_seed(seed, count)) for count in counts]
         for state in states:
             # Ranks that split columns bound their rows together.
-            if (state.scales and state.column_groups) or not (state.parameter.is_contiguous() and state.gradient.is_contiguous()):
+            if (state.scales and state.column_groups) or not (
+                state.parameter.is_contiguous() and state.gradient.is_contiguous()
+            ):
                 others.append(state)
                 continue
             count = state.step + 1
@@ -455,6 +467,7 @@ class Launches:
             if not states:
                 continue
             if table is None or table.device != control.device:
+                assert isinstance(kernel.rule, Rule)
                 table = self.tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
             audits = [NO_AUDIT] * len(states)
             for place, (_, turn) in batch.audited.items():

@@ -473,11 +473,14 @@ class Optimizer(torch.optim.Optimizer):
     def _capture(self, work: list[tuple[Group, list[ParameterState]]], device: torch.device) -> None:
         """Record the kernels of a step in a CUDA graph. They take their numbers from :meth:`advance`."""
         states = [state for _, members in work for state in members]
-        step_control, launches = StepControl(self._is_worth_compiling), Launches({})
-        limits = {"max_norm": self.max_grad_norm, "skip_above": self.skip_above}
-        none = {"scaler": None, "grad_scale": None, "found_inf": None}
-        decision = step_control([state.owner.grad for state in states], device, **limits, **none)
-        self._captured = _Captured(work, [state.gradient for state in states], step_control.table, launches.tables, decision)
+        gradients, step_control, launches = (
+            [s.gradient for s in states],
+            StepControl(self._is_worth_compiling),
+            Launches({}),
+        )
+        owned = [state.owner.grad for state in states if state.owner.grad is not None]
+        decision = step_control(owned, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
+        self._captured = _Captured(work, gradients, step_control.table, launches.tables, decision)
         others = self._captured.take(self.auditor, launches)
         check_captured(states, others, self.loss_scaler or getattr(self, "found_inf", None))
         launches.run(decision.control, sends=False)
@@ -633,7 +636,9 @@ class _Captured:
 
     def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:
         """Set the numbers of the next step. Return the states that a launch cannot step."""
-        steppers = [(Stepper(group, self.decision.control, auditor, 0, launches), members) for group, members in self.work]
+        steppers = [
+            (Stepper(group, self.decision.control, auditor, 0, launches), members) for group, members in self.work
+        ]
         return [state for stepper, members in steppers for state in launches.take(stepper, members)]
 
 

@@ -98,8 +98,8 @@ def check_captured(states: Sequence[ParameterState], others: Sequence[ParameterS
     """Refuse a step that a CUDA graph cannot repeat. ``others`` are not stepped by one launch."""
     if others or scaler is not None or any(state.step == 0 for state in states):
         raise RecipeError(
-            "Cannot capture a parameter's first step, or a step that is more than one launch: of a matrix rule, of a scaled loss, "
-            "of columns that ranks split, or uncompiled.",
+            "Cannot capture a parameter's first step, or a step that is more than one launch: of a matrix rule, of a scaled "
+            "loss, of columns that ranks split, or uncompiled.",
             "Take a step before. Else capture the forward and backward passes alone, and call step() after each replay.",
         )
 
