@@ -179,8 +179,8 @@ class Auditor:
     def suspects(self) -> list[Tensor]:
         """Return the tensors whose EDQ is below the threshold. No other can stall."""
         dd, de = self._sums[:, :, :2].sum(1).unbind(1)
-        low = (de < MIN_EDQ * dd).tolist()
-        return [parameter for parameter, place in self._rows.items() if low[place]]
+        low = de < MIN_EDQ * dd
+        return [parameter for parameter, place in self._rows.items() if low[place]] if low.any() else []
 
     def alarms(self, names: Mapping[Tensor, str], storages: Mapping[Tensor, Storage]) -> list[Alarm]:
         """Return the tensors that began to stall since the last call."""
