@@ -286,8 +286,8 @@ SMALL = 1 << 14
 """Parameters of at most this many elements share buckets."""
 BUCKET_WORDS = 1 << 20
 """A bucket with this many words takes no more members."""
-ALIGNMENT = 16
-"""Every member of a flat bucket starts at a multiple of this many words: a full vector register."""
+ALIGNMENT = 64
+"""Every member of a flat bucket starts at a multiple of this many words, and an audit reads so many at a time."""
 
 
 class Bucket:
