@@ -109,13 +109,17 @@ def read(rows: Iterable[Tensor]) -> AuditedUpdates:
     The delta method gives the error of the EDQ, a ratio of sums over the steps.
     """
     table = torch.stack(list(rows))
-    total, count, dd, de = table.sum(0), len(table), table[:, 0], table[:, 1]
-    values = {name: float(value) for name, value in metrics.update_metrics(total).items()}
-    edq, error = values["edq"], math.nan
-    if count > 1 and float(dd.sum()) > 0:
-        spread = float(((de - edq * dd) ** 2).sum())
-        error = math.sqrt(spread * count / (count - 1)) / float(dd.sum())
-    return AuditedUpdates(**values, edq_error=error, num_audits=count)
+    values = {name: float(value) for name, value in metrics.update_metrics(table.sum(0)).items()}
+    error = float(edq_and_error(table, len(table))[1]) if len(table) > 1 else math.nan
+    return AuditedUpdates(**values, edq_error=error, num_audits=len(table))
+
+
+def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return the EDQ and its standard error of windows ``[…, audits, 10]`` with ``counts`` audits. Other rows are zero."""
+    dd, de = windows[..., :2].unbind(-1)
+    edq = de.sum(-1) / dd.sum(-1)
+    spread = (de - edq.unsqueeze(-1) * dd).square().sum(-1)
+    return edq, (spread * counts / (counts - 1)).sqrt() / dd.sum(-1)
 
 
 Sums = tuple[list[Tensor], Tensor]
@@ -176,22 +180,28 @@ class Auditor:
         if read(rows).stalls:
             self._alarmed.add(parameter)
 
-    def suspects(self) -> list[Tensor]:
-        """Return the tensors whose EDQ is below the threshold. No other can stall."""
-        dd, de = self._sums[:, :, :2].sum(1).unbind(1)
-        low = (de < MIN_EDQ * dd).tolist()
-        return [parameter for parameter, place in self._rows.items() if low[place]]
+    def stalled(self) -> list[Tensor]:
+        """Return the tensors whose window stalls, all at once."""
+        counts = self._counts.clamp(max=WINDOW)
+        edq, error = edq_and_error(self._sums, counts)
+        widths = torch.tensor([student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)], device="cpu")[counts]
+        low = (counts >= FEWEST) & (edq + widths * error < MIN_EDQ)
+        return [parameter for parameter, place in self._rows.items() if low[place]] if low.any() else []
 
-    def alarms(self, names: Mapping[Tensor, str], storages: Mapping[Tensor, Storage]) -> list[Alarm]:
-        """Return the tensors that began to stall since the last call."""
+    def alarms(
+        self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
+    ) -> list[Alarm]:
+        """Return the tensors that began to stall since the last call. In a healthy run no name is asked for."""
         before, self._alarmed, result = self._alarmed, set(), []
-        for parameter in self.suspects():
+        stalled = self.stalled()
+        names = names_of() if stalled else {}
+        for parameter in stalled:
             if parameter not in names:
                 continue  # replaced since
-            reading, storage = read(self.window(parameter)), storages[parameter]
+            reading, storage = read(self.window(parameter)), storage_of(parameter)
             # Stochastic rounding stores rare updates on average. A window may still contain none.
             is_stochastic = storage.weight.rounding == "stochastic"
-            if not reading.stalls or (reading.lost_fraction == 1 and is_stochastic):
+            if reading.lost_fraction == 1 and is_stochastic:
                 continue
             self._alarmed.add(parameter)
             if parameter not in before:

@@ -8,7 +8,7 @@ kernel only writes its result. Eager, this code is the reference. Compiled, it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -136,12 +136,15 @@ def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Te
     return lanes
 
 
-def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | None = None) -> Step:
+def make_step(
+    rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True
+) -> Step:
     """Return the step of a whole tensor in words. It writes them in place.
 
     Args:
         summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words. ``None`` makes a
             step without an audit. Terms of the decay are left out if the rule has none.
+        writes: ``False`` makes an audit alone: it writes nothing.
     Returns:
         ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32 (of a float64 int64), all of one shape
         (:meth:`narrowgauge.optim.layout.Layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
@@ -167,11 +170,12 @@ def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | 
             if summarize is not None and rule.decay:
                 decay = weight_decay(rule, storage, lane, values_decided, numbers, seed, done[k])
                 decayed.append(decay_terms(*decay))
-        new = words_of_weight(storage.visible, [d.visible for d in done])
-        new += layout.join_lanes([d.fields for d in done])
-        skip = numbers["skip"] != 0
-        for old, value in zip((*words[:parts], *words[2 * parts :]), new, strict=True):
-            old.copy_(value if values.is_cpu else torch.where(skip, old, value))
+        if writes:
+            new = words_of_weight(storage.visible, [d.visible for d in done])
+            new += layout.join_lanes([d.fields for d in done])
+            skip = numbers["skip"] != 0
+            for old, value in zip((*words[:parts], *words[2 * parts :]), new, strict=True):
+                old.copy_(value if values.is_cpu else torch.where(skip, old, value))
         if summarize is None:
             return values.new_zeros(0)
         terms: list[tuple[Tensor, ...]] = [update_terms(*d.changes) for d in done]
@@ -184,8 +188,8 @@ def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | 
 
 @lru_cache(None)
 def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step]:
-    """Return two steps, plain and audited. Return the same function objects each time, so that they are compiled once."""
-    return make_step(rule, storage), make_step(rule, storage, row_sums)
+    """Return the step and its audit. Return the same function objects each time, so that they are compiled once."""
+    return make_step(rule, storage), make_step(rule, storage, row_sums, writes=False)
 
 
 class Kernel:
@@ -210,31 +214,37 @@ class Kernel:
             return 0.0
         return -float(dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))[self.rule.decay])
 
-    def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
-        """Step tensors in place, without gradients. If ``audited``, return the sums of each row, float64 ``[num_sums, rows]``.
+    def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> None:
+        """Step tensors in place, without gradients.
 
         Args:
-            tensors: tensors of equal length: the words, the multipliers of rows, and the results of a matrix rule. The sums of
-                flat words are those of one row.
+            tensors: tensors of equal length: the words, the multipliers of rows, and the results of a matrix rule.
             values: the scalars of ``CONTROL`` and of the rule, float32 or float64.
             seed: 0-d int32.
         """
-        first, step, sums = tensors[0], steps_of(self.rule, self.storage)[audited], []
-        run = self._compiled(step, tensors, values, seed, audited) if first.numel() else None
-        self.ran_compiled = run is not None
+        self.ran_compiled = self._call(0, tensors, values, seed)[0]
+
+    def audit(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> Tensor:
+        """Return the audit's sums over each row of words, or over flat words: float64 ``[num_sums, rows]``. Write nothing."""
+        none = values.new_zeros(self.num_sums, 0, dtype=torch.float64)
+        parts = self._call(1, tensors, values, seed)[1]
+        return torch.cat([none, *(part.double().view(self.num_sums, -1) for part in parts)], 1)
+
+    def _call(self, which: int, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> tuple[bool, list[Tensor]]:
+        """Call the step or its audit. Return whether compiled code ran, and the results."""
+        first, function = tensors[0], steps_of(self.rule, self.storage)[which]
         if not first.numel():
-            chunks: Iterable[Sequence[Tensor]] = ()
-        elif run is not None and self.one_loop:
-            chunks = (tensors,)
-        else:
-            size = max(1, chunk_size(first.device) // first[0].numel())
-            chunks = zip(*(tensor.split(size) for tensor in tensors), strict=True)
-        for chunk in chunks:
+            return False, []
+        one_loop = self.one_loop and not which
+        run = self._compiled(function, tensors, values, seed, one_loop=one_loop, exact=not which)
+        if run is not None and self.one_loop:
+            return True, [run(*tensors, values, seed)]
+        size, results = max(1, chunk_size(first.device) // first[0].numel()), []
+        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             # A trace for many rows is wrong for one row.
             arguments = [*chunk, values, seed]
-            sums.append((run if run is not None and run.accepts(arguments) else step)(*arguments))
-        none = values.new_zeros(self.num_sums, 0, dtype=torch.float64)
-        return torch.cat([none, *(part.double().view(self.num_sums, -1) for part in sums)], 1) if audited else None
+            results.append((run if run is not None and run.accepts(arguments) else function)(*arguments))
+        return run is not None, results
 
     def compiles_for(self, device: torch.device) -> bool:
         """Return whether to use compiled code on a device.
@@ -245,9 +255,9 @@ class Kernel:
         return self.compile and self.storage.arithmetic != "float64" and not (self.is_matrix and device.type == "cpu")
 
     def _compiled(
-        self, step: Step, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, audited: bool
+        self, function: Step, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, **options: bool
     ) -> Compiled | None:
-        """Return the compiled step, or ``None`` if there is none for such tensors."""
+        """Return the compiled function, or ``None`` if there is none for such tensors."""
         if not self.compiles_for(values.device) or min(tensors[0].shape) <= 1:
             return None
 
@@ -257,5 +267,4 @@ class Kernel:
             scalars[: len(CONTROL)] = torch.tensor([1.0, 0.0], device="cpu")
             return [*tensors, scalars.to(values.device), seed]
 
-        one_loop = self.one_loop and not audited
-        return compiled(step, [*tensors, values, seed], exact=not audited, one_loop=one_loop, proof=proof)
+        return compiled(function, [*tensors, values, seed], proof=proof, **options)

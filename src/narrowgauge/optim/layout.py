@@ -92,14 +92,15 @@ class Layout:
     def audit(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return how many audits it takes to read each row of a parameter once, and the number of elements in a row.
 
-        An audit reads at least 512 words, an 8th of the first 32,768 words, and a 32nd of all.
+        An audit reads at least 256 words, a 16th of the first 65,536 words, and a 32nd of all. The result is a power of two.
         """
         num_rows, *columns = self.extent(shape)
         num_words, num_elements = num_rows, ALIGNMENT * self.per_word
         if self.by_rows:
             num_words, num_elements = num_rows * self.num_parts * columns[0], self.num_parts * self.matrix(shape)[1]
-        period = max(min(num_words // 512, 8), min(num_words // 4096, 32))
-        return max(1, min(period, num_rows if self.by_rows else num_rows // ALIGNMENT)), num_elements
+        period = max(min(num_words // 256, 16), min(num_words // 4096, 32))
+        period = max(1, min(period, num_rows if self.by_rows else num_rows // ALIGNMENT))
+        return 1 << (period.bit_length() - 1), num_elements
 
     def allocate(self, extent: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """Return zeroed words of each plane, ``[tensors, *extent]``. Zero encodes 0."""
@@ -283,10 +284,10 @@ def _float16_bits(word: Tensor) -> Tensor:
 
 SMALL = 1 << 14
 """Parameters of at most this many elements share buckets."""
-BUCKET_WORDS = 1 << 16
+BUCKET_WORDS = 1 << 20
 """A bucket with this many words takes no more members."""
-ALIGNMENT = 16
-"""Every member of a flat bucket starts at a multiple of this many words: a full vector register."""
+ALIGNMENT = 64
+"""Every member of a flat bucket starts at a multiple of this many words, and an audit reads so many at a time."""
 
 
 class Bucket:
@@ -342,19 +343,18 @@ class Bucket:
         owner = torch.arange(len(row), device=device).repeat_interleave(counts)
         place = torch.arange(len(owner), device=device) - (counts.cumsum(0) - counts)[owner]
         left = sizes[owner] - place * widths[owner]
-        return owner, place, periods[owner], left.clamp(min=0).minimum(widths[owner])
+        return owner, place, periods[owner] - 1, left.clamp(min=0).minimum(widths[owner])
 
     def audited_rows(self, turn: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return which rows of words audit number ``turn`` reads, and their members and numbers of elements."""
-        owner, place, period, elements = self._rows
-        rows = ((place - turn) % period == 0).nonzero().view(-1)
-        return rows, owner[rows], elements[rows]
+        owner, place, mask, elements = self._rows
+        rows = ((place - turn) & mask == 0).nonzero().view(-1)
+        return rows, owner.index_select(0, rows), elements.index_select(0, rows)
 
     def gather(self) -> None:
         """Copy the members' weights and gradients in. Call it under ``torch.no_grad()``."""
-        sources = [*(m.parameter for m in self.members), *(m.gradient for m in self.members)]
-        weights, gradients = self._copies
-        torch._foreach_copy_([*weights, *gradients], [_by_part(self.layout, source) for source in sources])
+        for copies, name in zip(self._copies, ("parameter", "gradient"), strict=True):
+            torch._foreach_copy_(copies, [_by_part(self.layout, getattr(member, name)) for member in self.members])
 
     def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
         """Return the tensors that a kernel steps, and the copy of the weights for :meth:`write_back`."""
@@ -367,7 +367,11 @@ class Bucket:
 
 def _by_part(layout: Layout, tensor: Tensor) -> Tensor:
     """Return a view whose first dimension is the part, if there are several."""
-    return tensor if layout.num_parts == 1 else tensor.unflatten(0, (layout.num_parts, -1))
+    if layout.num_parts == 1:
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor.unflatten(0, (layout.num_parts, -1))
+    return tensor.view(layout.num_parts, -1, *tensor.shape[1:])
 
 
 def joins_bucket(state: Any) -> bool:
@@ -376,7 +380,7 @@ def joins_bucket(state: Any) -> bool:
     if layout.by_rows:
         has_halves = layout.num_parts == 1 or (parameter.ndim > 1 and len(parameter) % layout.num_parts == 0)
         return 0 < parameter.numel() <= SMALL and has_halves and not split_groups(state.owner, columns=True)
-    is_odd = parameter.numel() <= BUCKET_WORDS and layout.in_place(parameter) is None
+    is_odd = parameter.numel() <= 4 * SMALL and layout.in_place(parameter) is None
     return parameter.numel() <= SMALL or is_odd
 
 
@@ -386,21 +390,21 @@ def buckets_of(states: Sequence[Any]) -> list[Bucket]:
     States that a bucket loses others from get a bucket of their own: an old one would hold memory for all.
     """
     buckets: list[Bucket] = []
-    before = {id(state.bucket): state.bucket for state in states if state.bucket is not None}
+    before = dict.fromkeys(state.bucket for state in states if state.bucket is not None)
     alike: dict[Any, list[Any]] = {}
     for state in states:
-        alike.setdefault((state.kernel, state.step, state.extent[1:]), []).append(state)
+        alike.setdefault((state.kind, state.step), []).append(state)
     for group in alike.values():
         members: list[Any] = []
         total = 0
         for state in group:
             members.append(state)
-            total += math.prod(state.extent)
+            total += state.num_words
             if total >= BUCKET_WORDS or state is group[-1]:
                 bucket = members[0].bucket
                 buckets.append(bucket if bucket is not None and bucket.members == members else Bucket(members))
                 members, total = [], 0
-    for bucket in before.values():
+    for bucket in before:
         rest = [state for state in bucket.members if state.bucket is bucket]
         if rest and len(rest) < len(bucket.members):
             Bucket(rest)

@@ -254,8 +254,9 @@ class MatrixStep:
                 states = self._average(lane)[1] if self.rule.beside else {}
                 decided += [change, *(states[name] for name in self.rule.beside)]
             tensors, numbers = [*chunk.tensors, *decided], self.numbers
-            sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
-            totals += [] if sums is None else [sums.sum(1)]
+            if numbers.audited:
+                totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
+            self.kernel.run(tensors, numbers.values, numbers.seed)
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
 
     def _average(self, lane: Lane) -> tuple[Tensor, dict[str, Tensor]]:

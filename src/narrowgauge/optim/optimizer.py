@@ -568,9 +568,7 @@ class Optimizer(torch.optim.Optimizer):
         if not auditor.fresh:
             return
         self.last_audit = auditor.collect()
-        names = self.parameter_names() if auditor.suspects() else {}
-        storages = {p: state.storage for p in names if (state := self.state_of(p)) is not None}
-        if alarms := auditor.alarms(names, storages):
+        if alarms := auditor.alarms(self.parameter_names, self.storage_of):
             self.on_alarm(alarms)
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────

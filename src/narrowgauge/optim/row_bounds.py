@@ -7,17 +7,22 @@ depends only on its own gradients. All rows of all matrices are bounded at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Kernel
 from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, padded_rows, peaks_of_all, weight_bound
 from narrowgauge.spec.storages import Storage
+
+LEAST_COMPILED = 1 << 14
+"""Bound fewer rows uncompiled: the compiler takes seconds."""
 
 
 def new_bounds(
@@ -74,5 +79,20 @@ def bound_rows(kernel: Kernel, batch: Sequence[ParameterState | Bucket], values:
     if rule.coupled or "weight" in storage.scaled:
         weights = peaks([member.parameter.detach() for member in batch])
     old = {name: torch.cat([scales[0] for scales in tensors]) for name, tensors in memory.items()}
-    for name, scales in scales_of_rows(rule, storage, slopes, weights, old, values).items():
-        torch._foreach_copy_(memory[name], torch.stack(scales).split(sizes, 1))
+    arguments = [slopes, weights, *old.values(), values]
+    function = table_of_scales(rule, storage)
+    is_worth_it = len(slopes) >= LEAST_COMPILED and kernel.compiles_for(slopes.device)
+    table = compiled_for_pattern(function, *arguments) if is_worth_it else function(*arguments)
+    for name, scales in zip(old, table, strict=True):
+        torch._foreach_copy_(memory[name], scales.split(sizes, 1))
+
+
+@lru_cache(None)
+def table_of_scales(rule: Rule, storage: Storage) -> Callable[..., list[Tensor]]:
+    """Return :func:`scales_of_rows` as a function of tensors, one object for each rule and storage."""
+
+    def function(slopes: Tensor, weights: Tensor, *rest: Tensor) -> list[Tensor]:
+        old = dict(zip(storage.scaled, rest[:-1], strict=True))
+        return [torch.stack(s) for s in scales_of_rows(rule, storage, slopes, weights, old, rest[-1]).values()]
+
+    return function

@@ -7,6 +7,7 @@ copies, :meth:`ParameterState.take` restores them bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -72,6 +73,7 @@ class ParameterState:
         self.storage, self.kernel, self.requested = storage, kernel, requested
         self.layout = layout_of(storage)
         self.extent = self.layout.extent(self.parameter.shape)
+        self.num_words, self.kind = math.prod(self.extent), (kernel, self.extent[1:])
         self.words: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}
         self.bucket: Bucket | None = None
@@ -335,13 +337,13 @@ class ParameterState:
             chunk = [tensor[start : start + rows] for tensor in tensors]
             yield lanes_of(self.storage, chunk[:end], chunk[end:]), chunk[first:end]
 
-    def audited_rows(self, turn: int) -> tuple[slice, Tensor, Tensor]:
+    def audited_rows(self, turn: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return which rows of words audit number ``turn`` reads, and their members (0) and numbers of elements."""
         period, width = self.layout.audit(self.parameter.shape)
         num_rows = self.extent[0] if self.layout.by_rows else self.extent[0] // ALIGNMENT
         place = torch.arange(turn % period, num_rows, period, device=self.parameter.device)
         elements = (self.parameter.numel() - place * width).clamp(0, width)
-        return slice(turn % period, None, period), torch.zeros_like(place), elements
+        return place, torch.zeros_like(place), elements
 
     def write_back(self, weight: Tensor | None) -> None:
         """Write the copy of the weight that a step has changed."""

@@ -105,11 +105,10 @@ class Stepper:
             work.write_back(weight)
 
     def _audit(self, work: ParameterState | Bucket, tensors: Sequence[Tensor], numbers: Numbers) -> None:
-        """Step a copy of some rows, and pass the sums of each member to the auditor."""
+        """Pass the sums of each member over some of its rows to the auditor, before they are stepped."""
         rows, member, elements = work.audited_rows((work.step + 1) // self.audit_every)
-        copies = [work.layout.rows(tensor)[rows].clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        table = work.kernel.run(copies, numbers.values, numbers.seed, audited=True)
-        assert table is not None
+        copies = [work.layout.rows(tensor).index_select(0, rows) for tensor in tensors]
+        table = work.kernel.audit(copies, numbers.values, numbers.seed)
         sums = table.new_zeros(len(work.members), len(table) + 1)
         sums.index_add_(0, member, torch.cat([table, elements.to(table).unsqueeze(0)]).t())
         self.note(work.members, sums[:, :-1], sums[:, -1])
