@@ -16,7 +16,6 @@ a second launch. An audited launch also sums the terms of each program. One more
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import can_compile, usual_defaults
+from narrowgauge.compile import can_compile
 from narrowgauge.edge_values import draw, same_numbers, with_nan
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
@@ -40,7 +39,7 @@ from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import send, to_device
-from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, trace
+from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, proves, trace
 
 BLOCK = 512
 """Words that a program steps at a time: 16 bytes for each of 128 threads."""
@@ -231,6 +230,7 @@ class Table:
         self.rule, self.storage, self.device = rule, storage, device
         self._states: list[ParameterState] = []
         self._addresses: list[int] = []
+        self._is_whole: Any = None
         self._new_tiles: Tensor | None = None
         self._numbers = np.zeros((0, 0), np.float32)
 
@@ -279,7 +279,7 @@ class Table:
         self._numbers = self._host[start:].view(np.float32)[: num_numbers * width].reshape(num_numbers, width)
         self._buffer = torch.empty(len(self._host), dtype=torch.int64, device=self.device)
         self._device_numbers = self._buffer[start:].view(torch.float32)
-        self._states, self._addresses = list(states), []
+        self._states, self._addresses, self._is_whole = list(states), [], None
 
     def _set_addresses(self, addresses: list[int]) -> None:
         """Set the addresses of weights and gradients, and find the programs of each tensor."""
@@ -288,7 +288,9 @@ class Table:
         columns, group, elements, rows, _, counts = table[:, -len(SIZES) : -3].T
         is_whole = (table[:, :2] % 16 == 0).all(1) & (columns % 4 == 0)
         is_whole &= (elements == layout.per_word * columns) & (rows == layout.num_parts * group)
-        order = np.argsort(~is_whole, kind="stable")
+        if np.array_equal(is_whole, self._is_whole):
+            return
+        self._is_whole, order = is_whole, np.argsort(~is_whole, kind="stable")
         table[order, -5] = np.cumsum(counts[order]) - counts[order]
         self._counts = int(counts[is_whole].sum()), int(counts[~is_whole].sum())
         self._new_tiles = torch.from_numpy(np.repeat(order, counts[order]).astype(np.int32))
@@ -342,43 +344,34 @@ def num_audited(state: ParameterState, period: int, phase: int) -> int:
 
 # ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_SLOWER = "Each tensor takes launches of its own: slower, with the same bits."
-
 
 @lru_cache(None)
 def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool) -> bool:
     """Return whether a launch gives the bits of the definition, which runs on the CPU. Warn once if not."""
-    name, cpu = f"the step of all tensors of {rule.name}/{storage.name}", torch.device("cpu")
-    scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
-    try:
-        with usual_defaults():
-            kernel, expected, actual = Kernel(rule, storage), *(_cases(rule, storage, place) for place in (cpu, device))
-            table, audits = Table(rule, storage, device), [(1, 0)] * len(actual) if audited else None
-            for skip in (0.0, 1.0):
-                values = torch.tensor([1.0, skip, *scalars], dtype=torch.float32)
-                table.set(actual, [(scalars, seed)], [0] * len(actual), audits)
-                table.send()
-                table.launch(to_device(values[:2], device), audited=audited)
-                for state in expected if not skip else ():
-                    if storage.scaled:
-                        bound_rows(kernel, [state], values)
-                    tensors, weight = state.kernel_tensors()
-                    kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
-                    state.write_back(weight)
-        same = all(
-            same_numbers(one.cpu(), other)
-            for pair in zip(actual, expected, strict=True)
-            for one, other in zip(*([s.parameter, *s.in_parameter_order().values()] for s in pair), strict=True)
+
+    def compare() -> bool:
+        scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
+        expected, actual = (_cases(rule, storage, place) for place in (torch.device("cpu"), device))
+        table, kernel = Table(rule, storage, device), Kernel(rule, storage)
+        for skip in (0.0, 1.0):
+            values = torch.tensor([1.0, skip, *scalars], dtype=torch.float32)
+            table.set(actual, [(scalars, seed)], [0] * len(actual), [(1, 0)] * len(actual) if audited else None)
+            table.send()
+            table.launch(to_device(values[:2], device), audited=audited)
+            for state in expected if not skip else ():
+                if storage.scaled:
+                    bound_rows(kernel, [state], values)
+                tensors, weight = state.kernel_tensors()
+                kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
+                state.write_back(weight)
+        ours, theirs = (
+            [x for s in states for x in (s.parameter, *s.in_parameter_order().values())]
+            for states in (actual, expected)
         )
-    except torch.OutOfMemoryError:
-        raise  # another call may have the memory
-    except Exception as error:  # a broken compiler must not stop a training run
-        line = (str(error).splitlines() or [""])[0][:160]
-        warnings.warn(f"Cannot compile {name} ({type(error).__name__}: {line}). {_SLOWER}", stacklevel=4)
-        return False
-    if not same:
-        warnings.warn(f"Triton compiles {name} to code that gives other bits. {_SLOWER}", stacklevel=4)
-    return same
+        return all(same_numbers(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
+
+    is_possible = device.type == "cpu" or can_compile("gpu")
+    return is_possible and proves(f"the step of all tensors of {rule.name}/{storage.name}", compare)
 
 
 def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
@@ -437,7 +430,7 @@ class Launches:
             return states
         counts = {state.step + 1 for state in states}
         is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
-        if not (device.type == "cpu" or can_compile("gpu")) or not is_proven(rule, storage, device, is_audited):
+        if not is_proven(rule, storage, device, is_audited):
             return states
         batch, others = self._batches.setdefault(kernel, _Batch()), []
         places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}
