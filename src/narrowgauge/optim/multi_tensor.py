@@ -339,7 +339,8 @@ def num_audited(state: ParameterState, period: int, phase: int) -> int:
     """Return the number of elements that an audit reads."""
     layout, count, numel = state.layout, num_programs(state), state.parameter.numel()
     width = layout.num_parts * layout.matrix(state.parameter.shape)[1] if layout.by_rows else BLOCK * layout.per_word
-    return sum(max(0, min(width, numel - place * width)) for place in range(phase, count, period))
+    places = range(phase, count, period)
+    return len(places) * width - (count * width - numel if count - 1 in places else 0)
 
 
 # ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -420,12 +421,8 @@ class Launches:
         return [state for kernel, members in alike.items() for state in self._take(stepper, kernel, members)]
 
     def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
-        rule, storage, device, audit_every = (
-            kernel.rule,
-            kernel.storage,
-            states[0].parameter.device,
-            stepper.audit_every,
-        )
+        rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
+        device = states[0].parameter.device
         if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
             return states
         counts = {state.step + 1 for state in states}
@@ -434,13 +431,11 @@ class Launches:
             return states
         batch, others = self._batches.setdefault(kernel, _Batch()), []
         places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}
-        seed = stepper.group["seed"]
-        batch.numbers += [(rule.prepare(stepper.group, count), step_seed(seed, count)) for count in counts]
+        batch.numbers += [(rule.prepare(group, count), step_seed(group["seed"], count)) for count in counts]
         for state in states:
+            is_contiguous = state.parameter.is_contiguous() and state.gradient.is_contiguous()
             # Ranks that split columns bound their rows together.
-            if (state.scales and state.column_groups) or not (
-                state.parameter.is_contiguous() and state.gradient.is_contiguous()
-            ):
+            if not is_contiguous or (state.scales and state.column_groups):
                 others.append(state)
                 continue
             count = state.step + 1

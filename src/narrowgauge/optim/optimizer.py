@@ -413,7 +413,8 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._step()
-        self.num_calls += 1
+        if not is_captured():
+            self.num_calls += 1
         return loss
 
     def _step(self) -> None:
