@@ -167,31 +167,17 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
 
     ``column`` is the first column of the table with an address of scales.
     """
-    layout, scaled = layout_of(storage), storage.scaled
-    names = ("gradient", "weight") if rule.coupled or "weight" in scaled else ("gradient",)
-
-    def magnitude(word: Tensor) -> Tensor:
-        """Return the largest magnitude of a word's values as bits, in which a NaN is the largest."""
-        lanes = lanes_of_weight(storage.visible, [word])
-        bits = [bits_of(codes.gradient_value(storage.visible, lane)) & MAGNITUDE for lane in lanes]
-        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
-
-    def scales(values: Tensor, *rows: Tensor) -> list[Tensor]:
-        slopes, weights = rows[0], rows[1] if len(names) == 2 else torch.zeros_like(rows[0])
-        old = dict(zip(scaled, rows[len(names) :], strict=True))
-        return [x for scale in scales_of_rows(rule, storage, slopes, weights, old, values).values() for x in scale]
-
+    parts, scaled, names = layout_of(storage).num_parts, storage.scaled, _bounding(rule, storage)
+    magnitude, scales = _graphs_of_bounds(rule, storage)
     lines, body = [], []
-    for name in names:
-        for k in range(layout.num_parts):
-            text, (largest,), _ = print_graph(trace(magnitude, (torch.int32, (8,))), ["w"], f"m_{name}{k}_")
+    for place, name in enumerate(names):
+        for k in range(parts):
+            text, (largest,), _ = print_graph(magnitude, ["w"], f"m_{name}{k}_")
             lines += [f"peak_{name}{k} = tl.full([{BLOCK}], 0, tl.int32)"]
-            body += [f"w = {loads[k + (layout.num_parts if name == 'gradient' else 0)]}", *text]
+            body += [f"w = {loads[k + (1 - place) * parts]}", *text]
             body += [f"peak_{name}{k} = tl.maximum(peak_{name}{k}, {largest})"]
     lines += [_over_span(body)]
-    values = torch.float32, (len(CONTROL) + len(rule.scalars),)
-    graph = trace(scales, values, *[(torch.float32, (1,))] * (len(names) + len(scaled)))
-    for k in range(layout.num_parts):
+    for k in range(parts):
         bounds = {
             name: f"tl.load(row + {column + j}).to(tl.pointer_type(tl.float32)) + ({k} * group + line)"
             for j, name in enumerate(scaled)
@@ -199,11 +185,36 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
         lines += [f"peak_{n}{k} = tl.reduce(peak_{n}{k}, 0, {LARGEST}).to(tl.float32, bitcast=True)" for n in names]
         lines += [f"old_{name}{k} = tl.load({bound})" for name, bound in bounds.items()]
         inputs = ["v", *(f"peak_{name}{k}" for name in names), *(f"old_{name}{k}" for name in scaled)]
-        text, results, _ = print_graph(graph, inputs, f"b{k}_")
+        text, results, _ = print_graph(scales, inputs, f"b{k}_")
         lines += text
         for name, new, into, back in zip(scaled, results[::3], results[1::3], results[2::3], strict=True):
             lines += [f"into_{name}{k}, back_{name}{k} = {into}, {back}", f"tl.store({bounds[name]}, {new})"]
     return lines
+
+
+def _bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
+    """Return the tensors whose largest magnitudes bound a row."""
+    return ("gradient", "weight") if rule.coupled or "weight" in storage.scaled else ("gradient",)
+
+
+@lru_cache(4)
+def _graphs_of_bounds(rule: Rule, storage: Storage) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """Trace the largest magnitude of a word's values as bits, in which a NaN is the largest, and the scales of a row."""
+    count, scaled = len(_bounding(rule, storage)), storage.scaled
+
+    def magnitude(word: Tensor) -> Tensor:
+        lanes = lanes_of_weight(storage.visible, [word])
+        bits = [bits_of(codes.gradient_value(storage.visible, lane)) & MAGNITUDE for lane in lanes]
+        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
+
+    def scales(values: Tensor, slopes: Tensor, *rest: Tensor) -> list[Tensor]:
+        weights = rest[0] if count == 2 else torch.zeros_like(slopes)
+        old = dict(zip(scaled, rest[count - 1 :], strict=True))
+        return [x for scale in scales_of_rows(rule, storage, slopes, weights, old, values).values() for x in scale]
+
+    values = torch.float32, (len(CONTROL) + len(rule.scalars),)
+    rows = [(torch.float32, (1,))] * (count + len(scaled))
+    return trace(magnitude, (torch.int32, (8,))), trace(scales, values, *rows)
 
 
 # ── the launch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
