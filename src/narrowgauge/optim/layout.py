@@ -139,7 +139,8 @@ class Layout:
         _, elements = self.padded(values.view(INTEGER[plane.bits]))
         lanes = elements.unflatten(-1, (-1, self.per_word)).movedim(-1, 1)
         tensors = lanes.reshape(self.num_tensors(plane), plane.per_word, *lanes.shape[2:]).movedim(1, -1)
-        return tensors.reshape(-1).view(INTEGER[max(32, plane.bits)]).view(len(tensors), *lanes.shape[2:])
+        words: Tensor = tensors.reshape(-1).view(INTEGER[max(32, plane.bits)])
+        return words.view(len(tensors), *lanes.shape[2:])
 
     def padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Copy a parameter-shaped tensor. Return the copy as a matrix, and its memory with padding, ``[parts, …]``."""
@@ -187,7 +188,8 @@ class Layout:
     def copied(self, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Copy a weight or gradient. Return the copy as a matrix, and its memory as the kernel's words."""
         copy, memory = self.padded(tensor)
-        return copy, list(memory.view(torch.int32).unbind(0))
+        words = memory.view(-1).view(torch.int32)  # flat: a dim of no element may have any stride
+        return copy, list(words.view(self.num_parts, *self.extent(tensor.shape)).unbind(0))
 
     # ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────
 
