@@ -9,8 +9,8 @@ backward, compiled, with bfloat16 as the baseline and torchao's float8 layers be
 step and memory of a Llama of 64 million weights on bytes of Python source, for torch's AdamW with float32 weights under
 autocast (the baseline), several recipes, and peers.
 
-Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. With ``--json``, sections that the file has are not run again. Without a
-CUDA device it ends with status 2. ``--rehearse`` runs each line on the CPU at small sizes and measures nothing. ``--compile``
+Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. With ``--json``, sections that the file has are not run again. Without
+a CUDA device it ends with status 2. ``--rehearse`` runs each line on the CPU at small sizes and measures nothing. ``--compile``
 compiles the kernels of all steps, for which no GPU is needed. A peer that is not installed or cannot run says why.
 """
 
@@ -185,7 +185,9 @@ def compiled_row(rule: Rule, storage: Storage, whole: bool, audited: bool, archi
     kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(multi_tensor.LAUNCH))
     seconds, ptx = time.perf_counter() - began, kernel.asm["ptx"]
     name = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
-    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "-o", os.devnull, "/dev/stdin"]
+    tools = triton.knobs.nvidia
+    tool = tools.ptxas_blackwell if architecture >= 100 else tools.ptxas
+    command = [tool.path, "-v", f"--gpu-name={name}", "-o", os.devnull, "/dev/stdin"]
     report = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
     rounding = sorted(set(re.findall(r"\bfma\S*|\S+\.approx\S*|\S+\.ftz\S*", ptx)))

@@ -264,7 +264,7 @@ class Table:
         if addresses != self._addresses:
             self._set_addresses(addresses)
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
-            row[:-1] = scalars
+            row[:-1] = list(map(float, scalars))
             row[-1:].view(np.int32)[0] = seed
         self._table[:, -3] = places
         if audits is not None:
