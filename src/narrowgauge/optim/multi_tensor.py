@@ -440,21 +440,21 @@ class Launches:
         is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
         if not is_proven(rule, storage, device, is_audited):
             return states
-        batch, others = self._batches.setdefault(kernel, _Batch()), []
+        batch, refused = self._batches.setdefault(kernel, _Batch()), []
         places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}
         batch.numbers += [(rule.prepare(group, count), step_seed(group["seed"], count)) for count in counts]
         for state in states:
             is_contiguous = state.parameter.is_contiguous() and state.gradient.is_contiguous()
             # Ranks that split columns bound their rows together.
             if not is_contiguous or (state.scales and state.column_groups):
-                others.append(state)
+                refused.append(state)
                 continue
             count = state.step + 1
             if is_audited and count % audit_every == 0:
                 batch.audited[len(batch.states)] = stepper, count // audit_every
             batch.states.append(state)
             batch.places.append(places[count])
-        return others
+        return refused
 
     def run(self, control: Tensor, *, sends: bool = True, launches: bool = True) -> None:
         """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.

@@ -482,8 +482,8 @@ class Optimizer(torch.optim.Optimizer):
         owned = [state.owner.grad for state in states if state.owner.grad is not None]
         decision = step_control(owned, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
         self._captured = _Captured(work, gradients, step_control.table, launches.tables, decision)
-        others = self._captured.take(self.auditor, launches)
-        check_captured(states, others, self.loss_scaler or getattr(self, "found_inf", None))
+        refused = self._captured.take(self.auditor, launches)
+        check_captured(states, refused, self.loss_scaler or getattr(self, "found_inf", None))
         launches.run(decision.control, sends=False)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         for state in states:
