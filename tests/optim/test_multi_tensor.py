@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import clip, multi_tensor
 from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import PAIRS, RULES, build, everything, parameters
 from script_modules import benchmark_module
@@ -224,6 +226,20 @@ def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match="first step"):
         optimizer.step()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("storage", ["word", "compact"])
+def test_ranks_that_split_columns_bound_their_rows_together(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    """So no launch takes such a tensor, if its rows have scales."""
+    params = parameters(storage, [(4, 6)])
+    optimizer = ng.AdamW(params, storage=storage, compile=True)
+    (state,) = optimizer.make_states(optimizer.param_groups[0], params).values()
+    state.kernel.compile, state.gradient = True, torch.ones_like(params[0])
+    monkeypatch.setattr(multi_tensor, "is_proven", lambda *args: True)
+    monkeypatch.setattr(ParameterState, "column_groups", property(lambda state: [object()]))
+    stepper = SimpleNamespace(group=optimizer.param_groups[0], audit_every=0)
+    assert multi_tensor.Launches({}).take(stepper, [state]) == ([state] if storage == "compact" else [])
 
 
 @pytest.mark.usefixtures("interpreted")
