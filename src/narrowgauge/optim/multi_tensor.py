@@ -365,17 +365,16 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
         scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
         expected, actual = (_cases(rule, storage, place) for place in (torch.device("cpu"), device))
         table, kernel = Table(rule, storage, device), Kernel(rule, storage)
-        for skip in (0.0, 1.0):
-            values = torch.tensor([1.0, skip, *scalars], dtype=torch.float32)
-            table.set(actual, [(scalars, seed)], [0] * len(actual), [(1, 0)] * len(actual) if audited else None)
-            table.send()
-            table.launch(to_device(values[:2], device), audited=audited)
-            for state in expected if not skip else ():
-                if storage.scaled:
-                    bound_rows(kernel, [state], values)
-                tensors, weight = state.kernel_tensors()
-                kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
-                state.write_back(weight)
+        values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
+        table.set(actual, [(scalars, seed)], [0] * len(actual), [(1, 0)] * len(actual) if audited else None)
+        table.send()
+        table.launch(to_device(values[:2], device), audited=audited)
+        for state in expected:
+            if storage.scaled:
+                bound_rows(kernel, [state], values)
+            tensors, weight = state.kernel_tensors()
+            kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
+            state.write_back(weight)
         ours, theirs = (
             [x for s in states for x in (s.parameter, *s.in_parameter_order().values())]
             for states in (actual, expected)
@@ -387,17 +386,21 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
 
 
 def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
-    """Draw states of ordinary and edge values, of whole tensors and of others."""
+    """Draw a whole tensor and another one. Their last two rows have edge values."""
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
-    for seed, shape in enumerate([(4, 64), (4, 64), (3, 33), (3, 33)]):
-        edges = seed % 2 == 1
-        weight, gradient = (draw(dtype, shape, edges=edges, seed=seed + k) for k in (10, 20))
+
+    def drawn(dtype: torch.dtype, shape: Sequence[int], seed: int, *, nan: bool = False) -> Tensor:
+        rows, edges = (draw(dtype, (n, shape[1]), edges=n == 2, seed=seed) for n in (shape[0] - 2, 2))
+        return torch.cat([rows, with_nan(edges) if nan else edges])
+
+    for shape in ((3, 67), (4, 256)):
+        weight, gradient = drawn(dtype, shape, 1), drawn(dtype, shape, 2, nan=True)
         states.append(state := ParameterState(weight.to(device), storage, kernel))
         allocate_all([state], joined=False)
         state.begin()
-        drawn = {n: draw(x.dtype, x.shape, edges=edges, seed=seed) for n, x in state.in_parameter_order().items()}
-        state.take({name: x.abs() if x.is_floating_point() else x for name, x in drawn.items()})
-        state.gradient = (with_nan(gradient) if edges else gradient).to(device)
+        values = {name: drawn(x.dtype, x.shape, 3) for name, x in state.in_parameter_order().items()}
+        state.take({name: x.abs() if x.is_floating_point() else x for name, x in values.items()})
+        state.gradient = gradient.to(device)
     return states
 
 
