@@ -96,7 +96,7 @@ def test_steps_of_an_optimizer_are_the_same(rule: str, storage: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("storage", ["word", "compact"])
+@pytest.mark.parametrize("storage", ["word", "states8"])
 def test_an_audit_reads_the_same_and_changes_no_bit(storage: str) -> None:
     """NaNs and infinities are left alone, since sums of them say nothing."""
     ours, theirs = (train("adamw", storage, compiled=compiled, steps=2, audit_every=1) for compiled in (True, False))
@@ -186,8 +186,8 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
     """A graph is here the list of launches: without a GPU none can be captured."""
     results = []
     for is_captured in (True, False):
-        params = parameters("compact", [(4, 16), (3, 5), (7,)])
-        optimizer = ng.AdamW(params, storage="compact", compile=True, lr=0.1, capturable=True, audit_every=2)
+        params = parameters("states8", [(4, 16), (3, 5), (7,)])
+        optimizer = ng.AdamW(params, storage="states8", compile=True, lr=0.1, capturable=True, audit_every=2)
         graph: list[tuple[Any, ...]] = []
         for step in range(5):
             for k, p in enumerate(params):
