@@ -11,17 +11,22 @@ Run: ``./dev bench speed [--quick]``; ``ATEN_CPU_CAPABILITY=avx2`` measures code
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from timing import Contender, Report, Row, measure, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from narrowgauge import triton_printer
+from narrowgauge.optim import multi_tensor
 
 STORAGES = ("word", "exact", "compact", "states8")
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -104,6 +109,31 @@ def layers(*, compiled: bool) -> Iterator[Contender]:
         yield Contender(name, passes(torch.compile(layer) if compiled else layer))  # type: ignore[arg-type]
 
 
+def host_times(counts: Sequence[int]) -> Iterator[Row]:
+    """The host's time of a step on a GPU, of tensors of one element: launches are left out, as are torch's kernels in effect."""
+
+    def microseconds(optimizer: torch.optim.Optimizer, count: int) -> float:
+        optimizer.step()
+        times = [timeit.timeit(optimizer.step, number=1) for _ in range(20)]
+        return 1e6 * statistics.median(times) / count
+
+    with (
+        mock.patch.object(triton_printer, "INTERPRET", True),
+        mock.patch.object(multi_tensor, "is_proven", lambda *args: True),
+        mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None),
+    ):
+        for count in counts:
+            shapes, row = [(1, 1)] * count, {"": f"{count} tensors"}
+            for way in ("foreach", "fused"):
+                theirs = torch.optim.AdamW(parameters(shapes, torch.float32), **{way: True}, **OPTIONS)
+                row[f"torch {way} µs a tensor"] = microseconds(theirs, count)
+            for storage in ("word", "compact"):
+                params = parameters(shapes, torch.bfloat16)
+                ours = ng.AdamW(params, storage=storage, compile=True, audit_every=0, **OPTIONS)
+                row[f"{storage} µs a tensor"] = microseconds(ours, count)
+            yield row
+
+
 FIRST_STEP = """
 import torch, narrowgauge as ng, time
 p = torch.nn.Parameter(torch.randn(1024, 1024).bfloat16()); p.grad = torch.randn_like(p)
@@ -139,6 +169,7 @@ def main() -> int:
     table(f"one step of {count} tensors of 8,192", steps([(128, 64)] * count, report), FUSED, rounds)
     table("forward and backward of a layer, eager", layers(compiled=False), LINEAR, 20 * rounds)
     table("forward and backward of a layer, compiled", layers(compiled=True), LINEAR, 20 * rounds)
+    report.add("the host in a step on a GPU", list(host_times((300,) if options.quick else (300, 3000))))
     report.add("first step", list(first_steps(("word",) if options.quick else ("word", "compact"))))
     return report.end()
 

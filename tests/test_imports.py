@@ -24,7 +24,7 @@ LAYERS = {
     "comparison": {"analysis.comparison"},
     "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
     "torch_names": {"torch_names", "torch_hooks", "inductor", "put_back"},
-    "compile": {"compile", "edge_values"},
+    "compile": {"compile", "edge_values", "triton_printer"},
     "recording": {"gauges.recording"},
     "cli": {"cli", "__main__"},
 }

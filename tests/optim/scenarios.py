@@ -9,7 +9,8 @@ from torch import Tensor
 
 import expectations
 import narrowgauge as ng
-from narrowgauge.optim import layout, optimizers
+from narrowgauge.optim import optimizers
+from narrowgauge.optim.layout import layout_of
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES
@@ -24,13 +25,14 @@ REPRESENTATIVES = {name: row.stands_for for name, row in expectations.STORAGES.i
 def kind(storage: Storage) -> tuple[object, ...]:
     """What decides by which lines of the library a storage is stepped."""
     stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
-    how = layout.num_lanes(storage), layout.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
+    layout = layout_of(storage)
+    how = layout.num_lanes, layout.by_rows, "weight" in storage.scaled, storage.is_stochastic
     return storage.visible, storage.arithmetic, stands, *how
 
 
 def shifts(storage: Storage) -> dict[str, int]:
     """Return the lowest bit of every field in an element of its plane."""
-    return {name: shift for plane in layout.planes(storage) for name, shift, _ in plane.fields}
+    return {name: shift for plane in layout_of(storage).planes for name, shift, _ in plane.fields}
 
 
 def row_of(storage: str | Storage) -> Storage:

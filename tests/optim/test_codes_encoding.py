@@ -225,7 +225,9 @@ def tail_shifts(storage: Storage) -> list[int]:
         return [0]
     if storage.tail_bits == 8:
         return list(range(25))
-    (bits, shift) = next((p.bits, s) for p in layout.planes(storage) for name, s, _ in p.fields if name == "tail")
+    (bits, shift) = next(
+        (p.bits, s) for p in layout.layout_of(storage).planes for name, s, _ in p.fields if name == "tail"
+    )
     return [shift + bits * k for k in range(32 // bits)]
 
 

@@ -35,7 +35,7 @@ def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Opt
         if (state := optimizer.state_of(parameter)) is not None:
             tensors.update({f"optimizer.{name}.{key}": value for key, value in state.saved().items()})
     for parameter, window in optimizer.auditor.windows.items():
-        tensors[f"audit.{names[parameter]}"] = torch.stack(list(window))
+        tensors[f"audit.{names[parameter]}"] = window
     return tensors
 
 

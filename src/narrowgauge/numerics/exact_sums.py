@@ -29,6 +29,7 @@ one. So if that addition rounds, first correct it to *odd*: an odd float64 is no
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,6 +38,9 @@ from narrowgauge.compile import can_compile, compiled_for_pattern, is_worth_comp
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.chunks import chunk_size, flat_chunks
 from narrowgauge.numerics.dtensor import add_up, by_group, local_of
+
+if TYPE_CHECKING:
+    from narrowgauge.numerics.multi_tensor_squares import SquaresTable
 
 JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
 """Join tensors of at most the first number of elements, up to the second: one call then serves many tensors."""
@@ -81,7 +85,8 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
     return (bits << 52).view(torch.float64)
 
 
-def _steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def steps_of_squares(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each square in steps of the coarse grid, and its remainder in steps of the fine grid: int64."""
     # A float32's square is exact in float64. The product with a power of two and the remainder after rounding are exact too. So
     # only the two written roundings round.
     values = x.double()
@@ -96,19 +101,25 @@ def grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
     Sums of parts add up to the sums of the whole. With NaN or infinity in ``x`` they are meaningless but harmless.
     """
-    coarse, fine = _steps(x, scales)
+    coarse, fine = steps_of_squares(x, scales)
     return coarse.sum(), fine.sum()
 
 
 def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Do :func:`grid_steps` for bfloat16 values read as int32 words of two neighbours. Compiled, it is six times as fast."""
-    even = _steps((words << 16).view(torch.float32), scales)
-    odd = _steps((words & -65536).view(torch.float32), scales)
+    even = steps_of_squares((words << 16).view(torch.float32), scales)
+    odd = steps_of_squares((words & -65536).view(torch.float32), scales)
     return (even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()
 
 
 @torch.no_grad()
-def exact_squares(tensors: Sequence[Tensor], *, peaks: Sequence[Tensor] | None = None, compile: bool = True) -> Tensor:
+def exact_squares(
+    tensors: Sequence[Tensor],
+    *,
+    peaks: Sequence[Tensor] | None = None,
+    compile: bool = True,
+    table: SquaresTable | None = None,
+) -> Tensor:
     """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a value is.
 
     For DTensors it is that of the whole. All ranks of their meshes pass the same tensors in the same order. They get the same
@@ -117,6 +128,7 @@ def exact_squares(tensors: Sequence[Tensor], *, peaks: Sequence[Tensor] | None =
     Args:
         peaks: the largest magnitude of each local tensor, if known.
         compile: compile the second pass for large tensors.
+        table: sums all tensors by two launches.
 
     Cost: two reads of this rank's data, and two small messages.
     Example:
@@ -125,19 +137,28 @@ def exact_squares(tensors: Sequence[Tensor], *, peaks: Sequence[Tensor] | None =
     """
     device = local_of(tensors[0]).device
     groups = by_group(tensors)
-    pieces = [_pieces([local_of(tensor) for tensor in members]) for _, members in groups]
-    maxima = []
-    peak_of = dict(zip(map(id, tensors), peaks, strict=True)) if peaks is not None else {}
-    for (ranks, members), parts in zip(groups, pieces, strict=True):
-        all_peaks = [peak_of[id(m)] for m in members] if peak_of else [largest_magnitude(part) for part in parts]
+    pieces: list[list[Tensor]] = []
+    if table is not None:
+        peaks_of_groups = table.largest(groups)
+    else:
+        pieces = [_pieces([local_of(tensor) for tensor in members]) for _, members in groups]
+        peak_of = dict(zip(map(id, tensors), peaks, strict=True)) if peaks is not None else {}
         zero = torch.zeros((), dtype=torch.float32, device=device)
-        maxima.append(add_up(torch.stack([zero, *all_peaks]).amax(), ranks, "max"))
+        peaks_of_groups = [
+            torch.stack(
+                [zero, *([peak_of[id(m)] for m in members] if peak_of else map(largest_magnitude, parts))]
+            ).amax()
+            for (_, members), parts in zip(groups, pieces, strict=True)
+        ]
+    maxima = [add_up(peak, ranks, "max") for (ranks, _), peak in zip(groups, peaks_of_groups, strict=True)]
     largest = torch.stack(maxima).amax()
     scales = grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))
-    total = torch.zeros(2, dtype=torch.int64, device=device)
-    for (ranks, _), parts in zip(groups, pieces, strict=True):
+    if table is not None:
+        sums = list(table.sums(scales))
+    else:
         zeros = torch.zeros(2, dtype=torch.int64, device=device)
-        total += add_up(sum((_sum_steps(part, scales, compile) for part in parts), zeros), ranks, "sum")
+        sums = [sum((_sum_steps(part, scales, compile) for part in parts), zeros) for parts in pieces]
+    total = torch.stack([add_up(part, ranks, "sum") for (ranks, _), part in zip(groups, sums, strict=True)]).sum(0)
     coarse, fine = total.double()
     return torch.where(largest.isfinite(), (coarse + fine / scales[1]) / scales[0], largest.double())
 

@@ -78,8 +78,7 @@ class GradientAccumulator:
         Raises:
             RecipeError: a gradient is sparse, or not in its parameter's format. Nothing was added then.
         """
-        for device in {p.device for p in self._summed}:
-            refuse_capture(device)
+        refuse_capture()
         pairs = [(p, local_of(gradient_of(p).detach())) for p in self._summed if p.grad is not None]
         for parameter, gradient in pairs:
             if parameter in self._buffers:

@@ -1,15 +1,15 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
-On audited steps the kernel sums intended and stored changes per tensor (:mod:`narrowgauge.numerics.metrics`). One audited step
-of a small tensor is noisy, so an alarm reads a window of steps. It is raised when the upper end of a confidence interval of the
-tensor's EDQ is below the threshold. The window moves with the run, since stalls come late.
+An audited step sums intended and stored changes over some rows of each tensor
+(:meth:`narrowgauge.optim.layout.Layout.audit`). One step is noisy, so an alarm reads a window of steps. It is raised when the
+upper end of a confidence interval of the tensor's EDQ is below the threshold. The window moves with the run, since stalls come
+late.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,7 @@ FEWEST = 5
 """Audited steps before an alarm may be raised."""
 CONFIDENCE = 1 - 2e-4
 """Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
-AUDIT_SHARE, AUDIT_WHOLE = 32, 1 << 15
-"""A tensor of more than ``AUDIT_WHOLE`` words is audited one slice at a time, of ``AUDIT_SHARE`` slices in turn."""
+NUM_SUMS = len(metrics.UPDATE_SUMS)
 
 
 class UpdateLossWarning(UserWarning):
@@ -111,18 +110,21 @@ def read(rows: Iterable[Tensor]) -> AuditedUpdates:
     The delta method gives the error of the EDQ, a ratio of sums over the steps.
     """
     table = torch.stack(list(rows))
-    total, count, dd, de = table.sum(0), len(table), table[:, 0], table[:, 1]
-    values = {name: float(value) for name, value in metrics.update_metrics(total).items()}
-    edq, error = values["edq"], math.nan
-    if count > 1 and float(dd.sum()) > 0:
-        spread = float(((de - edq * dd) ** 2).sum())
-        error = math.sqrt(spread * count / (count - 1)) / float(dd.sum())
-    return AuditedUpdates(**values, edq_error=error, num_audits=count)
+    values = {name: float(value) for name, value in metrics.update_metrics(table.sum(0)).items()}
+    error = float(edq_and_error(table, len(table))[1]) if len(table) > 1 else math.nan
+    return AuditedUpdates(**values, edq_error=error, num_audits=len(table))
 
 
-Sums = tuple[Tensor, Tensor, tuple[float, ...]]
-"""A tensor, its kernel sums of one step (``KERNEL_SUMS``, or the first of them), and the ``HOST_SUMS``: the number of elements,
-and their total decay in ulps of the stored weight. The kernel sums may still be in flight on a device."""
+def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return the EDQ and its standard error of windows ``[…, audits, 10]`` with ``counts`` audits. Other rows are zero."""
+    dd, de = windows[..., :2].unbind(-1)
+    edq = de.sum(-1) / dd.sum(-1)
+    spread = (de - edq.unsqueeze(-1) * dd).square().sum(-1)
+    return edq, (spread * counts / (counts - 1)).sqrt() / dd.sum(-1)
+
+
+Sums = tuple[list[Tensor], Tensor]
+"""Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 10]``. They may still be in flight on a device."""
 
 
 @dataclass
@@ -133,89 +135,97 @@ class Auditor:
     audited step.
     """
 
-    windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)
-    alarmed: dict[Tensor, bool] = field(default_factory=dict)
     fresh: list[Sums] = field(default_factory=list)
     join: Callable[[list[Sums]], list[Sums]] | None = None
+    _rows: dict[Tensor, int] = field(default_factory=dict)
+    _sums: Tensor = field(default_factory=lambda: torch.zeros(0, WINDOW, NUM_SUMS, dtype=torch.float64, device="cpu"))
+    _counts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
+    _alarmed: set[Tensor] = field(default_factory=set)
+
+    def _places(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the rows of tensors in the table of windows, which grows for new ones."""
+        places = [self._rows.setdefault(parameter, len(self._rows)) for parameter in parameters]
+        missing = len(self._rows) - len(self._sums)
+        if missing:
+            self._sums = torch.cat([self._sums, self._sums.new_zeros(missing, WINDOW, NUM_SUMS)])
+            self._counts = torch.cat([self._counts, self._counts.new_zeros(missing)])
+        return torch.tensor(places, device="cpu")
+
+    def window(self, parameter: Tensor) -> Tensor:
+        """Return the last sums of a tensor, oldest first: float64 ``[audits, 10]``."""
+        place = self._rows[parameter]
+        count = int(self._counts[place])
+        return self._sums[place].roll(-count, 0)[max(0, WINDOW - count) :]
+
+    @property
+    def windows(self) -> dict[Tensor, Tensor]:
+        """Return the window of each audited tensor."""
+        return {parameter: self.window(parameter) for parameter in self._rows}
 
     def collect(self) -> Tensor:
         """Move the new sums into the windows and return their total. The host waits for the device here."""
         if not self.fresh:
-            return torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64, device="cpu")
-        host_sums = torch.tensor([counts for _, _, counts in self.fresh], dtype=torch.float64, device="cpu")
-        table = torch.cat([torch.stack([_filled(sums) for _, sums, _ in self.fresh]).cpu(), host_sums], 1)
-        for (parameter, *_), row in zip(self.fresh, table, strict=True):
-            self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)
+            return self._sums.new_zeros(NUM_SUMS)
+        table = torch.cat([sums for _, sums in self.fresh]).cpu()
+        places = self._places([parameter for parameters, _ in self.fresh for parameter in parameters])
+        self._sums[places, self._counts[places] % WINDOW] = table
+        self._counts[places] += 1
         self.fresh.clear()
         return table.sum(0)
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
         """Restore a saved window. A tensor that stalls in it raises no second alarm."""
-        self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
-        self.alarmed[parameter] = read(rows.unbind(0)).stalls
+        place = self._places([parameter])
+        self._sums[place, : len(rows)] = rows
+        self._counts[place] = len(rows)
+        if read(rows).stalls:
+            self._alarmed.add(parameter)
 
-    def alarms(self, names: dict[Tensor, str], storages: dict[Tensor, Storage]) -> list[Alarm]:
-        """Return the tensors that began to stall since the last call."""
-        result = []
-        for parameter, window in self.windows.items():
+    def stalled(self) -> list[Tensor]:
+        """Return the tensors whose window stalls, all at once."""
+        counts = self._counts.clamp(max=WINDOW)
+        edq, error = edq_and_error(self._sums, counts)
+        widths = torch.tensor([student_t(max(1, n - 1), CONFIDENCE) for n in range(WINDOW + 1)], device="cpu")[counts]
+        low = (counts >= FEWEST) & (edq + widths * error < MIN_EDQ)
+        return [parameter for parameter, place in self._rows.items() if low[place]] if low.any() else []
+
+    def alarms(
+        self, names_of: Callable[[], Mapping[Tensor, str]], storage_of: Callable[[Tensor], Storage]
+    ) -> list[Alarm]:
+        """Return the tensors that began to stall since the last call. In a healthy run no name is asked for."""
+        before, self._alarmed, result = self._alarmed, set(), []
+        stalled = self.stalled()
+        names = names_of() if stalled else {}
+        for parameter in stalled:
             if parameter not in names:
                 continue  # replaced since
-            # A tensor whose EDQ is above the threshold cannot stall. In a healthy run this test is the only cost.
-            was_alarmed, self.alarmed[parameter] = self.alarmed.get(parameter), False
-            dd, de = torch.stack(list(window))[:, :2].sum(0).tolist()
-            if not de < MIN_EDQ * dd:
-                continue
-            reading, storage = read(window), storages[parameter]
+            reading, storage = read(self.window(parameter)), storage_of(parameter)
             # Stochastic rounding stores rare updates on average. A window may still contain none.
             is_stochastic = storage.weight.rounding == "stochastic"
-            if not reading.stalls or (reading.lost_fraction == 1 and is_stochastic):
+            if reading.lost_fraction == 1 and is_stochastic:
                 continue
-            self.alarmed[parameter] = True
-            if not was_alarmed:
+            self._alarmed.add(parameter)
+            if parameter not in before:
                 result.append(Alarm(names[parameter], storage.name, storage.fallback, reading))
         return result
-
-
-def _filled(sums: Tensor) -> Tensor:
-    """Append zeros for the last ``KERNEL_SUMS``, which a kernel may leave out."""
-    return torch.nn.functional.pad(sums, (0, len(metrics.KERNEL_SUMS) - len(sums)))
 
 
 def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], list[Sums]]:
     """Return an ``Auditor.join`` for the optimizer's parameters. Every rank passes them in the same order."""
 
     def join(sums: list[Sums]) -> list[Sums]:
-        local = {
-            parameter: torch.cat([_filled(s).cpu(), torch.tensor(n, dtype=torch.float64, device="cpu")])
-            for parameter, s, n in sums
-        }
+        local = {p: row for members, table in sums for p, row in zip(members, table.cpu(), strict=True)}
         joined: dict[Tensor, Tensor] = {}
-        zeros = torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64, device="cpu")
+        zeros = torch.zeros(NUM_SUMS, dtype=torch.float64, device="cpu")
         for groups, members in by_group(parameters):
             if members:
                 table = torch.stack([local.get(parameter, zeros) for parameter in members])
                 table = add_up(table.to(local_of(members[0]).device), groups, "sum").cpu()
                 joined.update(zip(members, table, strict=True))
-        count = len(metrics.KERNEL_SUMS)
-        rows = [(parameter, joined[parameter]) for parameter in parameters]
-        return [(parameter, row[:count], tuple(row[count:].tolist())) for parameter, row in rows if row[count] > 0]
+        audited = [parameter for parameter in parameters if joined[parameter][len(metrics.KERNEL_SUMS)] > 0]
+        return [(audited, torch.stack([joined[parameter] for parameter in audited]))] if audited else []
 
     return join
-
-
-def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, bool]]:
-    """Split a tensor into slices for audit number ``turn``. Exactly one slice is audited, the rest are only stepped.
-
-    The tensor has ``length`` words, or rows of ``row`` words. The audited slice is a multiple of 16 words, or of two rows.
-    """
-    if length * row <= AUDIT_WHOLE:
-        return [(slice(0, length), True)]
-    unit = 16 if row == 1 else 2
-    share = -(-length // AUDIT_SHARE // unit) * unit
-    start = turn % -(-length // share) * share
-    stop = min(start + share, length)
-    parts = [(slice(0, start), False), (slice(start, stop), True), (slice(stop, length), False)]
-    return [(part, watched) for part, watched in parts if part.start < part.stop]
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:

@@ -7,7 +7,8 @@ any number of ranks or threads. All numbers stay on the device: the host does no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.exact_sums import exact_squares
+from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.torch_names import to_device
@@ -38,14 +40,20 @@ class Decision(NamedTuple):
     finite: Finite | None
 
 
-def decide(norm: Tensor, options: Tensor) -> Tensor:
+@lru_cache(16)
+def _constants(device: torch.device, *values: float) -> Tensor:
+    """Return float32 constants on a device. They are copied once."""
+    return to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
+
+
+def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
     """Compute the factor of the gradients and whether to skip the step; return float32 ``[4]``.
 
     The result holds: the factor, 1 to skip, the norm of the unscaled gradients, and 1 if a gradient is not finite. ``options``
-    are float32 ``[4]``: ``max_norm``, ``skip_above``, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``.
+    are four float32, 0-d: ``max_norm``, ``skip_above``, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``.
     Both norms may be infinite. ``found_inf`` is not 0 if GradScaler found a gradient that is not finite.
     """
-    max_norm, skip_above, grad_scale, found_inf = options.unbind()
+    max_norm, skip_above, grad_scale, found_inf = options
     scale, unscaled, finite = reciprocal(grad_scale), norm / grad_scale, norm.isfinite()
     clip = (reciprocal(norm * scale + 1e-6) * max_norm).clamp(max=1.0)
     overflow = (found_inf != 0) | ~finite
@@ -63,6 +71,7 @@ class StepControl:
     def __init__(self, worth_compiling: Callable[[int, torch.device], bool]) -> None:
         self._worth_compiling = worth_compiling
         self._request: object = None
+        self.table = SquaresTable()
 
     @torch.no_grad()
     def __call__(
@@ -72,9 +81,9 @@ class StepControl:
         *,
         max_norm: float | None,
         skip_above: float,
-        scaler: LossScaler | None,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
+        scaler: LossScaler | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> Decision:
         """Decide for all gradients. Skip the step if the norm is above ``skip_above``.
 
@@ -90,20 +99,22 @@ class StepControl:
         scale, is_ours = self._scale_of_loss(gradients, scaler, grad_scale, found_inf)
         needs_norm = not (max_norm is None and scaler is None and skip_above == math.inf)
         if not needs_norm and scale is found_inf is None:
-            unchanged = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu")
-            return Decision(to_device(unchanged, device), None, None)
-        peaks = None if device.type == "cpu" else largest_magnitudes([local_of(g) for g in gradients])
+            return Decision(_constants(device, 1.0, 0.0), None, None)
+        compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
+        table = self.table if needs_norm and compile and sums_on(gradients) else None
+        peaks = None if device.type == "cpu" or table else largest_magnitudes([local_of(g) for g in gradients])
         finite = None if peaks is None else lambda: torch.stack(peaks).isfinite().tolist()
         limits = [math.inf if max_norm is None else max_norm, skip_above, 1.0, 0.0]
-        options = to_device(torch.tensor(limits, dtype=torch.float32, device="cpu"), device)
+        options = list(_constants(device, *limits).unbind())
         for place, scalar in ((2, scale), (3, found_inf)):
             if scalar is not None:
-                options[place] = scalar.to(options).view(())
+                options[place] = scalar.to(options[place]).view(())
         if not needs_norm:
-            return Decision(decide(options.new_zeros(()), options)[:2], None, finite)
-        compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
-        squares = exact_squares(gradients, peaks=peaks, compile=compile)
-        decided = decide(sqrt(squares).to(options.dtype), options)
+            return Decision(decide(options[0].new_zeros(()), options)[:2], None, finite)
+        squares = exact_squares(gradients, peaks=peaks, compile=compile, table=table)
+        if table is not None:
+            finite = table.finite(gradients)
+        decided = decide(sqrt(squares).float(), options)
         if is_ours and scaler is not None:
             scaler.update_(decided[3])
         return Decision(decided[:2], decided[2], finite)

@@ -20,8 +20,9 @@ from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.expansions import NearestEven
 from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
 from narrowgauge.numerics.rounding import quiet
-from narrowgauge.optim import codes, layout
+from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane, Written
+from narrowgauge.optim.layout import lanes_of_weight, layout_of, words_of_weight
 from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import MatrixRule
@@ -111,14 +112,9 @@ def weight_decay(
 # ── the step of a whole tensor ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def total_sums(terms: Sequence[Tensor]) -> Tensor:
-    """Sum each term of the audit in float32, over pieces of at most ``Kernel.AUDIT`` words. Return float64 ``[terms]``."""
-    return torch.stack([term.sum() for term in terms]).double()
-
-
-def term_table(terms: Sequence[Tensor]) -> Tensor:
-    """Return the audit's terms of each word, float64 ``[terms, words]``, for callers that sum over segments."""
-    return torch.stack(list(terms)).double()
+def row_sums(terms: Sequence[Tensor]) -> Tensor:
+    """Sum each term of the audit over the last dimension, in float32. Return ``[terms, rows]``, of flat words ``[terms]``."""
+    return torch.stack([term.sum(-1) for term in terms])
 
 
 def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Tensor]) -> list[Lane]:
@@ -126,38 +122,42 @@ def lanes_of(storage: Storage, words: Sequence[Tensor], multipliers: Sequence[Te
 
     ``multipliers`` hold, for each scaled code and part, the one into the code's window and the one back.
     """
-    parts = layout.num_parts(storage)
-    weights = layout.lanes_of_weight(storage.visible, words[:parts])
-    gradients = layout.lanes_of_weight(storage.visible, words[parts : 2 * parts])
-    fields = layout.by_lane(storage, words[2 * parts :])
+    layout = layout_of(storage)
+    parts = layout.num_parts
+    weights = lanes_of_weight(storage.visible, words[:parts])
+    gradients = lanes_of_weight(storage.visible, words[parts : 2 * parts])
+    fields = layout.by_lane(words[2 * parts :])
     pairs = list(zip(multipliers[::2], multipliers[1::2], strict=True))
     lanes = []
     for number, of_lane in enumerate(zip(weights, gradients, fields, strict=True)):
-        part = number // layout.per_word(storage)
+        part = number // layout.per_word
         scales = {name: pairs[index * parts + part] for index, name in enumerate(storage.scaled)}
         lanes.append(Lane(*of_lane, scales))
     return lanes
 
 
-def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | None = None) -> Step:
+def make_step(
+    rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | None = None, *, writes: bool = True
+) -> Step:
     """Return the step of a whole tensor in words. It writes them in place.
 
     Args:
         summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words. ``None`` makes a
             step without an audit. Terms of the decay are left out if the rule has none.
+        writes: ``False`` makes an audit alone: it writes nothing.
     Returns:
         ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32 (of a float64 int64), all of one shape
-        (:func:`narrowgauge.optim.layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
+        (:meth:`narrowgauge.optim.layout.Layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
         plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
         the code's window and back. ``decided`` holds a matrix rule's float32 tensors of the first lane, then of the next. On a
         CPU the step does not skip: the caller does. The result is the audit, empty without one.
     """
-    parts, visible = layout.num_parts(storage), storage.visible
-    names, num_lanes = (*CONTROL, *rule.scalars), layout.num_lanes(storage)
+    layout = layout_of(storage)
+    parts, names = layout.num_parts, (*CONTROL, *rule.scalars)
     num_decided = 1 + len(storage.states) if isinstance(rule, MatrixRule) else 0
-    num_words = 2 * parts + sum(layout.num_tensors(storage, plane.bits) for plane in layout.planes(storage))
+    num_words = 2 * parts + sum(map(layout.num_tensors, layout.planes))
     num_scales = 2 * len(storage.scaled) * parts
-    ends = num_words + num_scales, num_words + num_scales + num_decided * num_lanes
+    ends = num_words + num_scales, num_words + num_scales + num_decided * layout.num_lanes
 
     def step(*arguments: Tensor) -> Tensor:
         words, decided = arguments[:num_words], arguments[ends[0] : ends[1]]
@@ -170,11 +170,12 @@ def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | 
             if summarize is not None and rule.decay:
                 decay = weight_decay(rule, storage, lane, values_decided, numbers, seed, done[k])
                 decayed.append(decay_terms(*decay))
-        new = layout.words_of_weight(visible, [d.visible for d in done])
-        new += layout.join_lanes(storage, [d.fields for d in done])
-        skip = numbers["skip"] != 0
-        for old, value in zip((*words[:parts], *words[2 * parts :]), new, strict=True):
-            old.copy_(value if values.is_cpu else torch.where(skip, old, value))
+        if writes:
+            new = words_of_weight(storage.visible, [d.visible for d in done])
+            new += layout.join_lanes([d.fields for d in done])
+            skip = numbers["skip"] != 0
+            for old, value in zip((*words[:parts], *words[2 * parts :]), new, strict=True):
+                old.copy_(value if values.is_cpu else torch.where(skip, old, value))
         if summarize is None:
             return values.new_zeros(0)
         terms: list[tuple[Tensor, ...]] = [update_terms(*d.changes) for d in done]
@@ -186,12 +187,9 @@ def make_step(rule: Rule | MatrixRule, storage: Storage, summarize: Summarize | 
 
 
 @lru_cache(None)
-def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step, Step]:
-    """Return three steps: plain, audited, and audited with a table over the words.
-
-    Return the same function objects each time, so that they are compiled once.
-    """
-    return make_step(rule, storage), make_step(rule, storage, total_sums), make_step(rule, storage, term_table)
+def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step]:
+    """Return the step and its audit. Return the same function objects each time, so that they are compiled once."""
+    return make_step(rule, storage), make_step(rule, storage, row_sums, writes=False)
 
 
 class Kernel:
@@ -201,9 +199,6 @@ class Kernel:
     only writes the change and the states that the rule computed on a whole matrix.
     """
 
-    AUDIT, AUDIT_ON_GPU = 1 << 18, 1 << 24
-    """Words per audited call. A compiled float32 sum of so many is within 1e-5. A float64 sum costs a third more."""
-
     def __init__(self, rule: Rule | MatrixRule, storage: Storage) -> None:
         self.rule, self.storage = rule, storage
         self.compile = False  # the optimizer decides at each step, from the elements that it steps
@@ -212,8 +207,6 @@ class Kernel:
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
         # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
-        self._plain, self._audited, self._by_word = steps_of(rule, storage)
-        self._compiled: dict[tuple[torch.device, bool, int], Compiled | None] = {}
 
     def decay(self, options: Mapping[str, Any], step: int) -> float:
         """Return the fraction that a step's decay takes from each weight. It is 0 if decay is part of the gradient."""
@@ -221,34 +214,37 @@ class Kernel:
             return 0.0
         return -float(dict(zip(self.rule.scalars, self.rule.prepare(options, step), strict=True))[self.rule.decay])
 
-    def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
-        """Step tensors of one parameter in place, without gradients. Return the audit, float64 ``[num_sums]``, if ``audited``.
+    def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> None:
+        """Step tensors in place, without gradients.
 
         Args:
             tensors: tensors of equal length: the words, the multipliers of rows, and the results of a matrix rule.
             values: the scalars of ``CONTROL`` and of the rule, float32 or float64.
             seed: 0-d int32.
         """
-        first = tensors[0]
-        if not first.numel() or (values.is_cpu and values[CONTROL.index("skip")]):
-            return values.new_zeros(self.num_sums, dtype=torch.float64) if audited else None
-        run = self._version(tensors, values, seed, audited)
-        self.ran_compiled = run is not None
-        on_cpu, step = values.is_cpu, self._audited if audited else self._plain
-        if run is None:
-            size = chunk_size(first.device)
-        elif audited or not self.one_loop:
-            size = (self.AUDIT if self.one_loop else chunk_size(first.device)) if on_cpu else self.AUDIT_ON_GPU
-        else:
-            run(*tensors, values, seed)
-            return None
-        rows, total = max(1, size // first[0].numel()), None
-        for start in range(0, len(first), rows):
-            chunk = [tensor[start : start + rows] for tensor in tensors]
+        self.ran_compiled = self._call(0, tensors, values, seed)[0]
+
+    def audit(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> Tensor:
+        """Return the audit's sums over each row of words, or over flat words: float64 ``[num_sums, rows]``. Write nothing."""
+        none = values.new_zeros(self.num_sums, 0, dtype=torch.float64)
+        parts = self._call(1, tensors, values, seed)[1]
+        return torch.cat([none, *(part.double().view(self.num_sums, -1) for part in parts)], 1)
+
+    def _call(self, which: int, tensors: Sequence[Tensor], values: Tensor, seed: Tensor) -> tuple[bool, list[Tensor]]:
+        """Call the step or its audit. Return whether compiled code ran, and the results."""
+        first, function = tensors[0], steps_of(self.rule, self.storage)[which]
+        if not first.numel():
+            return False, []
+        one_loop = self.one_loop and not which
+        run = self._compiled(function, tensors, values, seed, one_loop=one_loop, exact=not which)
+        if run is not None and self.one_loop:
+            return True, [run(*tensors, values, seed)]
+        size, results = max(1, chunk_size(first.device) // first[0].numel()), []
+        for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             # A trace for many rows is wrong for one row.
-            sums = (step if run is None or not run.accepts([*chunk, values, seed]) else run)(*chunk, values, seed)
-            total = sums if total is None else total + sums
-        return total if audited else None
+            arguments = [*chunk, values, seed]
+            results.append((run if run is not None and run.accepts(arguments) else function)(*arguments))
+        return run is not None, results
 
     def compiles_for(self, device: torch.device) -> bool:
         """Return whether to use compiled code on a device.
@@ -258,28 +254,17 @@ class Kernel:
         """
         return self.compile and self.storage.arithmetic != "float64" and not (self.is_matrix and device.type == "cpu")
 
-    def _version(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, audited: bool) -> Compiled | None:
-        """Return the compiled step, or ``None`` if there is none for such tensors."""
+    def _compiled(
+        self, function: Step, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, **options: bool
+    ) -> Compiled | None:
+        """Return the compiled function, or ``None`` if there is none for such tensors."""
         if not self.compiles_for(values.device) or min(tensors[0].shape) <= 1:
             return None
-        key, arguments = (values.device, audited, torch.get_num_threads()), [*tensors, values, seed]
-        if key not in self._compiled or not ((run := self._compiled[key]) is None or run.accepts(arguments)):
-            step = self._audited if audited else self._plain
-            # Prove it at scalars that all count: in its first step a run may skip, or have a rate or a decay of 0.
-            proof = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype, device="cpu")
-            proof[: len(CONTROL)] = torch.tensor([1.0, 0.0], device="cpu")
-            self._compiled[key] = compiled(
-                step,
-                [*tensors, proof.to(values.device), seed],
-                exact=not audited,
-                one_loop=self.one_loop and not audited,
-            )
-        return self._compiled[key]
 
-    def run_bucket(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
-        """Take an audited step of a bucket, uncompiled. Return the audits, float64 ``[segments, num_sums]``."""
-        if values.is_cpu and values[CONTROL.index("skip")]:
-            return values.new_zeros(len(segments), self.num_sums, dtype=torch.float64)
-        self.ran_compiled = False
-        table = self._by_word(*tensors, values, seed)
-        return torch.stack([table[:, segment].sum(1) for segment in segments])
+        def proof() -> list[Tensor]:
+            """Return scalars that all count: in its first step a run may skip, or have a rate or a decay of 0."""
+            scalars = torch.linspace(0.1, 0.9, len(values), dtype=values.dtype, device="cpu")
+            scalars[: len(CONTROL)] = torch.tensor([1.0, 0.0], device="cpu")
+            return [*tensors, scalars.to(values.device), seed]
+
+        return compiled(function, [*tensors, values, seed], proof=proof, **options)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, own_part, split_groups
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, half, random_bits
-from narrowgauge.optim import codes, layout
+from narrowgauge.optim import codes
 from narrowgauge.optim.codes import MANTISSA, Lane
 from narrowgauge.spec.storages import VISIBLE, Storage
 
@@ -71,7 +71,7 @@ def fill_states(states: Sequence[Any], seed: int, skip: Tensor) -> None:
         storage, keeps = state.storage, has_bits | (skip != 0)
         number = torch.tensor(step_seed(seed, 0), dtype=torch.int32, device=skip.device)  # steps count from 1
         for lanes, words in state.pieces():
-            filled = layout.with_fields(storage, lanes, [_filled(storage, lane, number) for lane in lanes])
+            filled = state.layout.with_fields(lanes, [_filled(storage, lane, number) for lane in lanes])
             for old, new in zip(words, filled, strict=True):
                 old.copy_(torch.where(keeps, old, new))
 

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from narrowgauge.numerics.chunks import PIECE
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
-from narrowgauge.optim import codes, layout
+from narrowgauge.optim import codes
 from narrowgauge.optim.codes import Lane
 from narrowgauge.optim.kernel import lanes_of
+from narrowgauge.optim.layout import Layout
 from narrowgauge.optim.rules.matrix import MatrixRule, Options, decay_of, matrix_shape
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.spec.storages import Storage
 
 
 def step_matrices(
@@ -171,7 +171,7 @@ class Piece:
         tensors: words, as a kernel takes them.
     """
 
-    storage: Storage
+    layout: Layout
     shape: tuple[int, ...]
     start: int
     tensors: list[Tensor]
@@ -179,25 +179,21 @@ class Piece:
     def elements(self, values: Tensor) -> list[Tensor]:
         """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows."""
         stop = self.start + self.tensors[0].shape[0]
-        if not layout.by_rows(self.storage):
-            per_word = layout.per_word(self.storage)
-            return [values.view(-1)[self.start * per_word : stop * per_word]]
-        group = layout.extent(self.storage, self.shape)[0]
-        matrix = values.view(layout.matrix_of(self.storage, self.shape))
-        return [
-            matrix[part * group + self.start : part * group + stop] for part in range(layout.num_parts(self.storage))
-        ]
+        if not self.layout.by_rows:
+            return [values.view(-1)[self.start * self.layout.per_word : stop * self.layout.per_word]]
+        group, matrix = self.layout.extent(self.shape)[0], values.view(self.layout.matrix(self.shape))
+        return [matrix[part * group + self.start : part * group + stop] for part in range(self.layout.num_parts)]
 
     def fill(self, values: Tensor, lanes: Sequence[Tensor]) -> None:
         """Write the values of each lane to their positions in a tensor of the parameter's shape."""
-        per_word = layout.per_word(self.storage)
+        per_word = self.layout.per_word
         for part, target in enumerate(self.elements(values)):
             joined = torch.stack(list(lanes[part * per_word : (part + 1) * per_word]), -1).flatten(-2)
             target.copy_(joined[tuple(map(slice, target.shape))])
 
     def pick(self, values: Tensor) -> list[Tensor]:
         """Return the values of each lane from a float32 tensor of the parameter's shape. Padding is zero."""
-        per_word, words = layout.per_word(self.storage), self.tensors[0].shape
+        per_word, words = self.layout.per_word, self.tensors[0].shape
         lanes: list[Tensor] = []
         for source in self.elements(values):
             padded = values.new_zeros(*words[:-1], words[-1] * per_word)
@@ -258,8 +254,9 @@ class MatrixStep:
                 states = self._average(lane)[1] if self.rule.beside else {}
                 decided += [change, *(states[name] for name in self.rule.beside)]
             tensors, numbers = [*chunk.tensors, *decided], self.numbers
-            sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
-            totals += [] if sums is None else [sums]
+            if numbers.audited:
+                totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
+            self.kernel.run(tensors, numbers.values, numbers.seed)
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
 
     def _average(self, lane: Lane) -> tuple[Tensor, dict[str, Tensor]]:
@@ -283,9 +280,9 @@ class MatrixStep:
         # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
         unit = 4 // math.gcd(row, 4)
-        size = max(least // (row * layout.num_lanes(self.storage)), -(-length // most), 1)
+        size = max(least // (row * state.layout.num_lanes), -(-length // most), 1)
         size = -(-size // unit) * unit
         for start in range(0, length, size):
             pieces = [tensor[start : start + size] for tensor in tensors]
-            yield Piece(self.storage, tuple(state.parameter.shape), start, pieces)
+            yield Piece(state.layout, tuple(state.parameter.shape), start, pieces)
         state.write_back(weight)

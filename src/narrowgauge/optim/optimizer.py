@@ -11,6 +11,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,19 +22,22 @@ from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.multi_tensor_squares import SquaresTable
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
-from narrowgauge.optim.clip import Finite, StepControl
+from narrowgauge.optim.clip import Decision, Finite, StepControl
 from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
+from narrowgauge.optim.multi_tensor import Launches, Table
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
-from narrowgauge.optim.state import NO_GRADIENT, ParameterState
+from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
     FLAGS,
+    HOW_TO_RUN,
+    check_captured,
     check_fits,
     check_in_use,
     check_one_device,
@@ -45,11 +49,11 @@ from narrowgauge.optim.validation import (
     check_visible,
     gradient_of,
     known_row,
-    refuse_capture,
 )
 from narrowgauge.spec.storages import Storage, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
-from narrowgauge.torch_names import HostCopy, plain_name
+from narrowgauge.torch_names import HostCopy, is_captured, plain_name
+from narrowgauge.triton_printer import launches_on
 
 Group = dict[str, Any]
 
@@ -84,8 +88,8 @@ class Optimizer(torch.optim.Optimizer):
             ``torch.amp.GradScaler`` works too. Do not pass it here.
         low_bits: how a weight begins that the model holds in 16 bits: ``"zero"``, or at a ``"random"`` place in its rounding cell
             (:mod:`narrowgauge.optim.low_bits`).
-        flags: ``amsgrad``, ``maximize``, ``fused``, ``foreach``, ``capturable``, ``differentiable`` of ``torch.optim``; false or
-            ``None``.
+        flags: of ``torch.optim``. ``amsgrad``, ``maximize``, ``differentiable`` are false or ``None``. ``fused``, ``foreach`` and
+            ``capturable`` change nothing: they ask for what is done.
 
     Raises:
         RecipeError: an option is out of range, the storage is unknown, parameters are not in its visible format, or the rule
@@ -109,7 +113,7 @@ class Optimizer(torch.optim.Optimizer):
         low_bits: str = "zero",
         **flags: bool | None,
     ) -> None:
-        if unknown := flags.keys() - set(FLAGS):
+        if unknown := flags.keys() - {*FLAGS, *HOW_TO_RUN}:
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
         check_options({**defaults, **flags}, rule)
         Range(is_integer=True).check("audit_every", audit_every)
@@ -132,12 +136,14 @@ class Optimizer(torch.optim.Optimizer):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._members: set[Tensor] = set()  # parameters that were the model's when it was named
         self._kernels: dict[tuple[str, Storage], Kernel] = {}
+        self._tables: dict[Kernel, Table] = {}
         self._control = StepControl(self._is_worth_compiling)
         self.loss_scaler = loss_scaler  # frameworks that make the scaler later set it before the first step
         self._stepped = False
         self._uncompiled: Callable[..., Any] | None = None
         # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
-        self._pending: tuple[HostCopy | None, list[ParameterState], Finite | None] | None = None
+        self._pending: tuple[HostCopy | Tensor | None, list[ParameterState], Finite | None] | None = None
+        self._captured: _Captured | None = None
         storage = known_row("word" if storage is None else storage).name
         super().__init__(params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits})
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
@@ -247,8 +253,8 @@ class Optimizer(torch.optim.Optimizer):
             kernel = self._kernel(rule, row)
             states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
             alike.setdefault((kernel, state.parameter.device), []).append(state)
-        for (kernel, _), members in alike.items():
-            layout.allocate_all(members, joined=not kernel.is_matrix)
+        for (kernel, device), members in alike.items():
+            allocate_all(members, joined=not kernel.is_matrix and not launches_on(device))
             for state in members:
                 state.begin()
         return states
@@ -407,11 +413,13 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._step()
-        self.num_calls += 1
+        if not is_captured():
+            self.num_calls += 1
         return loss
 
     def _step(self) -> None:
-        self.settle()
+        if not is_captured():
+            self.settle()
         for group in self.param_groups:
             check_step(group, self.rule)
         if not self._stepped:
@@ -422,7 +430,9 @@ class Optimizer(torch.optim.Optimizer):
         if not states:
             return
         device = check_one_device([state.parameter for state in states])
-        refuse_capture(device)
+        if is_captured():
+            self._capture(work, device)
+            return
         self._stepped = True
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
@@ -447,10 +457,12 @@ class Optimizer(torch.optim.Optimizer):
         self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
         with torch.autocast(device.type, enabled=False):  # it would round the operands of matrix rules
+            launches = Launches(self._tables)
             for group, members in work:
-                Stepper(group, control, self.auditor, self.audit_every).step(members)
-                for state in members:
-                    state.step += 1
+                Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
+            launches.run(control)
+        for state in states:
+            state.step += 1
         may_skip = norm is not None or found_inf is not None
         self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
         # A CPU has nothing to wait for. An audit that all ranks join is joined now: later, one rank may ask for it alone.
@@ -458,6 +470,57 @@ class Optimizer(torch.optim.Optimizer):
             self.settle()
         for state in states:
             state.gradient = NO_GRADIENT
+
+    def _capture(self, work: list[tuple[Group, list[ParameterState]]], device: torch.device) -> None:
+        """Record the kernels of a step in a CUDA graph. They take their numbers from :meth:`advance`."""
+        states = [state for _, members in work for state in members]
+        step_control, launches = StepControl(self._is_worth_compiling), Launches({})
+        gradients = [state.owner.grad for state in states if state.owner.grad is not None]
+        decision = step_control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
+        local = [state.gradient for state in states]
+        self._captured = _Captured(work, local, step_control.table, launches.tables, decision)
+        refused = self._captured.take(self.auditor, launches)
+        check_captured(states, refused, self.loss_scaler or getattr(self, "found_inf", None))
+        launches.run(decision.control, sends=False)
+        self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
+        for state in states:
+            state.gradient = NO_GRADIENT
+
+    def advance(self) -> None:
+        """Prepare the next replay of the CUDA graph that has captured :meth:`step`. The replay is then the next step.
+
+        The numbers of the step, such as learning rates and seed, are copied to the device. Steps in a graph are not audited. With
+        clipping this waits for the last replay, since a skipped step does not count.
+
+        Raises:
+            RecipeError: no graph has captured a step.
+
+        Example:
+            >>> graph = torch.cuda.CUDAGraph()  # doctest: +SKIP
+            >>> with torch.cuda.graph(graph):  # doctest: +SKIP
+            ...     model(batch).sum().backward()
+            ...     optimizer.step()
+            >>> for _ in range(10):  # doctest: +SKIP
+            ...     optimizer.advance()
+            ...     graph.replay()
+        """
+        self.settle()
+        captured = self._captured
+        if captured is None:
+            raise RecipeError("Cannot advance because no CUDA graph has captured a step.", "Call step() in the graph.")
+        states, launches = [state for _, members in captured.work for state in members], Launches(captured.tables)
+        for state, gradient in zip(states, captured.gradients, strict=True):
+            state.gradient = gradient
+        captured.take(self.auditor, launches)
+        with torch.no_grad():
+            launches.run(captured.decision.control, launches=False)
+            captured.squares.send()
+        for state in states:
+            state.step += 1
+            state.gradient = NO_GRADIENT
+        self.num_calls += 1
+        skip = None if captured.decision.norm is None else captured.decision.control[1]
+        self._pending = (skip, states, captured.decision.finite)
 
     def _with_gradient(self, group: Group) -> list[ParameterState]:
         """Set the gradients of a group's states, and return the states that have one."""
@@ -503,9 +566,7 @@ class Optimizer(torch.optim.Optimizer):
         if not auditor.fresh:
             return
         self.last_audit = auditor.collect()
-        names = self.parameter_names()
-        storages = {p: state.storage for p in names if (state := self.state_of(p)) is not None}
-        if alarms := auditor.alarms(names, storages):
+        if alarms := auditor.alarms(self.parameter_names, self.storage_of):
             self.on_alarm(alarms)
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
@@ -557,6 +618,24 @@ class Optimizer(torch.optim.Optimizer):
         """Replace states and groups. ``load_state_dict`` calls this."""
         super().__setstate__(state)
         self._pending, self.auditor = None, Auditor(join=self.auditor.join)
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """Hold what a captured step reads: its states and gradients, the tables that its kernels read, and its decision."""
+
+    work: list[tuple[Group, list[ParameterState]]]
+    gradients: list[Tensor]
+    squares: SquaresTable
+    tables: dict[Kernel, Table]
+    decision: Decision
+
+    def take(self, auditor: Auditor, launches: Launches) -> list[ParameterState]:
+        """Set the numbers of the next step. Return the states that a launch cannot step."""
+        steppers = [
+            (Stepper(group, self.decision.control, auditor, 0, launches), members) for group, members in self.work
+        ]
+        return [state for stepper, members in steppers for state in launches.take(stepper, members)]
 
 
 def unnamed(place: int) -> str:

@@ -7,15 +7,22 @@ depends only on its own gradients. All rows of all matrices are bounded at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import CONTROL, Kernel
+from narrowgauge.optim.layout import Bucket
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.state import ParameterState, peaks_of_all, weight_bound
+from narrowgauge.optim.state import ParameterState, padded_rows, peaks_of_all, weight_bound
+from narrowgauge.spec.storages import Storage
+
+LEAST_COMPILED = 1 << 14
+"""Bound fewer rows uncompiled: the compiler takes seconds."""
 
 
 def new_bounds(
@@ -38,28 +45,54 @@ def new_bounds(
     return new
 
 
-def bound_rows(kernel: Kernel, batch: Sequence[ParameterState], values: Tensor) -> None:
-    """Set the new row bounds and this step's scales of one kernel's states, which have their gradients.
+def scales_of_rows(
+    rule: Rule, storage: Storage, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
+) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return for each scaled code the bounds of rows after a step, and its multipliers into the window and back.
+
+    The arguments are those of :func:`new_bounds`. A skipped step keeps its bounds.
+    """
+    new, skip = new_bounds(rule, slopes, weights, old, values), values[CONTROL.index("skip")] != 0
+    scales = {}
+    for name, before in old.items():
+        code, bound = storage.code(name), torch.where(skip, before, new[name])
+        scales[name] = bound, codes.multipliers(code, bound)[0], codes.multipliers(code, before)[1]
+    return scales
+
+
+def bound_rows(kernel: Kernel, batch: Sequence[ParameterState | Bucket], values: Tensor) -> None:
+    """Set the new row bounds and this step's scales of one kernel's states and buckets, which have their gradients.
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
     """
     rule, storage = kernel.rule, kernel.storage
     assert isinstance(rule, Rule)  # matrix rules refuse scales by row
-    slopes = peaks_of_all(batch, [state.gradient for state in batch]).view(-1)
+    memory = {name: [member.scales[name].flatten(1) for member in batch] for name in storage.scaled}
+    sizes = [scales.shape[1] for scales in memory[storage.scaled[0]]]
+    groups = [member.column_groups for member in batch]
+
+    def peaks(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(map(padded_rows, peaks_of_all(kernel, tensors, groups), sizes)))
+
+    slopes = peaks([member.gradient for member in batch])
     weights = torch.zeros_like(slopes)
     if rule.coupled or "weight" in storage.scaled:
-        weights = peaks_of_all(batch, [state.parameter.detach() for state in batch]).view(-1)
-    old = {name: torch.cat([state.bounds[name] for state in batch]).view(-1) for name in storage.scaled}
-    new = new_bounds(rule, slopes, weights, old, values)
-    skip = values[CONTROL.index("skip")] != 0
-    sizes = [len(state.bounds[storage.scaled[0]]) for state in batch]
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for name, before in old.items():
-        code, bound = storage.code(name), torch.where(skip, before, new[name])
-        scale = bound, codes.multipliers(code, bound)[0], codes.multipliers(code, before)[1]
-        for memory in zip(*((state.bounds[name], *state.multipliers[name]) for state in batch), strict=True):
-            targets += memory
-        for rows in scale:
-            sources += rows.view(-1, 1).split(sizes)
-    torch._foreach_copy_(targets, sources)
+        weights = peaks([member.parameter.detach() for member in batch])
+    old = {name: torch.cat([scales[0] for scales in tensors]) for name, tensors in memory.items()}
+    arguments = [slopes, weights, *old.values(), values]
+    function = table_of_scales(rule, storage)
+    is_worth_it = len(slopes) >= LEAST_COMPILED and kernel.compiles_for(slopes.device)
+    table = compiled_for_pattern(function, *arguments) if is_worth_it else function(*arguments)
+    for name, scales in zip(old, table, strict=True):
+        torch._foreach_copy_(memory[name], scales.split(sizes, 1))
+
+
+@lru_cache(None)
+def table_of_scales(rule: Rule, storage: Storage) -> Callable[..., list[Tensor]]:
+    """Return :func:`scales_of_rows` as a function of tensors, one object for each rule and storage."""
+
+    def function(slopes: Tensor, weights: Tensor, *rest: Tensor) -> list[Tensor]:
+        old = dict(zip(storage.scaled, rest[:-1], strict=True))
+        return [torch.stack(s) for s in scales_of_rows(rule, storage, slopes, weights, old, rest[-1]).values()]
+
+    return function

@@ -7,8 +7,10 @@ copies, :meth:`ParameterState.take` restores them bit for bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,9 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.chunks import chunk_size
 from narrowgauge.numerics.dtensor import largest_over_ranks, local_of, placed_like, sendable, split_groups
 from narrowgauge.numerics.rounding import half, narrowed
-from narrowgauge.optim import codes, layout
+from narrowgauge.optim import codes
 from narrowgauge.optim.kernel import Kernel, lanes_of
-from narrowgauge.optim.layout import Bucket
+from narrowgauge.optim.layout import ALIGNMENT, Bucket, buckets_of, joins_bucket, layout_of
 from narrowgauge.optim.rules.matrix import MatrixState
 from narrowgauge.spec.storages import FLOAT32, Code, Storage
 
@@ -47,13 +49,12 @@ class ParameterState:
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
         made_for: its shape, dtype and device.
         words: the words of each plane, by plane name.
-        bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A rounded
-            value may exceed it: the window ends at 1.7 times the power of two above.
+        scales: for each code scaled by row, bounds on the exact values of a row, and in this step the factors into its window and
+            back: float32 ``[3, parts, rows, 1]``. A rounded value may exceed its bound: the window ends at 1.7 times the power of
+            two above.
         extras: the tensors of separate states, by state.
         extra_bounds: the largest magnitude of each row of a separate state whose code is scaled by row, float32 ``[…, rows, 1]``.
         step: number of steps taken.
-        multipliers: for each code scaled by row, the factors into and out of its window in this step, float32 ``[rows, 1]``.
-        scales: the same memory in the kernel's order.
         gradient: set during a step.
         requested: the storage name in its param group.
         bucket: shared with other small parameters.
@@ -70,12 +71,13 @@ class ParameterState:
         self.owner, self.parameter = owner, local_of(owner)
         self.made_for = self.parameter.shape, self.parameter.dtype, self.parameter.device
         self.storage, self.kernel, self.requested = storage, kernel, requested
+        self.layout = layout_of(storage)
+        self.extent = self.layout.extent(self.parameter.shape)
+        self.num_words, self.kind = math.prod(self.extent), (kernel, self.extent[1:])
         self.words: dict[str, Tensor] = {}
-        self.bounds: dict[str, Tensor] = {}
-        self.multipliers: dict[str, tuple[Tensor, Tensor]] = {}
+        self.scales: dict[str, Tensor] = {}
         self.bucket: Bucket | None = None
         self.step, self.gradient = 0, NO_GRADIENT
-        self.scales: list[Tensor] = []
         self._extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
@@ -86,16 +88,9 @@ class ParameterState:
                 self.extra_bounds[name] = self.extras[name].new_zeros((*extra.shape[:-1], 1), dtype=torch.float32)
 
     def begin(self) -> None:
-        """Set the bounds and the master from the parameter. Allocate words first."""
-        shape, device = self.parameter.shape, self.parameter.device
-        for name in self.storage.scaled:
-            (into, parts_into), (back, parts_back) = (
-                layout.scales_of_rows(self.storage, shape, device) for _ in range(2)
-            )
-            self.bounds[name], self.multipliers[name] = torch.zeros_like(into), (into, back)
-            self.scales += [part for pair in zip(parts_into, parts_back, strict=True) for part in pair]
-        if "weight" in self.bounds:
-            self.bounds["weight"].copy_(weight_bound(peaks_of_all([self], [self.parameter.detach()])))
+        """Set the bounds and the master from the parameter. Allocate memory first."""
+        if "weight" in self.scales:
+            self._set_bounds("weight", self.parameter.detach())
         if self.storage.master:
             addend = half(codes.dropped_bits(self.storage.weight))
             for lanes, words in self.pieces():
@@ -103,7 +98,7 @@ class ParameterState:
                 masters = [
                     codes.write_weight(self.storage, *pair, addend)[1] for pair in zip(lanes, values, strict=True)
                 ]
-                torch._foreach_copy_(words, layout.with_fields(self.storage, lanes, masters))
+                torch._foreach_copy_(words, self.layout.with_fields(lanes, masters))
 
     # ── what a checkpoint holds ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,8 +127,8 @@ class ParameterState:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""
         shape = self.parameter.shape
         planes = {
-            plane.name: layout.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
-            for plane in layout.planes(self.storage)
+            plane.name: self.layout.to_parameter_order(plane, self.words[plane.name], shape)
+            for plane in self.layout.planes
         }
         bounds = {f"{name}_bound": bound.reshape(*shape[:-1], 1).clone() for name, bound in self.bounds.items()}
         return {**planes, **bounds, **{name: value.clone() for name, value in self.tensors_of_extras().items()}}
@@ -141,11 +136,11 @@ class ParameterState:
     def take(self, values: Mapping[str, Tensor]) -> None:
         """Fill the state from the tensors of :meth:`in_parameter_order`."""
         shape = tuple(self.parameter.shape)
-        for plane in layout.planes(self.storage):
+        for plane in self.layout.planes:
             value = self._checked(values, plane.name, plane.dtype, shape)
-            self.words[plane.name].copy_(layout.from_parameter_order(self.storage, plane, value))
-        for name, bound in self.bounds.items():
-            bound.copy_(self._checked(values, f"{name}_bound", bound.dtype, (*shape[:-1], 1)).reshape(bound.shape))
+            self.words[plane.name].copy_(self.layout.from_parameter_order(plane, value))
+        for name in self.scales:
+            self.set_bound(name, self._checked(values, f"{name}_bound", torch.float32, (*shape[:-1], 1)))
         for name, tensor in self.tensors_of_extras().items():
             tensor.copy_(self._checked(values, name, tensor.dtype, tuple(tensor.shape)))
 
@@ -161,6 +156,17 @@ class ParameterState:
             )
         return value
 
+    @property
+    def bounds(self) -> dict[str, Tensor]:
+        """Return for each code scaled by row the bounds, float32 ``[rows, 1]``."""
+        num_rows = self.layout.matrix(self.parameter.shape)[0]
+        return {name: scales[0].reshape(-1, 1)[:num_rows] for name, scales in self.scales.items()}
+
+    def set_bound(self, name: str, rows: Tensor) -> None:
+        """Set the bounds of a code, a number for each row."""
+        bound = self.scales[name][0]
+        bound.copy_(padded_rows(rows.reshape(-1), bound.numel()).view(bound.shape))
+
     def tensors_of_extras(self) -> dict[str, Tensor]:
         """Return the tensors of all extras, by saved name."""
         bounds = {f"{name}_bound": bound for name, bound in self.extra_bounds.items()}
@@ -173,7 +179,7 @@ class ParameterState:
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each live tensor with its fields: states, then the weight under ``""``, then its tail."""
         beside: list[tuple[str, Tensor]] = []
-        for plane in layout.planes(self.storage):
+        for plane in self.layout.planes:
             fields = [name for name, _, _ in plane.fields]
             entry = ", ".join(fields), self.words[plane.name].view(plane.dtype)
             if set(fields) <= set(self.storage.beside):
@@ -213,9 +219,9 @@ class ParameterState:
         """Return the first ``count`` values of :meth:`stored`, if the name is stored. Storages in rows are unpacked whole."""
         if name != "weight" and name not in dict(self.storage.states):
             return None
-        if layout.by_rows(self.storage):
+        if self.layout.by_rows:
             return self.stored(name).reshape(-1)[:count]
-        lanes = layout.num_lanes(self.storage)
+        lanes = self.layout.num_lanes
         places = -(-count // lanes)
         weight = self.parameter.detach().reshape(-1)[: places * lanes]
         part = ParameterState(torch.nn.functional.pad(weight, (0, -len(weight) % lanes)), self.storage, self.kernel)
@@ -264,67 +270,102 @@ class ParameterState:
 
     def _lane(self) -> codes.Lane:
         """Return the state as one lane in the parameter's order, as a matrix or flat."""
-        matrix = layout.matrix_of(self.storage, self.parameter.shape)
+        matrix = self.layout.matrix(self.parameter.shape)
         scales = {n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
         weight = self.parameter.detach().float().reshape(matrix).contiguous()
         visible = codes.visible_bits(self.storage.visible, weight)
-        fields = layout.fields_of(self.storage, self.words, self.parameter.shape)
+        fields = self.layout.fields_of(self.words, self.parameter.shape)
         return codes.Lane(visible, visible.new_zeros(()), fields, scales)  # no gradient: only a step has one
 
     def _as_matrix(self, name: str, values: Tensor) -> Tensor:
         """Return values as a matrix, and set the bounds of their rows."""
-        matrix = layout.matrix_of(self.storage, self.parameter.shape)
-        value = values.detach().to(codes.value_dtype(self.storage)).contiguous().reshape(matrix)
-        if name in self.bounds:
-            peaks = peaks_of_all([self], [value])
-            self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
-        return value
+        value = values.detach().to(codes.value_dtype(self.storage)).contiguous()
+        if name in self.scales:
+            self._set_bounds(name, value)
+        return value.reshape(self.layout.matrix(value.shape))
+
+    def _set_bounds(self, name: str, values: Tensor) -> None:
+        (peaks,) = peaks_of_all(self.kernel, [values], [self.column_groups])
+        self.set_bound(name, weight_bound(peaks) if name == "weight" else peaks)
+
+    @property
+    def column_groups(self) -> list[Any]:
+        """Return the process groups that share the rows of this state's parameter."""
+        return split_groups(self.owner, columns=True)
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
-        layout.set_fields(self.storage, self.words, self.parameter.shape, fields)
+        self.layout.set_fields(self.words, self.parameter.shape, fields)
 
-    def move_words(self, words: dict[str, Tensor]) -> None:
-        """Move the state to other memory, which is zero for a new state."""
-        for name, before in self.words.items():
-            words[name].copy_(before)
-        self.words = words
-        self.__dict__.pop("plane_words", None)
+    def move(self, words: dict[str, Tensor], scales: dict[str, Tensor]) -> None:
+        """Move the state to other memory, which is as new for a new state."""
+        for new, old in ((words, self.words), (scales, self.scales)):
+            for name, before in old.items():
+                new[name].copy_(before)
+        self.words, self.scales = words, scales
+        self.__dict__.pop("beside", None)
 
     # ── as a kernel takes it ────────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
-    def plane_words(self) -> list[Tensor]:
-        """Return the state tensors in the kernel's order."""
-        return layout.tensors_of_planes(self.storage, self.words)
+    def beside(self) -> list[Tensor]:
+        """Return the words of the planes and the factors of rows, as a kernel takes them."""
+        return self.layout.in_order(self.words, self.scales)
 
     def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
         """Return parameter, gradient and states as the kernel's words: in place, or else as copies.
 
         After a step of copies, pass the second result to :meth:`write_back`. It is ``None`` in place.
         """
-        beside = [*self.plane_words, *self.scales]
-        weights, slopes = (layout.parts_of(self.storage, x) for x in (self.parameter.detach(), self.gradient))
-        if weights is not None and slopes is not None and all(map(layout.is_aligned, [*weights, *slopes, *beside])):
-            return [*weights, *slopes, *beside], None
-        weight, weights = layout.copied_words(self.storage, self.parameter.detach())
-        _, slopes = layout.copied_words(self.storage, self.gradient)
-        return [*weights, *slopes, *beside], weight
+        weights, slopes = (self.layout.in_place(x) for x in (self.parameter.detach(), self.gradient))
+        if weights is not None and slopes is not None:
+            tensors = [*weights, *slopes, *self.beside]
+            # On a GPU compiled code writes 16 bytes at a time.
+            if self.parameter.is_cpu or all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+                return tensors, None
+        weight, weights = self.layout.copied(self.parameter.detach())
+        _, slopes = self.layout.copied(self.gradient)
+        return [*weights, *slopes, *self.beside], weight
 
     def pieces(self) -> Iterator[tuple[list[codes.Lane], list[Tensor]]]:
         """Yield the lanes of some elements at a time, and the words of their planes: a walk that takes little memory."""
         tensors, _ = self.kernel_tensors()
         if not self.parameter.numel():
             return
-        first, rows = 2 * layout.num_parts(self.storage), max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
-        end = first + len(self.plane_words)
+        first, rows = 2 * self.layout.num_parts, max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
+        end = first + sum(map(self.layout.num_tensors, self.layout.planes))
         for start in range(0, len(tensors[0]), rows):
             chunk = [tensor[start : start + rows] for tensor in tensors]
             yield lanes_of(self.storage, chunk[:end], chunk[end:]), chunk[first:end]
+
+    @property
+    def members(self) -> list[ParameterState]:
+        """Return this state, as a bucket returns its members."""
+        return [self]
+
+    def audited_rows(self, turn: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which rows of words audit number ``turn`` reads, and their members (0) and numbers of elements."""
+        period, width = self.layout.audit(self.parameter.shape)
+        num_rows = self.extent[0] if self.layout.by_rows else self.extent[0] // ALIGNMENT
+        place = torch.arange(turn % period, num_rows, period, device=self.parameter.device)
+        elements = (self.parameter.numel() - place * width).clamp(0, width)
+        return place, torch.zeros_like(place), elements
 
     def write_back(self, weight: Tensor | None) -> None:
         """Write the copy of the weight that a step has changed."""
         if weight is not None:
             self.parameter.detach().copy_(weight.reshape(self.parameter.shape))
+
+
+def allocate_all(states: Sequence[ParameterState], *, joined: bool) -> None:
+    """Allocate memory for states of one kernel and device. Small ones share buckets if ``joined``."""
+    small = []
+    for state in states:
+        if joined and joins_bucket(state):
+            small.append(state)
+        else:
+            state.words = state.layout.allocate(state.extent, state.parameter.device)
+            state.scales = state.layout.allocate_scales(state.extent[0], state.parameter.device)
+    buckets_of(small)
 
 
 def extra_code(storage: Storage, role: str | None) -> Code:
@@ -337,24 +378,28 @@ def weight_bound(peaks: Tensor) -> Tensor:
     return (peaks * 2.0).clamp(min=SMALLEST_BOUND)
 
 
-def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order.
+def padded_rows(rows: Tensor, count: int) -> Tensor:
+    """Append zeros to numbers of rows."""
+    return rows if len(rows) == count else torch.nn.functional.pad(rows, (0, count - len(rows)))
 
-    Ranks that split the columns of a parameter share its rows: all of them call this, and get the same magnitudes.
+
+def peaks_of_all(kernel: Kernel, values: Sequence[Tensor], groups: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Return the largest magnitude of each row of each tensor, float32 ``[rows]``.
+
+    ``groups`` are the process groups that share a tensor's rows. All their ranks call this, and get the same magnitudes.
     """
     # As integers, in which a NaN is the largest.
-    peaks = [_peaks(*pair).view(torch.int32) for pair in zip(states, values, strict=True)]
-    peaks = largest_over_ranks(peaks, [split_groups(state.owner, columns=True) for state in states])
-    return torch.cat(peaks).view(torch.float32).unsqueeze(1)
+    peaks = [_peaks(kernel, tensor).view(torch.int32) for tensor in values]
+    return [rows.view(torch.float32) for rows in largest_over_ranks(peaks, groups)]
 
 
-def _peaks(state: ParameterState, values: Tensor) -> Tensor:
-    matrix = values.contiguous().view(layout.matrix_of(state.storage, values.shape))
+def _peaks(kernel: Kernel, values: Tensor) -> Tensor:
+    matrix = values.contiguous().view(layout_of(kernel.storage).matrix(values.shape))
     if not values.numel():
         return values.new_zeros(len(matrix), dtype=torch.float32)
     if values.numel() < LEAST_COMPILED:
         return _row_maxima(matrix)
-    if matrix.dtype is torch.bfloat16 and min(matrix.shape) > 1 and state.kernel.compiles_for(matrix.device):
+    if matrix.dtype is torch.bfloat16 and min(matrix.shape) > 1 and kernel.compiles_for(matrix.device):
         compiled: Tensor = compiled_for_pattern(_row_maxima, matrix)
         return compiled
     return torch.cat([_row_maxima(rows) for rows in matrix.split(max(1, PIECE_WORDS // matrix.shape[1]))])

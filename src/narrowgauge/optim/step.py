@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim import codes
-from narrowgauge.optim.audit import Auditor, audited_parts
+from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import Kernel, least_decay
 from narrowgauge.optim.layout import Bucket, buckets_of
 from narrowgauge.optim.low_bits import fill_states
 from narrowgauge.optim.matrix_step import step_matrices
+from narrowgauge.optim.multi_tensor import Launches
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.torch_names import to_device
@@ -51,20 +53,24 @@ def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tenso
 class Stepper:
     """Take one step of one param group. ``control`` holds the scalars of ``CONTROL``, ``[2]``."""
 
-    def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
+    def __init__(
+        self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int, launches: Launches
+    ) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
+        self._launches = launches
         self._numbers: dict[tuple[str, int, torch.dtype], Numbers] = {}
 
-    def numbers(self, state: ParameterState) -> Numbers:
-        """Return the scalars and the seed of a state's next step."""
-        kernel, count = state.kernel, state.step + 1
-        key = kernel.rule.name, count, codes.value_dtype(state.storage)
+    def numbers(self, work: ParameterState | Bucket) -> Numbers:
+        """Return the scalars and the seed of the next step of a state or bucket."""
+        kernel, count = work.kernel, work.step + 1
+        dtype = codes.value_dtype(kernel.storage)
+        key = kernel.rule.name, count, dtype
         if key not in self._numbers:
             device = self.control.device
             scalars = [1.0, 0.0, *kernel.rule.prepare(self.group, count)]
             seed, values = on_device(
                 torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"),
-                torch.tensor(scalars, dtype=codes.value_dtype(state.storage), device="cpu"),
+                torch.tensor(scalars, dtype=dtype, device="cpu"),
                 device,
             )
             values[:2] = self.control
@@ -78,60 +84,51 @@ class Stepper:
         """
         if self.group.get("low_bits") == "random":
             fill_states([state for state in states if state.step == 0], self.group["seed"], self.control[1])
-        small: dict[tuple[Kernel, int], list[ParameterState]] = {}
-        elementwise: list[ParameterState] = []
-        matrices: list[ParameterState] = []
-        for state in states:
-            if state.bucket is not None:
-                small.setdefault((state.kernel, state.step), []).append(state)
-            else:
-                (matrices if state.kernel.is_matrix else elementwise).append(state)
-        for state, sums in step_matrices(matrices, self.group, self.numbers):
-            self._note(state, sums, state.parameter.numel())
-        self._bound_rows(elementwise)
-        for members in small.values():
-            for bucket in buckets_of(members):
-                self._step_bucket(bucket)
-        for state in elementwise:
-            (tensors, weight), numbers = state.kernel_tensors(), self.numbers(state)
+        if self.control.is_cpu and self.control[1]:
+            return  # skipped
+        buckets: list[Bucket] = buckets_of([state for state in states if state.bucket is not None])
+        alone = [state for state in states if state.bucket is None and not state.kernel.is_matrix]
+        alone = self._launches.take(self, alone)
+        for state, sums in step_matrices(
+            (state for state in states if state.kernel.is_matrix), self.group, self.numbers
+        ):
+            self.note([state], sums.unsqueeze(0), sums.new_full((1,), state.parameter.numel()))
+        for bucket in buckets:
+            bucket.gather()
+        batch: list[ParameterState | Bucket] = [*buckets, *alone]
+        self._bound_rows(batch)
+        for work in batch:
+            (tensors, weight), numbers = work.kernel_tensors(), self.numbers(work)
             if numbers.audited:
-                self._step_audited(state, tensors, numbers)
-            else:
-                state.kernel.run(tensors, numbers.values, numbers.seed)
-            state.write_back(weight)
+                self._audit(work, tensors, numbers)
+            work.kernel.run(tensors, numbers.values, numbers.seed)
+            work.write_back(weight)
 
-    def _step_bucket(self, bucket: Bucket) -> None:
-        kernel, numbers = bucket.members[0].kernel, self.numbers(bucket.members[0])
-        bucket.gather()
-        if numbers.audited:
-            rows = kernel.run_bucket(bucket.tensors, numbers.values, numbers.seed, bucket.segments)
-            for member, sums in zip(bucket.members, rows, strict=True):
-                self._note(member, sums, member.parameter.numel())
-        else:
-            kernel.run(bucket.tensors, numbers.values, numbers.seed)
-        bucket.scatter()
+    def _audit(self, work: ParameterState | Bucket, tensors: Sequence[Tensor], numbers: Numbers) -> None:
+        """Pass the sums of each member over some of its rows to the auditor, before they are stepped."""
+        rows, member, elements = work.audited_rows((work.step + 1) // self.audit_every)
+        copies = [work.layout.rows(tensor).index_select(0, rows) for tensor in tensors]
+        table = work.kernel.audit(copies, numbers.values, numbers.seed)
+        sums = table.new_zeros(len(work.members), len(table) + 1)
+        sums.index_add_(0, member, torch.cat([table, elements.to(table).unsqueeze(0)]).t())
+        self.note(work.members, sums[:, :-1], sums[:, -1])
 
-    def _step_audited(self, state: ParameterState, tensors: Sequence[Tensor], numbers: Numbers) -> None:
-        turn, length = (state.step + 1) // self.audit_every, len(tensors[0])
-        for part, watched in audited_parts(length, turn, tensors[0][0].numel() if length else 1):
-            chunk = [tensor[part] for tensor in tensors]
-            sums = state.kernel.run(chunk, numbers.values, numbers.seed, audited=watched)
-            if sums is not None:
-                self._note(state, sums, state.parameter.numel() * (part.stop - part.start) // max(1, length))
+    def note(self, states: Sequence[ParameterState], sums: Tensor, num_elements: Tensor) -> None:
+        """Pass the sums over some elements of states of one kernel and step count to the auditor, with the host's own sums."""
+        missing = sums.new_zeros(len(sums), len(KERNEL_SUMS) - sums.shape[1])
+        spacings = num_elements * self.audited_spacings(states[0])
+        rows = torch.cat([sums, missing, num_elements.unsqueeze(1), spacings.unsqueeze(1)], 1)
+        self.auditor.fresh.append(([state.owner for state in states], rows))
 
-    def _note(self, state: ParameterState, sums: Tensor, num_elements: int) -> None:
-        """Pass a kernel's sums over some elements of a parameter to the auditor, with the host's own sums."""
+    def audited_spacings(self, state: ParameterState) -> float:
+        """Return the decay that an audit looks for in the next step, in ulps of an element. It is 0 without decay."""
         decay = state.kernel.decay(self.group, state.step + 1)
-        audited = max(decay, least_decay(state.storage)) if decay > 0 else 0.0
-        counts = float(num_elements), num_elements * audited * state.storage.weight.spacings
-        self.auditor.fresh.append((state.owner, sums, counts))
+        return max(decay, least_decay(state.storage)) * state.storage.weight.spacings if decay > 0 else 0.0
 
-    # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _bound_rows(self, states: Sequence[ParameterState]) -> None:
-        batches: dict[tuple[Kernel, Numbers], list[ParameterState]] = {}
-        for state in states:
-            if state.storage.scaled:
-                batches.setdefault((state.kernel, self.numbers(state)), []).append(state)
-        for (kernel, numbers), batch in batches.items():
-            bound_rows(kernel, batch, numbers.values)
+    def _bound_rows(self, batch: Sequence[ParameterState | Bucket]) -> None:
+        alike: dict[tuple[Kernel, Numbers], list[ParameterState | Bucket]] = {}
+        for work in batch:
+            if work.scales:
+                alike.setdefault((work.kernel, self.numbers(work)), []).append(work)
+        for (kernel, numbers), members in alike.items():
+            bound_rows(kernel, members, numbers.values)

@@ -19,7 +19,7 @@ from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
-from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
+from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, is_captured, plain_name, was_taken_by_fsdp
 
 if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
 
-FLAGS = ("amsgrad", "maximize", "fused", "foreach", "capturable", "differentiable")
+FLAGS = ("amsgrad", "maximize", "differentiable")
 """Options of ``torch.optim`` that no rule here has. They may be false or ``None``."""
+HOW_TO_RUN = ("fused", "foreach", "capturable")
+"""Options of ``torch.optim`` for what is done anyway."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
 
 
@@ -55,7 +57,7 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
         if options.get(name):
             raise RecipeError(
                 f"{name} = {options[name]} was requested, which this optimizer does not have.",
-                "Leave it out. Every step here is one fused kernel, and minimizes.",
+                "Leave it out.",
             )
     if rule == PLAIN_SGD and options.get("momentum"):
         raise RecipeError(
@@ -83,12 +85,22 @@ def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def refuse_capture(device: torch.device) -> None:
-    """Refuse a step that a CUDA graph records."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def refuse_capture() -> None:
+    """Refuse to add gradients up in a CUDA graph."""
+    if is_captured():
         raise RecipeError(
-            "Cannot step while a CUDA graph is captured: each replay would repeat this step's learning rate and random bits.",
-            "Capture the forward and backward passes alone, and call optimizer.step() after each replay.",
+            "Cannot accumulate while a CUDA graph is captured: each replay would repeat this step's random bits.",
+            "Capture the forward and backward passes alone.",
+        )
+
+
+def check_captured(states: Sequence[ParameterState], refused: Sequence[ParameterState], scaler: object) -> None:
+    """Refuse a step that a CUDA graph cannot repeat. No launch takes the ``refused`` states."""
+    if refused or scaler is not None or any(state.step == 0 for state in states):
+        raise RecipeError(
+            "Cannot capture a parameter's first step, or a step that is more than one launch: of a matrix rule, of a scaled "
+            "loss, of columns that ranks split, or uncompiled.",
+            "Take a step before. Else capture the forward and backward passes alone, and call step() after each replay.",
         )
 
 

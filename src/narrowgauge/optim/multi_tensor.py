@@ -1,0 +1,490 @@
+"""One launch for all tensors of a (rule, storage): the step on a GPU.
+
+The definition of a step is traced and printed as the body of a Triton kernel (:mod:`narrowgauge.triton_printer`). Weights,
+gradients and states are read where they are, by their addresses:
+
+    table    int64 [tensors, width]     for each tensor its addresses and sizes, and its row of numbers
+    numbers  float32 [kinds, scalars]   the rule's scalars and the seed, for each param group and step count
+    tiles    int32 [programs]           the tensor of each program; a tensor's programs follow one another
+
+Table and numbers are one buffer, copied to the device once a step. A program steps ``BLOCK`` words, or in a storage of rows one
+row of each part. Where rows have scales, it reads the row's gradient twice: for the new bounds, then for the step.
+
+A tensor is *whole* if its rows are multiples of 16 bytes and begin at multiples of 16 bytes. The others are read in elements, by
+a second launch. An audited launch also sums the terms of each program. One more launch adds them by tensor, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from textwrap import indent
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.compile import can_compile
+from narrowgauge.edge_values import draw, same_numbers, with_nan
+from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.metrics import KERNEL_SUMS
+from narrowgauge.numerics.rounding import MAGNITUDE, bits_of
+from narrowgauge.optim import codes
+from narrowgauge.optim.kernel import CONTROL, Kernel, make_step
+from narrowgauge.optim.layout import lanes_of_weight, layout_of
+from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
+from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.state import ParameterState, allocate_all
+from narrowgauge.spec.storages import Storage
+from narrowgauge.torch_names import send, to_device
+from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, proves, trace
+
+BLOCK = 512
+"""Words that a program steps at a time: 16 bytes for each of 128 threads."""
+SIZES = ("columns", "group", "elements", "rows", "first", "count", "number", "period", "phase")
+"""The table after the addresses. Each part has ``group`` rows of ``columns`` words, the tensor ``rows`` rows of ``elements``. The
+tensor has ``count`` programs. An audit sums every ``period``-th of them, from program ``phase`` on."""
+NO_AUDIT = 1 << 40, 1 << 40
+SUMS = len(KERNEL_SUMS)
+
+# ── the text of the kernel ──────────────────────────────────────────────────────────────────────────────────────────────
+
+HELPERS = f"""
+@triton.jit
+def load_halves(address, at, inside, left):
+    low = tl.load(address + 2 * at, mask=inside & (2 * at < left), other=0).to(tl.int32)
+    high = tl.load(address + 2 * at + 1, mask=inside & (2 * at + 1 < left), other=0).to(tl.int32)
+    return (low & 0xFFFF) | (high << 16)
+
+
+@triton.jit
+def store_halves(address, at, word, inside, left):
+    tl.store(address + 2 * at, word.to(tl.int16), mask=inside & (2 * at < left))
+    tl.store(address + 2 * at + 1, (word >> 16).to(tl.int16), mask=inside & (2 * at + 1 < left))
+
+
+@triton.jit
+def add_up(table, sums, totals, WIDTH: tl.constexpr):
+    row = table + (tl.program_id(0) + 1) * WIDTH - {len(SIZES)}
+    first, count, period, phase = tl.load(row + 4), tl.load(row + 5), tl.load(row + 7), tl.load(row + 8)
+    column, total = tl.arange(0, {SUMS}), tl.full([{SUMS}], 0.0, tl.float64)
+    for start in range(phase, count, 64 * period):
+        place = start + tl.arange(0, 64)[:, None] * period
+        terms = tl.load(sums + (first + place) * {SUMS} + column[None, :], mask=place < count, other=0.0)
+        total += tl.reduce(terms.to(tl.float64), 0, {TOTAL})
+    tl.store(totals + tl.program_id(0) * {SUMS} + column, total)
+"""
+
+
+def num_columns(storage: Storage) -> int:
+    """Return the columns of the table: the addresses of weight, gradient, planes and scales, and the sizes."""
+    return 2 + len(layout_of(storage).planes) + len(storage.scaled) + len(SIZES)
+
+
+def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
+    """Return the text of the Triton functions ``step`` and ``add_up``."""
+    layout, num_scalars, num_addresses = layout_of(storage), len(rule.scalars), num_columns(storage) - len(SIZES)
+    parts, per_word = layout.num_parts, layout.per_word
+    lines = [
+        "program = first_program + tl.program_id(0)",
+        f"row = table + tl.load(tiles + program).to(tl.int64) * {num_columns(storage)}",
+        *(f"{name} = tl.load(row + {num_addresses + k})" for k, name in enumerate(SIZES)),
+        *(f"v_{k} = tl.load(control + {k})" for k in range(len(CONTROL))),
+        f"scalars = numbers + number * {num_scalars + 1}",
+        *(f"v_{len(CONTROL) + k} = tl.load(scalars + {k})" for k in range(num_scalars)),
+        f"seed = tl.load(scalars + {num_scalars}).to(tl.int32, bitcast=True)",
+        "place = program - first",
+    ]
+    if layout.by_rows:
+        lines += ["line, origin, span, left = place, 0, columns.to(tl.int32), elements"]
+    else:
+        lines += [
+            f"line, origin = 0, place * {BLOCK}",
+            f"span = tl.minimum(columns - origin, {BLOCK}).to(tl.int32)",
+            f"left = elements - {per_word} * origin",
+        ]
+    if whole:
+        lines += ["columns, span = tl.multiple_of(columns, 4), tl.multiple_of(span, 4)"]
+    loads, stores = [], []
+    tensors = [("weight", parts), ("gradient", parts), *((p.name, layout.num_tensors(p)) for p in layout.planes)]
+    for column, (name, count) in enumerate(tensors):
+        is_plane = column > 1
+        by_halves = not (whole or is_plane or per_word == 1)
+        address = f"tl.load(row + {column}).to(tl.pointer_type({'tl.int16' if by_halves else 'tl.int32'}))"
+        for k in range(count):
+            p, line = f"{name}_at{k}", f"({k} * group + line)"
+            inside = "inside" if is_plane or whole else f"inside & ({line} < rows)"
+            if by_halves:
+                lines += [f"{p} = {address} + ({line} * elements + {per_word} * origin)"]
+                loads += [f"load_halves({p}, at, {inside}, left)"]
+                stores += [f"store_halves({p}, at, {{}}, {inside}, left)"]
+            else:
+                lines += [
+                    f"{p} = {f'tl.multiple_of({address}, 16)' if whole else address} + ({line} * columns + origin)"
+                ]
+                loads += [f"tl.load({p} + at, mask={inside}, other=0)"]
+                stores += [f"tl.store({p} + at, {{}}, mask={inside})"]
+    if storage.scaled:
+        lines += _bounds(rule, storage, loads, num_addresses - len(storage.scaled))
+
+    def loop(summarize: Callable[..., Any] | None) -> str:
+        scales = [f"{way}_{name}{k}" for name in storage.scaled for k in range(parts) for way in ("into", "back")]
+        graph = _graph(rule, storage, summarize, len(loads), len(scales))
+        body, terms, writes = print_graph(graph, [*(f"w{k}" for k in range(len(loads))), *scales, "v", "seed"], "x")
+        body = [f"w{k} = {text}" for k, text in enumerate(loads)] + body
+        body += [stores[int(word[1:])].format(value) for word, value in writes]
+        body += [f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, {TOTAL})" for k, term in enumerate(terms)]
+        sums = range(SUMS if summarize else 0)
+        ends = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in sums]
+        return "\n".join([*(f"sum{k} = 0.0" for k in sums), _over_span(body), *ends])
+
+    body = loop(None)
+    if audited:
+        watched, body = indent(loop(list), "    "), indent(body, "    ")
+        body = f"if place % period == phase:\n{watched}\nelse:\n{body}"
+    text = "\n".join([*lines, body])
+    head = "@triton.jit(do_not_specialize=['first_program'])\ndef step(table, tiles, numbers, control, sums, first_program):"
+    return f"{HELPERS}\n\n{head}\n{indent(text, '    ')}\n"
+
+
+@lru_cache(4)
+def _graph(rule: Rule, storage: Storage, summarize: Any, num_words: int, num_scales: int) -> torch.fx.Graph:
+    words, rows = [(torch.int32, (4, 8) if layout_of(storage).by_rows else (8,))] * num_words, [(torch.float32, (4, 1))]
+    values = [(torch.float32, (len(CONTROL) + len(rule.scalars),)), (torch.int32, ())]
+    return trace(make_step(rule, storage, summarize), *words, *rows * num_scales, *values)
+
+
+def _over_span(body: Sequence[str]) -> str:
+    """Return a loop over the words of a program."""
+    begin = [f"at = start + tl.arange(0, {BLOCK})", "inside = at < span"]
+    return f"for start in range(0, span, {BLOCK}):\n" + indent("\n".join([*begin, *body]), "    ")
+
+
+def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> list[str]:
+    """Print the new bounds of a program's rows, and the multipliers ``into_`` and ``back_`` of each code and part.
+
+    ``column`` is the first column of the table with an address of scales.
+    """
+    parts, scaled, names = layout_of(storage).num_parts, storage.scaled, _bounding(rule, storage)
+    magnitude, scales = _graphs_of_bounds(rule, storage)
+    lines, body = [], []
+    for place, name in enumerate(names):
+        for k in range(parts):
+            text, (largest,), _ = print_graph(magnitude, ["w"], f"m_{name}{k}_")
+            lines += [f"peak_{name}{k} = tl.full([{BLOCK}], 0, tl.int32)"]
+            body += [f"w = {loads[k + (1 - place) * parts]}", *text]
+            body += [f"peak_{name}{k} = tl.maximum(peak_{name}{k}, {largest})"]
+    lines += [_over_span(body)]
+    for k in range(parts):
+        bounds = {
+            name: f"tl.load(row + {column + j}).to(tl.pointer_type(tl.float32)) + ({k} * group + line)"
+            for j, name in enumerate(scaled)
+        }
+        lines += [f"peak_{n}{k} = tl.reduce(peak_{n}{k}, 0, {LARGEST}).to(tl.float32, bitcast=True)" for n in names]
+        lines += [f"old_{name}{k} = tl.load({bound})" for name, bound in bounds.items()]
+        inputs = ["v", *(f"peak_{name}{k}" for name in names), *(f"old_{name}{k}" for name in scaled)]
+        text, results, _ = print_graph(scales, inputs, f"b{k}_")
+        lines += text
+        for name, new, into, back in zip(scaled, results[::3], results[1::3], results[2::3], strict=True):
+            lines += [f"into_{name}{k}, back_{name}{k} = {into}, {back}", f"tl.store({bounds[name]}, {new})"]
+    return lines
+
+
+def _bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
+    """Return the tensors whose largest magnitudes bound a row."""
+    return ("gradient", "weight") if rule.coupled or "weight" in storage.scaled else ("gradient",)
+
+
+@lru_cache(4)
+def _graphs_of_bounds(rule: Rule, storage: Storage) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """Trace the largest magnitude of a word's values as bits, in which a NaN is the largest, and the scales of a row."""
+    count, scaled = len(_bounding(rule, storage)), storage.scaled
+
+    def magnitude(word: Tensor) -> Tensor:
+        lanes = lanes_of_weight(storage.visible, [word])
+        bits = [bits_of(codes.gradient_value(storage.visible, lane)) & MAGNITUDE for lane in lanes]
+        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
+
+    def scales(values: Tensor, slopes: Tensor, *rest: Tensor) -> list[Tensor]:
+        weights = rest[0] if count == 2 else torch.zeros_like(slopes)
+        old = dict(zip(scaled, rest[count - 1 :], strict=True))
+        return [x for scale in scales_of_rows(rule, storage, slopes, weights, old, values).values() for x in scale]
+
+    values = torch.float32, (len(CONTROL) + len(rule.scalars),)
+    rows = [(torch.float32, (1,))] * (count + len(scaled))
+    return trace(magnitude, (torch.int32, (8,))), trace(scales, values, *rows)
+
+
+# ── the launch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Numbers = tuple[Sequence[float], int]
+"""The scalars of a rule in one step, and the seed."""
+
+
+@lru_cache(None)
+def functions(rule: Rule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
+    """Return the Triton functions of :func:`source`. The first launch compiles them."""
+    return load(source(rule, storage, whole=whole, audited=audited), interpret=interpret)
+
+
+class Table:
+    """Step tensors of one (rule, storage) and device by one launch. The table is kept between steps.
+
+    Args:
+        rule, storage: of all states. The storage does not compute in float64.
+        device: of all states.
+    """
+
+    def __init__(self, rule: Rule, storage: Storage, device: torch.device) -> None:
+        self.rule, self.storage, self.device = rule, storage, device
+        self._states: list[ParameterState] = []
+        self._addresses: list[int] = []
+        self._is_whole: Any = None
+        self._new_tiles: Tensor | None = None
+        self._numbers = np.zeros((0, 0), np.float32)
+
+    def set(
+        self,
+        states: list[ParameterState],
+        numbers: Sequence[Numbers],
+        places: Sequence[int],
+        audits: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Set the states of the next step. Their weights and gradients are contiguous.
+
+        Args:
+            places: the index in ``numbers`` of each state.
+            audits: the ``period`` and ``phase`` of each state.
+        """
+        if states != self._states or len(numbers) != len(self._numbers):
+            self._allocate(states, len(numbers))
+        addresses = [x for state in states for x in (state.parameter.data_ptr(), state.gradient.data_ptr())]
+        if addresses != self._addresses:
+            self._set_addresses(addresses)
+        for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
+            row[:-1] = list(map(float, scalars))
+            row[-1:].view(np.int32)[0] = seed
+        self._table[:, -3] = places
+        if audits is not None:
+            self._table[:, -2:] = audits
+
+    def _allocate(self, states: list[ParameterState], num_numbers: int) -> None:
+        """Lay out the table and the numbers of other states than before."""
+        layout, rows, width = layout_of(self.storage), [], len(self.rule.scalars) + 1
+        for state in states:
+            group, columns = (1, *state.extent)[-2:]
+            num_rows, elements = (1, *layout.matrix(state.parameter.shape))[-2:]
+            memory = [
+                *(state.words[plane.name] for plane in layout.planes),
+                *(state.scales[n] for n in self.storage.scaled),
+            ]
+            sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
+            rows.append([0, 0, *(x.data_ptr() for x in memory), *sizes])
+        size = len(rows) * len(rows[0])
+        start = size + size % 2  # the numbers begin at 16 bytes
+        self._host = np.zeros(start + -(-num_numbers * width // 2), np.int64)
+        self._table = self._host[:size].reshape(len(rows), -1)
+        self._table[:] = rows
+        self._numbers = self._host[start:].view(np.float32)[: num_numbers * width].reshape(num_numbers, width)
+        self._buffer = torch.empty(len(self._host), dtype=torch.int64, device=self.device)
+        self._device_numbers = self._buffer[start:].view(torch.float32)
+        self._states, self._addresses, self._is_whole = list(states), [], None
+
+    def _set_addresses(self, addresses: list[int]) -> None:
+        """Set the addresses of weights and gradients, and find the programs of each tensor."""
+        layout, table, self._addresses = layout_of(self.storage), self._table, addresses
+        table[:, :2] = np.array(addresses, np.int64).reshape(-1, 2)
+        columns, group, elements, rows, _, counts = table[:, -len(SIZES) : -3].T
+        is_whole = (table[:, :2] % 16 == 0).all(1) & (columns % 4 == 0)
+        is_whole &= (elements == layout.per_word * columns) & (rows == layout.num_parts * group)
+        if np.array_equal(is_whole, self._is_whole):
+            return
+        self._is_whole, order = is_whole, np.argsort(~is_whole, kind="stable")
+        table[order, -5] = np.cumsum(counts[order]) - counts[order]
+        self._counts = int(counts[is_whole].sum()), int(counts[~is_whole].sum())
+        self._new_tiles = torch.from_numpy(np.repeat(order, counts[order]).astype(np.int32))
+        self._tiles = torch.empty_like(self._new_tiles, device=self.device)
+
+    def send(self) -> None:
+        """Copy the table and the numbers to the device, and the tiles if they are new."""
+        if self._new_tiles is not None:
+            send(self._new_tiles, self._tiles)
+            self._new_tiles = None
+        send(torch.from_numpy(self._host), self._buffer)
+
+    def launch(self, control: Tensor, *, audited: bool) -> Tensor | None:
+        """Step the states in place, with what was sent.
+
+        ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the audit, float64 ``[states,
+        KERNEL_SUMS]``, if ``audited``.
+        """
+        sums = torch.empty(sum(self._counts), SUMS, dtype=torch.float32, device=self.device) if audited else None
+        arguments = self._buffer, self._tiles, self._device_numbers, control, sums
+        with torch.cuda.device_of(control):
+            for whole, first, count in ((True, 0, self._counts[0]), (False, *self._counts)):
+                if count:
+                    compiled = functions(self.rule, self.storage, whole, audited, control.is_cpu)
+                    compiled["step"][(count,)](*arguments, first, **LAUNCH)
+            if sums is None:
+                return None
+            totals = torch.empty(len(self._states), SUMS, dtype=torch.float64, device=self.device)
+            compiled = functions(self.rule, self.storage, True, True, control.is_cpu)
+            compiled["add_up"][(len(totals),)](self._buffer, sums, totals, self._table.shape[1], **LAUNCH)
+        return totals
+
+
+def num_programs(state: ParameterState) -> int:
+    """Return the number of programs that step a state."""
+    return state.extent[0] if state.layout.by_rows else -(-state.extent[0] // BLOCK)
+
+
+def audit_of(state: ParameterState, turn: int) -> tuple[int, int]:
+    """Return ``period`` and ``phase`` of audit number ``turn``: all programs of a small tensor, else every 32nd."""
+    period = 32 if num_programs(state) > 64 else 1
+    return period, turn % period
+
+
+def num_audited(state: ParameterState, period: int, phase: int) -> int:
+    """Return the number of elements that an audit reads."""
+    layout, count, numel = state.layout, num_programs(state), state.parameter.numel()
+    width = layout.num_parts * layout.matrix(state.parameter.shape)[1] if layout.by_rows else BLOCK * layout.per_word
+    places = range(phase, count, period)
+    return len(places) * width - (count * width - numel if count - 1 in places else 0)
+
+
+# ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@lru_cache(None)
+def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool) -> bool:
+    """Return whether a launch gives the bits of the definition, which runs on the CPU. Warn once if not."""
+
+    def compare() -> bool:
+        scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
+        expected, actual = (_cases(rule, storage, place) for place in (torch.device("cpu"), device))
+        table, kernel = Table(rule, storage, device), Kernel(rule, storage)
+        values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
+        table.set(actual, [(scalars, seed)], [0] * len(actual), [(1, 0)] * len(actual) if audited else None)
+        table.send()
+        table.launch(to_device(values[:2], device), audited=audited)
+        for state in expected:
+            if storage.scaled:
+                bound_rows(kernel, [state], values)
+            tensors, weight = state.kernel_tensors()
+            kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
+            state.write_back(weight)
+        ours, theirs = (
+            [x for s in states for x in (s.parameter, *s.in_parameter_order().values())]
+            for states in (actual, expected)
+        )
+        return all(same_numbers(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
+
+    is_possible = device.type == "cpu" or can_compile("gpu")
+    return is_possible and proves(f"the step of all tensors of {rule.name}/{storage.name}", compare)
+
+
+def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
+    """Draw a whole tensor and another one. Their last two rows have edge values."""
+    kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
+
+    def drawn(dtype: torch.dtype, shape: Sequence[int], seed: int, *, nan: bool = False) -> Tensor:
+        rows, edges = (draw(dtype, (n, shape[1]), edges=n == 2, seed=seed) for n in (shape[0] - 2, 2))
+        return torch.cat([rows, with_nan(edges) if nan else edges])
+
+    for shape in ((3, 67), (4, 256)):
+        weight, gradient = drawn(dtype, shape, 1), drawn(dtype, shape, 2, nan=True)
+        states.append(state := ParameterState(weight.to(device), storage, kernel))
+        allocate_all([state], joined=False)
+        state.begin()
+        values = {name: drawn(x.dtype, x.shape, 3) for name, x in state.in_parameter_order().items()}
+        state.take({name: x.abs() if x.is_floating_point() else x for name, x in values.items()})
+        state.gradient = gradient.to(device)
+    return states
+
+
+# ── the step of an optimizer ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Hold the states of one kernel in a step. ``audited`` maps the place of a state to its stepper and the audit's number."""
+
+    states: list[ParameterState] = field(default_factory=list)
+    numbers: list[Numbers] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    audited: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+
+class Launches:
+    """Step the states of an optimizer by one launch for each (rule, storage), whatever their param groups and step counts.
+
+    Args:
+        tables: kept by the optimizer between steps.
+    """
+
+    def __init__(self, tables: dict[Kernel, Table]) -> None:
+        self.tables, self._batches = tables, dict[Kernel, _Batch]()
+
+    def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
+        """Take states of the param group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
+        alike: dict[Kernel, list[ParameterState]] = {}
+        for state in states:
+            alike.setdefault(state.kernel, []).append(state)
+        return [state for kernel, members in alike.items() for state in self._take(stepper, kernel, members)]
+
+    def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
+        rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
+        device = states[0].parameter.device
+        if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
+            return states
+        counts = {state.step + 1 for state in states}
+        is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
+        if not is_proven(rule, storage, device, is_audited):
+            return states
+        batch, refused = self._batches.setdefault(kernel, _Batch()), []
+        places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}
+        batch.numbers += [(rule.prepare(group, count), step_seed(group["seed"], count)) for count in counts]
+        for state in states:
+            is_contiguous = state.parameter.is_contiguous() and state.gradient.is_contiguous()
+            # Ranks that split columns bound their rows together.
+            if not is_contiguous or (state.scales and state.column_groups):
+                refused.append(state)
+                continue
+            count = state.step + 1
+            if is_audited and count % audit_every == 0:
+                batch.audited[len(batch.states)] = stepper, count // audit_every
+            batch.states.append(state)
+            batch.places.append(places[count])
+        return refused
+
+    def run(self, control: Tensor, *, sends: bool = True, launches: bool = True) -> None:
+        """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.
+
+        A captured step only ``launches``. Before each replay the host only ``sends``.
+        """
+        for kernel, batch in self._batches.items():
+            states, table = batch.states, self.tables.get(kernel)
+            if not states:
+                continue
+            if table is None or table.device != control.device:
+                assert isinstance(kernel.rule, Rule)
+                table = self.tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
+            audits = [NO_AUDIT] * len(states)
+            for place, (_, turn) in batch.audited.items():
+                audits[place] = audit_of(states[place], turn)
+            table.set(states, batch.numbers, batch.places, audits if batch.audited else None)
+            if sends:
+                table.send()
+            sums = table.launch(control, audited=bool(batch.audited)) if launches else None
+            kernel.ran_compiled = True
+            if sums is not None:
+                auditor = next(iter(batch.audited.values()))[0].auditor
+                host_sums = []
+                for place, (stepper, _) in batch.audited.items():
+                    elements = num_audited(states[place], *audits[place])
+                    host_sums.append((place, elements, elements * stepper.audited_spacings(states[place])))
+                host = to_device(torch.tensor(host_sums, dtype=torch.float64, device="cpu"), control.device)
+                rows = torch.cat([sums[host[:, 0].long()], host[:, 1:]], 1)
+                auditor.fresh.append(([states[place].owner for place in batch.audited], rows))
