@@ -27,7 +27,14 @@ pytest.importorskip("triton", reason="the kernels of a GPU are printed for Trito
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 
 CPU = torch.device("cpu")
-KERNELS = [(r, s) for r, s in PAIRS if not RULES[r].matrix and STORAGES[s].arithmetic != "float64" and r != "nesterov"]
+# Nesterov's momentum is a scalar of "sgd". A user's own rule meets one storage of each kind.
+OWN = ("word", "compact", "float16/split")
+KERNELS = [
+    (rule, storage)
+    for rule, storage in PAIRS
+    if not RULES[rule].matrix and STORAGES[storage].arithmetic != "float64"
+    if rule != "nesterov" and (rule != "own" or storage in OWN)
+]
 FEW = [("adamw", "word"), ("adam", "compact"), ("lion", "float32-states8"), ("adamw", "float16/collage-plus")]
 
 
