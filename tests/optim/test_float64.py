@@ -24,7 +24,7 @@ def start(storage: str, **options: Any) -> tuple[list[nn.Parameter], ng.AdamW]:
     """Parameters of odd sizes and their optimizer, at a rate of which float32 would round each step."""
     dtype = getattr(torch, STORAGES[storage].visible)
     parameters = [nn.Parameter(gaussian(*shape, seed=k, dtype=dtype)) for k, shape in enumerate(SHAPES)]
-    return parameters, ng.AdamW(parameters, lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1, storage=storage, **options)
+    return parameters, ng.AdamW(parameters, lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1, storage=storage, **{"low_bits": "zero", **options})
 
 
 def step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -69,7 +69,7 @@ def test_steps_are_float64s_bit_for_bit(storage: str) -> None:
 def test_torch_in_float64_is_equal_to_fourteen_digits(storage: str, name: str, options: dict[str, Any]) -> None:
     parameters, _ = start(storage)
     wide = [nn.Parameter(p.detach().double()) for p in parameters]
-    optimizer = getattr(ng, name)(parameters, lr=1e-3, storage=storage, **options)
+    optimizer = getattr(ng, name)(parameters, lr=1e-3, storage=storage, low_bits="zero", **options)
     reference = getattr(torch.optim, name)(wide, lr=1e-3, **options)
     for t in range(20):
         step(parameters, optimizer, t)

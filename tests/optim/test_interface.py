@@ -180,7 +180,7 @@ def test_the_first_step_of_a_large_tensor_takes_little_memory(monkeypatch: pytes
         torch._inductor, "compile", lambda graph, *_, **__: lambda *x: graph(*x) if len(x[0]) < 1 << 20 else None
     )
     (weight,) = parameters("exact", [(1 << 11, 1 << 10)])
-    optimizer = ng.SGD([weight], momentum=0.9, storage="exact", compile=True, audit_every=0)
+    optimizer = ng.SGD([weight], momentum=0.9, storage="exact", compile=True, audit_every=0, low_bits="zero")
     optimizer.make_missing(optimizer.param_groups[0], [weight])
     weight.grad = torch.zeros_like(weight)
     assert peak_bytes(optimizer.step) < weight.nbytes / 4

@@ -86,8 +86,8 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
             gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too. Do not pass it here.
-        low_bits: how a weight begins that the model holds in 16 bits: ``"zero"``, or at a ``"random"`` place in its rounding cell
-            (:mod:`narrowgauge.optim.low_bits`).
+        low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in its rounding cell
+            (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low bits that are known stay.
         flags: of ``torch.optim``. ``amsgrad``, ``maximize``, ``differentiable`` are false or ``None``. ``fused``, ``foreach`` and
             ``capturable`` change nothing: they ask for what is done.
 
@@ -110,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
         audit_every: int = 10,
         compile: bool | None = None,
         loss_scaler: LossScaler | None = None,
-        low_bits: str = "zero",
+        low_bits: str = "random",
         **flags: bool | None,
     ) -> None:
         if unknown := flags.keys() - {*FLAGS, *HOW_TO_RUN}:

@@ -42,7 +42,7 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
                 f"Cannot set {name} = {options[name]} in a param group because it applies to all groups.",
                 "Pass it to the optimizer.",
             )
-    if options.get("low_bits", "zero") not in LOW_BITS:
+    if options.get("low_bits", "random") not in LOW_BITS:
         raise RecipeError(f"Cannot begin with low_bits = {options['low_bits']!r}.", "Take 'zero' or 'random'.")
     check_step(options, rule)
     _check_values(options, LAWS.get(rule.name, {}))
