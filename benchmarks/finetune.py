@@ -24,6 +24,7 @@ pass sees of equal updates, and draws it. ``--model FOLDER`` takes any Hugging F
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import math
@@ -49,7 +50,6 @@ from narrowgauge.analysis.comparison.intervals import MINUS
 from narrowgauge.errors import MissingPackageError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.numerics.metrics import update_metrics
-from narrowgauge.runs.atomic_io import lock
 
 FILE = Path(__file__).with_name("finetune.jsonl")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -59,7 +59,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BATCH_SIZE, LENGTH, HELD_OUT = 2, 256, 32
 BETAS = (0.9, 0.999)
 EVALUATIONS = (25, 50, 100, 200, 400, 1000)
-MASTER, RANDOM = "master", "word random"
+MASTER, RANDOM, STOCHASTIC = "master", "word random", "stochastic"
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
 
 def append(run: Run, file: Path) -> None:
     with file.open("a") as stream:
-        lock(stream.fileno(), wait=True)
+        fcntl.flock(stream, fcntl.LOCK_EX)
         stream.write(json.dumps(asdict(run)) + "\n")
 
 
@@ -216,33 +216,36 @@ def improvements(records: Records, model: str, row: str, lr: float, total: int, 
     return {run.seed: run.losses["0"] - run.losses[str(step)] for run in chosen if str(step) in run.losses}
 
 
+def signed(value: float) -> str:
+    return f"{value:+.4f}".replace("-", MINUS)
+
+
 def table_of_starts(records: Records) -> str:
-    """Return how far the loss falls from zero and from random low bits, and by stochastic rounding."""
+    """Return how far the loss falls from zero and from random low bits, and how much farther by stochastic rounding."""
     lines = []
     for model, lr, total in sorted({(run.model, run.lr, run.steps) for run in records.values()}):
         for step in (25, total) if total == 100 else (total,):
-            rows = [improvements(records, model, row, lr, total, step) for row in (MASTER, RANDOM, "stochastic")]
-            seeds = rows[0].keys() & rows[1].keys()
-            if not seeds:
-                continue
-            means = [
-                statistics.fmean(row[seed] for seed in seeds & row.keys()) if seeds & row.keys() else None
-                for row in rows
-            ]
-            figures = ["–" if mean is None else f"{mean:.4f}" for mean in means]
-            worst = min(rows[1][seed] - rows[0][seed] for seed in seeds)
-            gain = f"{means[1] / means[0]:.2f} ×"  # type: ignore[operator]  # both have these seeds
-            lines.append(
-                [
-                    f"{model}, {lr:g}",
-                    f"{step} of {total}",
-                    *figures,
-                    gain,
-                    f"{worst:+.4f}".replace("-", MINUS),
-                    str(len(seeds)),
-                ]
+            base, ours, drawn = (
+                improvements(records, model, row, lr, total, step) for row in (MASTER, RANDOM, STOCHASTIC)
             )
-    header = ["model, rate", "steps", f"`{MASTER}`", "`word`, random", "`stochastic`", "gain", "worst seed", "seeds"]
+            if not (seeds := sorted(base.keys() & ours.keys())):
+                continue
+            means = [statistics.fmean(row[seed] for seed in seeds) for row in (base, ours)]
+            worst = min(ours[seed] - base[seed] for seed in seeds)
+            apart = [drawn[seed] - ours[seed] for seed in seeds if seed in drawn]
+            cells = [f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[1] / means[0]:.2f} ×", signed(worst)]
+            cells += [signed(statistics.fmean(apart)) if apart else "–", str(len(seeds))]
+            lines.append([f"{model}, {lr:g}", f"{step} of {total}", *cells])
+    header = [
+        "model, rate",
+        "steps",
+        f"`{MASTER}`",
+        "`word`, random",
+        "gain",
+        "worst seed",
+        "`stochastic` less random",
+        "seeds",
+    ]
     return table(header, lines)
 
 
