@@ -40,7 +40,7 @@ _USUAL = (
     "bfloat16/word", "bfloat16/compact", "bfloat16/states8", "bfloat16/master", "bfloat16/exact", "bfloat16/split",
     "bfloat16/stochastic", "bfloat16/kahan", "bfloat16/collage-plus", "bfloat16/float32",
     "float32/float32", "int8-row/word", "int8-row/states8", "float8-row/word", "float8-tensor/word",
-    "float8-delayed/word", "float8-block/split", "float8-tensor-e5m2/word", "mxfp8/word", "mxfp4/word",
+    "float8-block/split", "float8-tensor-e5m2/word", "mxfp8/word", "mxfp4/word",
     "nvfp4/compact", "scalify/word", "float16/split",
 )  # fmt: skip
 HEALTHY: dict[str, Mapping[str, Any]] = {

@@ -49,7 +49,7 @@ from narrowgauge.spec.storages import STORAGES, Storage
 SECTIONS = ("correctness", "times", "training")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIMED_STORAGES = ("word", "exact", "compact", "states8", "kahan")
-TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-delayed", "mxfp8", "nvfp4", "int8-row")
+TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-row fast", "mxfp8", "nvfp4", "int8-row")
 RECIPES = ("bfloat16/word", "bfloat16/master", "bfloat16/naive", "float8-row/word")
 STOCHASTIC = "torchao AdamW8bit stochastic"
 TIMED_PEERS = (STOCHASTIC, "bitsandbytes AdamW8bit", "optimi AdamW Kahan")
@@ -273,8 +273,10 @@ def layer_contenders(side: int, tokens: int, device: torch.device) -> Iterator[t
         return change
 
     yield BFLOAT16, lambda: passes(nothing_to)
-    for compute in TIMED_COMPUTES[: None if device.type == "cuda" else 2]:
-        yield compute, lambda compute=compute: passes(lambda model: ng.swap_linears(model, compute, keep=()))
+    for name in TIMED_COMPUTES[: None if device.type == "cuda" else 2]:
+        compute = COMPUTES[name.removesuffix(" fast")]
+        compute = compute.accumulating("fast") if name.endswith(" fast") else compute  # as torchao's rowwise
+        yield name, lambda compute=compute: passes(lambda model: ng.swap_linears(model, compute, keep=()))
     for recipe in ("tensorwise", "rowwise"):
         yield f"torchao float8 {recipe}", lambda recipe=recipe: passes(torchao(recipe))
 

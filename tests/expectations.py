@@ -123,14 +123,14 @@ class Compute:
         kept_bytes: saved for backward per element of the input.
         reused: which casts serve a second matmul: ``input`` (its codes are what is saved), ``weight``, ``gradient``.
         default_storage: of a recipe that names none.
-        has: ``stochastic`` casts, ``delayed`` scales, a ``scaled loss``; ``gathered``: FSDP2 gathers its weights as codes;
+        has: ``stochastic`` casts, a ``scaled loss``; ``gathered``: FSDP2 gathers its weights as codes;
             ``served``: its layers can be quantized for inference.
     """
 
     kept_bytes: float
     reused: Collection[Literal["input", "weight", "gradient"]] = ()
     default_storage: str = "word"
-    has: Collection[Literal["stochastic", "delayed", "scaled loss", "served"]] = ()
+    has: Collection[Literal["stochastic", "scaled loss", "served"]] = ()
 
 
 _ALL: tuple[Literal["input", "weight", "gradient"], ...] = ("input", "weight", "gradient")
@@ -142,11 +142,9 @@ COMPUTES: dict[str, Compute] = {
     "float16-throughout": Compute(2, default_storage="naive", has=("scaled loss",)),
     "float8": Compute(2, default_storage="collage-plus"),
     "float8-tensor": Compute(1, _ALL, has=("served",)),
-    "float8-delayed": Compute(1, _ALL, has=("delayed",)),
     "float8-row": Compute(2, has=("served",)),
     "float8-block": Compute(2, ("weight",)),
     "float8-tensor-e5m2": Compute(1, _ALL, has=("served",)),
-    "float8-delayed-e5m2": Compute(1, _ALL, has=("delayed",)),
     "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "served")),
     "int8-outlier": Compute(2, ("gradient",), has=("served",)),
     "int8-outlier-codes": Compute(2, ("gradient",), has=("served",)),

@@ -59,7 +59,7 @@ def _cpuinfo(key: str, file: Path) -> str:
 
 
 def require_float64(tensors: Iterable[Any]) -> None:
-    """Refuse tensors on a device without float64, such as a Mac's GPU. Norms, audits and delayed scales need it.
+    """Refuse tensors on a device without float64, such as a Mac's GPU. Norms and audits need it.
 
     Raises:
         ChipError: a tensor is on the device ``mps``.

@@ -48,14 +48,14 @@ def test_the_loss_scale_and_the_step_of_a_stochastic_reduction_travel() -> None:
     assert other.reduction.step == 5
 
 
-@pytest.mark.parametrize("recipe", ["float8-delayed/word", "int8-outlier/word"])
+@pytest.mark.parametrize("recipe", ["float8-tensor/word", "int8-outlier/word"])
 def test_the_state_of_a_prepared_model_is_the_plain_models(recipe: str) -> None:
     """What others load has no name that they do not know."""
     names = set(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).state_dict())
     assert set(prepared(recipe)[0].state_dict()) == names
 
 
-@pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-delayed/compact"])
+@pytest.mark.parametrize("recipe", ["bfloat16/word", "int8-row/compact"])
 def test_a_flattened_checkpoint_of_pytorch_has_everything(recipe: str) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     (model, optimizer), (twin, other) = prepared(recipe, steps=2), prepared(recipe)

@@ -145,7 +145,7 @@ def on_a_part(rank: int) -> str:
     mesh = DeviceMesh("cpu", [0, 1])
     try:
         model, optimizer = ng.prepare(
-            nn.Linear(32, 32), "float8-delayed/word", mesh=mesh, shard="none", max_grad_norm=1.0, compile=False
+            nn.Linear(32, 32), "float8-tensor/word", mesh=mesh, shard="none", max_grad_norm=1.0, compile=False
         )
     except RecipeError as error:
         return str(error)

@@ -32,7 +32,7 @@ RECIPES = (
     "bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8",
     "float8-row/word", "int8-row/states8", "float16/split", "bfloat16/collage-plus",
 )  # fmt: skip
-MORE = ("float8-delayed/split", "mxfp8/states8", "scalify/split", "bfloat16/master64", "float16/collage-plus")
+MORE = ("float8-tensor/split", "mxfp8/states8", "scalify/split", "bfloat16/master64", "float16/collage-plus")
 """Recipes whose scales or factors could depend on how a model is shared out, or be forgotten when it is resumed; words of 64
 bits, and parts of float16."""
 STEPS, HALF, MICRO_BATCHES = 6, 3, 4

@@ -37,7 +37,7 @@ def history(trainer: Any, name: str) -> list[Any]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-@pytest.mark.parametrize(("storage", "compute", "parts"), [("word", "float8-delayed", 2), ("compact", "int8-row", 1)])
+@pytest.mark.parametrize(("storage", "compute", "parts"), [("word", "float8-tensor", 2), ("compact", "int8-row", 1)])
 def test_losses_and_weights_are_those_of_a_loop_of_ones_own(
     storage: str, compute: str | None, parts: int, tmp_path: Path
 ) -> None:

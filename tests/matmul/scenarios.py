@@ -27,11 +27,10 @@ from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
 STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
-DELAYED = [row for row in ROWS if row.is_delayed]
 EIGHT = [COMPUTES[name] for name in (
-    "bfloat16", "float8-row", "float8-delayed-e5m2", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
+    "bfloat16", "float8-row", "float8-tensor-e5m2", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
 )]  # fmt: skip
-"""Computes that stand for all in what does not depend on the arithmetic: each granularity, random bits and delayed scales."""
+"""Computes that stand for all in what does not depend on the arithmetic: each granularity, random bits."""
 CPU = torch.device("cpu")
 KEY = torch.tensor(1234567, dtype=torch.int32)
 # The dimension that each matmul contracts of what a layer has: x and w, dy and w, dy and x.

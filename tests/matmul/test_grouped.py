@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from matmul.scenarios import EIGHT
-from narrowgauge.matmul.delayed_scaling import count_overflows
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import swap_linears
@@ -75,22 +74,3 @@ def test_each_expert_is_a_linear_layer_of_its_own(row: str, dtype: torch.dtype, 
         assert torch.equal(weights.grad[expert], alone.weight.grad)
         if with_bias:
             assert torch.equal(bias.grad[expert], alone.bias.grad)
-
-
-def test_each_expert_remembers_its_own_magnitudes() -> None:
-    x, weights, _, grad = operands()
-    layer = GroupedLinear(4, "", COMPUTES["float8-delayed"])
-    alone = [plain("float8-delayed", weights[expert], None, layer, expert) for expert in range(4)]
-    for step, ends in enumerate([(10, 10, 30, 37), (5, 12, 12, 37), (9, 20, 30, 37)]):
-        layer.clock.set(step=step)
-        scaled = x * 3.0**step  # so that the scales of the step before overflow
-        y = layer(scaled, weights, offsets(*ends))
-        y[:37].backward(grad[:37])
-        for expert, tokens in groups(ends):
-            if tokens.start < tokens.stop:
-                expected = alone[expert](scaled[tokens])
-                expected.backward(grad[tokens])
-                assert torch.equal(y[tokens], expected)
-    assert layer.amax_history is not None
-    expected = sum(count_overflows(other.amax_history) for other in alone if other.amax_history is not None)
-    assert torch.equal(count_overflows(layer.amax_history), expected) and expected[0] > 0

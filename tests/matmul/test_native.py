@@ -9,15 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_compiler
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, names
+from matmul.scenarios import CPU, DIMS, cast_operands, gaussian, make_layer, names, passed, same
 from narrowgauge.matmul import native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, is_opaque, multiply, operand_dtype
+from narrowgauge.matmul.layer_matmuls import multiply_slots
 from narrowgauge.matmul.operand import PAIRS, Operand, block_values
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
@@ -25,10 +30,11 @@ from oracles import cuda_matmuls as device_rules
 from oracles import linear as oracle
 
 NATIVE_ON = {
-    "float8-row": "sm90", "float8-tensor": "sm89", "float8-delayed-e5m2": "sm90", "float8-block": "sm90", "mxfp8": "sm100",
+    "float8-row": "sm90", "float8-tensor": "sm89", "float8-tensor-e5m2": "sm90", "float8-block": "sm90", "mxfp8": "sm100",
     "mxfp4": "sm100", "nvfp4": "sm120",
 }  # fmt: skip
 """A compute of each way through the code, on a chip that has its kernel."""
+SCALED_MM = ("float8-row", "float8-tensor", "float8-tensor-e5m2")
 # [rows, contraction, columns]: ragged, and several tiles.
 SHAPES = [(33, 65, 17), (150, 300, 140)]
 every_place = pytest.mark.parametrize("place", PLACES)
@@ -53,6 +59,12 @@ def untried() -> Iterator[None]:
     native._works.cache_clear()
 
 
+@pytest.fixture
+def sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU for Hopper. PyTorch's ``_scaled_mm`` has a kernel for CPUs, too."""
+    monkeypatch.setattr(native, "architecture_of", lambda device: "sm90")
+
+
 def values_of(operand: Operand, dim: int) -> Tensor:
     values = (operand.data if operand.inner is None else block_values(operand, dim)).double()
     values = values if operand.outer is None else values * operand.outer.double()
@@ -60,7 +72,7 @@ def values_of(operand: Operand, dim: int) -> Tensor:
 
 
 def test_which_computes_each_chip_multiplies_itself() -> None:
-    whole = {"float8-tensor", "float8-delayed", "float8-row", "float8-tensor-e5m2", "float8-delayed-e5m2", "scalify"}
+    whole = {"float8-tensor", "float8-row", "float8-tensor-e5m2", "scalify"}
     expected = {
         **dict.fromkeys(("sm75", "sm80", "gfx90a"), frozenset()), **dict.fromkeys(("sm89", "gfx942", "gfx950"), whole),
         "sm90": whole | {"float8-block"}, "sm100": whole | {"mxfp8", "mxfp4", "nvfp4"}, "sm120": whole | {"mxfp8", "nvfp4"},
@@ -95,7 +107,7 @@ def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str
     for dtype, given in itertools.product((torch.bfloat16, torch.float32), (None, bias)):
         with device(NATIVE_ON[row.name]):
             pair = cast_operands(row, place, shape)
-            assert is_opaque(*pair, row.products[place])
+            assert is_opaque(*pair, row.products[place]) != (row.name in SCALED_MM)
             found = multiply(*pair, DIMS[place], row.products[place], dtype, given)
         left, right = (values_of(x, dim) for x, dim in zip(pair, DIMS[place], strict=True))
         product = oracle.product(left, right)
@@ -111,6 +123,108 @@ def test_a_native_product_is_the_exact_one_rounded_once(row: Compute, place: str
         emulated = multiply(*pair, DIMS[place], row.products[place], dtype, given)
         accumulated = max(shape[1], 1) * 2.0**-23 * product.magnitude + 2.0**-7 * (exactly.abs() + product.value.abs())
         assert ((found.double() - emulated.double()).abs() <= bound + accumulated).all()
+
+
+class LargeOperations(TorchDispatchMode):
+    """Names the operations that write as many elements as an operand has."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.names = least, list[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() >= self.least:
+            is_view = any(isinstance(x, Tensor) and x.data_ptr() == result.data_ptr() for x in args)
+            self.names += [] if is_view else [function.overloadpacket.__name__]
+        return result
+
+
+@pytest.mark.usefixtures("untried", "sm90")
+@pytest.mark.parametrize("bias", [None, gaussian(80, seed=5)], ids=["", "bias"])
+@every_place
+@pytest.mark.parametrize("compute", SCALED_MM)
+def test_a_product_of_whole_sides_is_the_kernel_alone(compute: str, place: str, bias: Tensor | None) -> None:
+    """Nothing is turned, padded, cropped or added outside it: casts write codes as it reads them."""
+    row = COMPUTES[compute]
+    arguments: Any = (*cast_operands(row, place, (48, 64, 80)), compute, place, (48, 80), torch.bfloat16, bias)
+    multiply_slots(*arguments)  # the trials
+    with LargeOperations(48 * 64) as operations:
+        multiply_slots(*arguments)
+    assert operations.names == ["_scaled_mm"]
+
+
+@pytest.mark.parametrize(("shape", "operations"), [((64, 48, 80), ["_int_mm"]), ((3, 50, 70), None)], ids=str)
+def test_a_gpu_s_integer_product_is_exact_and_copies_nothing_of_whole_sides(
+    shape: tuple[int, int, int], operations: list[str] | None
+) -> None:
+    rows, contraction, columns = shape
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-127, 128, (side, contraction), generator=draw, dtype=torch.int8) for side in (rows, columns))
+    with LargeOperations(48 * 64) as large:
+        sums = native.sum_integers(a, b.t())
+    assert torch.equal(sums.double(), oracle.integer_product(a, b)) and operations in (None, large.names)
+
+
+@pytest.mark.usefixtures("untried", "sm90")
+@pytest.mark.parametrize("compute", SCALED_MM)
+def test_compilers_see_through_a_native_layer(compute: str) -> None:
+    """Its graph has three kernels of PyTorch. It copies codes only into the layout in which they are cast or shared."""
+    layer, _ = make_layer(compute, 64, 80)
+    graphs: list[torch.fx.Graph] = []
+
+    def seen(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module.graph)
+        return module.forward
+
+    call = torch.compile(
+        layer,
+        backend=aot_autograd(fw_compiler=make_boxed_compiler(seen), bw_compiler=make_boxed_compiler(seen)),
+        fullgraph=True,
+    )
+    x, grad = gaussian(48, 64, seed=3), gaussian(48, 80, seed=4)
+    assert same(passed(layer, x, grad, call), passed(layer, x, grad))
+    calls = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    kernels = [node for node in calls if node.target is torch.ops.aten._scaled_mm.default]
+    assert [len(node.args) > 4 and node.args[4] is not None for node in kernels] == [True, False, False]  # the bias
+    assert not [node for node in calls if node.target is torch.ops.narrowgauge.multiply_opaque.default]
+    copies = [node for node in calls if node.target is torch.ops.aten.clone.default]
+    assert len(copies) == 3 and all(node.meta["val"].dtype.itemsize == 1 for node in copies)
+
+
+@pytest.mark.usefixtures("untried", "sm90")
+def test_a_kernel_that_rounds_before_it_adds_a_bias_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_mm, product = torch._scaled_mm, COMPUTES["float8-row"].output
+
+    def twice_rounded(*args: Any, **options: Any) -> Tensor:
+        *args, bias = (*args, None)[:5]
+        return scaled_mm(*args, **options) + (0 if bias is None else bias)
+
+    kernel, arguments = kernel_for(product, "sm90"), (product, gaussian(16), torch.bfloat16)
+    assert kernel is not None and native.adds_bias(kernel, *arguments)
+    native._works.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_mm", twice_rounded)
+    assert is_native(product, CPU) and not native.adds_bias(kernel, *arguments)
+
+
+@pytest.mark.usefixtures("untried", "sm90")
+def test_a_compute_chooses_the_accumulation_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_mm, choices = torch._scaled_mm, list[bool]()
+
+    def recorded(*args: Any, use_fast_accum: bool, **options: Any) -> Tensor:
+        choices.append(use_fast_accum)
+        return scaled_mm(*args, use_fast_accum=use_fast_accum, **options)
+
+    row = COMPUTES["float8-row"]
+    expected = {row: [False] * 3, COMPUTES["float8-tensor"]: [True, False, False], row.accumulating("fast"): [True] * 3}
+    for compute, of_matmuls in expected.items():
+        layer, _ = make_layer(compute, 64, 80)
+        passed(layer, gaussian(48, 64), gaussian(48, 80))  # the trials
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_scaled_mm", recorded)
+            choices.clear()
+            passed(layer, gaussian(48, 64), gaussian(48, 80))
+        assert choices == of_matmuls
 
 
 def untiled(scales: Tensor) -> Tensor:

@@ -281,7 +281,7 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
         ends[0, 0] = 2688 * 0.7
     x = torch.ones(shape)
     x[::high, ::wide] = ends
-    found = ours(x, cast, amax=torch.full((1, 1), 3.0) if cast.scaling == "delayed" else None)
+    found = ours(x, cast)
     scale = torch.ones(1, 1) if found.inner is None else spread(found.inner, x.shape)
     scale = scale if found.outer is None else scale * found.outer
     ways = torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(5)).int()
@@ -293,14 +293,15 @@ def near_ties(cast: Cast, shape: tuple[int, int], ties: Tensor) -> Tensor:
 @each_dim
 @pytest.mark.parametrize("cast", [*CASTS, *UNUSED], ids=str)
 def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
-    """Every kind of matrix; under a delayed scale, one that fits, is too small, is nothing, or is not finite."""
-    given = [None] if cast.scaling != "delayed" else [torch.tensor([[v]]) for v in (3.0, 0.1, 0.0, math.inf)]
+    """Every kind of matrix; with another amax than its own, one that fits, is too small, is nothing, or is not finite."""
+    others = (3.0, 0.1, 0.0, math.inf) if cast.granularity == "tensor" and cast.scaling == "current" else ()
+    given = [None, *(torch.tensor([[v]]) for v in others)]
     for name, matrix in matrices(cast):
         # Transposed, not copied: how a matrix lies must not matter.
         x = matrix if dim == 1 else matrix.t()
         for amax in given:
             assert agree(x, cast, dim, amax=amax), name
-    assert same(ours(x.contiguous(), cast, dim, amax=given[0]).codes, ours(x, cast, dim, amax=given[0]).codes)
+    assert same(ours(x.contiguous(), cast, dim).codes, ours(x, cast, dim).codes)
 
 
 # ── what follows ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -308,7 +309,7 @@ def test_codes_and_scales_are_the_oracle_s(cast: Cast, dim: int) -> None:
 
 def is_by_rows(cast: Cast) -> bool:
     """Whether what a scale is made from lies in one row."""
-    return cast.scaling == "static" or cast.granularity in ("none", "row", "1x32", "1x128") or cast.scaling == "delayed"
+    return cast.scaling == "static" or cast.granularity in ("none", "row", "1x32", "1x128")
 
 
 @each_cast
@@ -316,10 +317,10 @@ def is_by_rows(cast: Cast) -> bool:
 def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: int) -> None:
     """One row altered, or half of them left out: the others' bits stay; with a scale for a tensor, column or square, not."""
     high = max(16, (cast.block or (1, 1))[0])
-    x, amax = gaussian(2 * high, 256), torch.full((1, 1), 3.0) if cast.scaling == "delayed" else None
+    x = gaussian(2 * high, 256)
 
     def values(rows: Tensor, first: int = 0) -> Tensor:
-        found = ours(rows if dim == 1 else rows.t().contiguous(), cast, dim, first_row=first, amax=amax).values()
+        found = ours(rows if dim == 1 else rows.t().contiguous(), cast, dim, first_row=first).values()
         return found if dim == 1 else found.t()
 
     before = values(x)
@@ -338,14 +339,11 @@ def test_rows_depend_on_no_other_row_where_no_scale_is_shared(cast: Cast, dim: i
 def test_codes_that_serve_two_matmuls_are_those_of_both() -> None:
     """What the table says of two casts, shown on a matrix that tells scales apart."""
     x = gaussian(256, 256) * random_exponents((256, 1), 8) * random_exponents((1, 256), 8, seed=1)
-    amax = x.abs().amax().view(1, 1)
     served = 0
     for cast in NARROW:
         for other in NARROW:
             if cast.serves(other) or (cast.format == other.format and cast.rounding == other.rounding == "nearest"):
-                one, two = (
-                    ours(x, c, dim, amax=amax if c.scaling == "delayed" else None) for c, dim in ((cast, 1), (other, 0))
-                )
+                one, two = (ours(x, c, dim) for c, dim in ((cast, 1), (other, 0)))
                 if cast.serves(other):
                     assert same(one.codes, two.codes) and same(one.values(), two.values())
                     served += 1
@@ -387,7 +385,7 @@ def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
     assert is_bfloat16(products[seen]).all()
     # So are all that come of a matrix, whose scales are made of 2^-100 at the least.
     for name, matrix in matrices(cast):
-        operand = ours(matrix, cast, amax=torch.full((1, 1), 1e-30) if cast.scaling == "delayed" else None).operand()
+        operand = ours(matrix, cast).operand()
         assert is_bfloat16(operand[operand.isfinite()]).all(), name
 
 

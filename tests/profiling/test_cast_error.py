@@ -18,7 +18,7 @@ from narrowgauge.spec.notation import parse
 from tensors import gaussian
 from trainer.tiny_runs import settings
 
-STALE = Cast("float8_e4m3fn", "tensor", scaling="delayed")
+TENSOR = Cast("float8_e4m3fn", "tensor")
 OUTLIER = [1.99, *[0.5] * 31]
 # Values, their cast, the scale's amax; the fractions that overflow and that become zero, and the signal to noise in decibels.
 LOSSES: dict[str, tuple[list[float], Cast, float | None, float, float, float | None]] = {
@@ -31,9 +31,9 @@ LOSSES: dict[str, tuple[list[float], Cast, float | None, float, float, float | N
         2 / 4,
         None,
     ),
-    "a stale scale": ([1.0, 2.0, 4.0, -8.0], STALE, 2.0, 2 / 4, 0, None),
-    "a fresh scale": ([1.0, 2.0, 4.0, -8.0], STALE, 8.0, 0, 0, math.inf),
-    "a value that rounds to the end": ([2.05], STALE, 2.0, 0, 0, None),
+    "a scale of another tensor": ([1.0, 2.0, 4.0, -8.0], TENSOR, 2.0, 2 / 4, 0, None),
+    "its own scale": ([1.0, 2.0, 4.0, -8.0], TENSOR, 8.0, 0, 0, math.inf),
+    "a value that rounds to the end": ([2.05], TENSOR, 2.0, 0, 0, None),
     "the scale of the OCP rule": (OUTLIER, Cast("float8_e4m3fn", "1x32", "float8_e8m0fnu"), None, 1 / 32, 0, None),
     "a power of two that holds the largest": (OUTLIER, Cast("float8_e4m3fn", "1x32", "power-of-two"), None, 0, 0, None),
 }

@@ -35,7 +35,7 @@ def test_rounds_have_all_that_costs_are_made_of(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(measurement, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(measurement, "ROUNDS", 2)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    names = ("int8-row/word", "float8-delayed/float32", "scalify/word")
+    names = ("int8-row/word", "float8-tensor/float32", "scalify/word")
     recipes = list(map(parse, names))
     config = TrainConfig(model=str(tmp_path), batch_size=1, sequence_length=16, lr=1e-3)
     lines: list[str] = []

@@ -55,7 +55,7 @@ def test_aliases_lead_to_full_names() -> None:
         ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
         ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
         ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor-e5m2/word"),
-        ("MXFP8BlockScaling", "mxfp8/word"), ("DelayedScaling/fp32", "float8-delayed-e5m2/float32"),
+        ("MXFP8BlockScaling", "mxfp8/word"), ("Float8CurrentScaling/fp32", "float8-tensor-e5m2/float32"),
         ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
     ],
 )  # fmt: skip

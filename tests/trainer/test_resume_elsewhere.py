@@ -17,7 +17,7 @@ from trainer.tiny_runs import lasting, settings
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 CASES: dict[str, dict[str, Any]] = {
-    "delayed scales, rows, replicated": {"recipe": "float8-delayed/compact/reproducible", "shard": "none"},
+    "rows, replicated": {"recipe": "float8-tensor/compact/reproducible", "shard": "none"},
     "loss scale": {"recipe": "float16/split/reproducible"},
 }
 BASE: dict[str, Any] = {

@@ -31,7 +31,7 @@ def narrow_inputs(session: Session) -> None:
 
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "casts of operands": ("float8-delayed/split", {}, "inputs weights output-gradients"),
+    "casts of operands": ("float8-tensor/split", {}, "inputs weights output-gradients"),
     "a sum of micro-batches": (
         "float32/split", {"batch_size": 16, "gradient_accumulation_steps": 16, "accumulation_dtype": "bfloat16"}, "accumulation",
     ),

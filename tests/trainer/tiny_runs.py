@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
     "autocast, checkpointed": {
         "recipe": "bfloat16/float32", "activation_checkpointing": True, "schedule": "linear", "warmup_steps": 3,
     },
-    "delayed, accumulated": {
-        "recipe": "float8-delayed/split", "gradient_accumulation_steps": 2,
+    "float8, accumulated": {
+        "recipe": "float8-tensor/split", "gradient_accumulation_steps": 2,
     },
 }  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from narrowgauge.assembly.parameter_rounding import round_parameters
 from narrowgauge.assembly.resumption import carry_state
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import reduce_gradients_with
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine import multiplies
 from narrowgauge.matmul.fsdp_gather import gather_codes
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import NarrowLayers, linear_names, linears_of, swap_linears
-from narrowgauge.numerics.dtensor import add_up, own_part
+from narrowgauge.matmul.swapping import NarrowLayers, linear_names, swap_linears
+from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
@@ -144,8 +142,6 @@ def prepare(
         gather_codes(model)
     if mesh is not None or policy.reduction.name != "native":
         stepper.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
-    if linears_of(model) is not None:
-        stepper.register_step_pre_hook(partial(_join_amax, model))
     carry_state(stepper, model)
     return model, stepper
 
@@ -179,16 +175,6 @@ def _compute_of_torch(recipe: Recipe, device: torch.device) -> str:
     is_scaled = bool(recipe.compute.transform) and recipe.dtype == "float16"
     is_plain = recipe.storage.visible in ("float32", recipe.dtype) and not is_slow and not is_scaled
     return recipe.dtype if is_plain else ""
-
-
-def _join_amax(model: nn.Module, optimizer: Optimizer, *_: Any) -> None:
-    """Max-reduce the amax histories over the ranks that train together, so that their delayed scales are equal.
-
-    It runs before each step of the optimizer, when the backward passes of the step are over.
-    """
-    linears, ranks = linears_of(model), optimizer.reduction or all_ranks()
-    if linears is not None and ranks.size > 1:
-        linears.join_histories(partial(add_up, groups=[ranks.group], how="max"))
 
 
 def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, offload: bool) -> dict[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """State of a run, other than weights and moments, in the optimizer's ``state_dict()``.
 
-A resumed run needs four things for the same bits: the step that keys random bits, the amax histories of delayed scales, the
-step of a stochastic reduction, and the loss scale. Their seeds are the optimizer's, in its param groups. This state is in the
+A resumed run needs three things for the same bits: the step that keys random bits, the step of a stochastic reduction, and the
+loss scale. Their seeds are the optimizer's, in its param groups. This state is in the
 first param group, since ``torch.distributed.checkpoint`` saves only parameters and groups. The model's ``state_dict()`` does
 not hold it, since other code loads that with ``strict=True``. The trainer saves this state in its checkpoints.
 """
@@ -78,8 +78,8 @@ def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     if optimizer.reduction is not None and optimizer.reduction.row.is_stochastic:
         state["reduction_step"] = optimizer.reduction.step
     linears = linears_of(model)
-    # A step of these layers depends on earlier steps or their number, in every earlier compute.
-    if linears is not None and (linears.histories() or any(layer.is_keyed for layer in linears.layers.values())):
+    # A step of these layers depends on the number of earlier steps, in every earlier compute.
+    if linears is not None and any(layer.is_keyed for layer in linears.layers.values()):
         state |= linears.state_dict()
     return state
 

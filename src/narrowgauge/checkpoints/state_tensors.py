@@ -5,7 +5,6 @@
     model.NAME              the visible weight of a parameter
     optimizer.NAME.STATE    its packed states, parameter-shaped; ``STATE_bound`` by rows
     audit.NAME              the sums of its audits
-    matmul.LAYER            the histories of delayed scales
 
 A state is placed like its parameter, so each rank saves and loads its own shard. The number of ranks may change.
 """

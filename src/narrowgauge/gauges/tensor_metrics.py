@@ -146,14 +146,13 @@ _SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad
 def cast_of(watched: WatchedTensor, layers: Mapping[str, nn.Module]) -> Cast | None:
     """Return the cast before a tensor's matmul, if its sample shows what the cast loses.
 
-    Delayed scales come from earlier steps; the column ``saturated`` of a step counts what they lose. Experts that scale
-    their tokens alone do not show in a sample of all.
+    Experts that scale their tokens alone do not show in a sample of all.
     """
     layer: Any = layers.get(watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name)
     if watched.kind not in _SLOTS or not isinstance(layer, (Linear, GroupedLinear)):
         return None
     cast: Cast | None = layer.compute.casts[_SLOTS[watched.kind]]
-    if cast is None or cast.scaling == "delayed":
+    if cast is None:
         return None
     if isinstance(layer, GroupedLinear):
         scales_alone = cast.granularity == "tensor" or cast.scale == "float8_e4m3fn"

@@ -25,9 +25,8 @@ from narrowgauge.matmul.linear import DeferredLinear
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of, swap_linears
 from narrowgauge.optim import optimizers
 from narrowgauge.spec.notation import get_compute
-from narrowgauge.torch_names import plain_name
 
-_STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
+_STEP = "narrowgauge.step"
 
 
 class SwappableLinear(DeferredLinear, Linear):
@@ -107,11 +106,10 @@ class NarrowgaugeOptimizers(OptimizersContainer):
         return {}  # fused and foreach are torch.optim's
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torchtitan's flat state by parameter name, with the step and the delayed scales of narrow layers."""
+        """Return torchtitan's flat state by parameter name, with the step of narrow layers."""
         state: dict[str, Any] = super().state_dict()
         for place, linears in self._layers().items():
             state[f"{_STEP}.{place}"] = torch.tensor(linears.step, device="cpu")
-            state |= {f"{_HISTORY}.{place}.{plain_name(n)}": history for n, history in linears.histories().items()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -127,8 +125,6 @@ class NarrowgaugeOptimizers(OptimizersContainer):
             optimizer.load_state_dict(saved)
         for place, linears in self._layers().items():
             linears.step = int(state_dict[f"{_STEP}.{place}"])
-            prefix = f"{_HISTORY}.{place}."
-            linears.load_histories({n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)})
 
     def _layers(self) -> dict[int, NarrowLayers]:
         handles = {place: linears_of(part) for place, part in enumerate(self.model_parts)}

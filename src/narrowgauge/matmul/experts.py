@@ -2,7 +2,7 @@
 
 A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix. The
 rows from one *offset* to the next belong to one expert. A *grouped linear* is one small matmul per expert, with its own casts.
-So each expert has its own scale per tensor, delayed or not, and its own key of random bits. An expert without tokens costs
+So each expert has its own scale per tensor, and its own key of random bits. An expert without tokens costs
 nothing, and its gradient is zero if another one has tokens.
 """
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.layer_matmuls import multiply_layer, register
+from narrowgauge.matmul.layer_matmuls import Call, multiply_layer, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
 from narrowgauge.matmul.operand import Keys
 from narrowgauge.numerics.widening import is_widened
@@ -34,9 +34,7 @@ def grouped_linear(
     compute: Compute,
     bias: Tensor | None = None,
     keys: Keys | None = None,
-    history: Tensor | None = None,
     sequence_length: int = 1,
-    record: bool = False,
 ) -> Tensor:
     """Return each expert's linear layer over its own tokens, in a compute.
 
@@ -48,11 +46,9 @@ def grouped_linear(
         weights: ``[experts, out, in]``, a view or not.
         offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
         bias: ``[experts, out]``.
-        keys: with a key for each expert. Needed for random bits or delayed scales.
-        history: for computes with delayed scales, see :class:`GroupedLinear`.
+        keys: with a key for each expert. Needed for random bits.
         sequence_length: rows by which the index of the first sequence advances the random bits. A mixture passes all its rows,
             so that micro-batches of equal size never share any.
-        record: write the amax of this step into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
     Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets. ``torch.compile`` breaks its graph here.
@@ -62,17 +58,15 @@ def grouped_linear(
         weights = weights.to(x.dtype)
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
-    name, (clock, key) = register(compute), keys or (None, None)
+    name = register(compute)
     experts, ends = len(weights), offsets.tolist()
     *groups, without_expert = x.split([end - start for start, end in zip([0, *ends], [*ends, len(x)], strict=True)])
     biases = [None] * experts if bias is None else bias.unbind()
-    histories = [None] * experts if history is None else history.unflatten(2, (experts, -1)).unbind(2)
     outputs = []
     for expert, (group, weight) in enumerate(zip(groups, weights.unbind(), strict=True)):
         if len(group):
-            expert_key = None if key is None else key[expert]
-            arguments = (group, weight, biases[expert], name, clock, expert_key, histories[expert])
-            outputs.append(multiply_layer(*arguments, sequence_length, record, None))
+            expert_keys = None if keys is None else keys._replace(layer=keys.layer[expert])
+            outputs.append(multiply_layer(group, weight, biases[expert], Call(name, expert_keys, sequence_length)))
     return torch.cat([*outputs, x.new_zeros(len(without_expert), weights.shape[1])])
 
 
@@ -104,10 +98,7 @@ class GroupedLinear(NarrowLayer):
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply ``[tokens, in]`` to ``[tokens, out]``, see :func:`grouped_linear`."""
         x = self.cast_stream(x)
-        y: Tensor = grouped_linear(
-            x, weights, offsets, self.compute, bias, self.keys(), self.amax_history, x.shape[0],
-            torch.is_grad_enabled() and self.training,
-        )  # fmt: skip
+        y: Tensor = grouped_linear(x, weights, offsets, self.compute, bias, self.keys(), x.shape[0])
         return y
 
     def extra_repr(self) -> str:

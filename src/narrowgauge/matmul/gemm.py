@@ -49,11 +49,11 @@ def multiply(
         bias = F.pad(bias, (0, columns - len(bias)))
     kernel = _kernel(lhs, rhs, product)
     if kernel is not None:
-        # Add the bias before the result is rounded.
-        result_dtype = dtype if bias is None else torch.float32
-        fast = product.accumulation == "fast"
-        sums = native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, fast=fast)
-        return _scaled(*sums, bias, dtype)
+        # Add the bias before the result is rounded: in the kernel, or to float32 sums.
+        inside = bias if bias is not None and native.adds_bias(kernel, product, bias, dtype) else None
+        after = bias if inside is None else None
+        result_dtype, fast = dtype if after is None else torch.float32, product.accumulation == "fast"
+        return _scaled(*native.multiply_codes(kernel, lhs, rhs, dims, result_dtype, inside, fast=fast), after, dtype)
     a, b = _widened(lhs, dims[0]), _widened(rhs, dims[1])
     a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
     by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
@@ -74,9 +74,10 @@ def _kernel(lhs: Operand, rhs: Operand, product: Product) -> Kernel | None:
 
 
 def is_opaque(lhs: Operand, rhs: Operand, product: Product) -> bool:
-    """Return whether the product is opaque to compilers: a native kernel, or the CPU's products by tiles."""
-    is_by_tiles = lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
-    return is_by_tiles or _kernel(lhs, rhs, product) is not None
+    """Return whether the product is opaque to compilers: a kernel that they do not know, or the CPU's products by tiles."""
+    if (kernel := _kernel(lhs, rhs, product)) is not None:
+        return kernel.name not in native.SCALED_MM
+    return lhs.data.is_cpu and (lhs.data.dtype == torch.int8 or is_widened(_widened_dtype(lhs), "cpu"))
 
 
 def is_native(product: Product, device: torch.device) -> bool:

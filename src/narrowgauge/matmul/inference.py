@@ -20,8 +20,8 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.experts import is_experts
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.layer_matmuls import REGISTERED, add_outliers, cast_to_slot, multiply_slots, register
-from narrowgauge.matmul.linear import ExactBuffers, is_linear, keep_from_fused_kernels, matrix_of
+from narrowgauge.matmul.layer_matmuls import REGISTERED, Call, add_outliers, cast_to_slot, multiply_slots, register
+from narrowgauge.matmul.linear import is_linear, keep_from_fused_kernels, matrix_of
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.quantization import quantize
@@ -39,8 +39,8 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(codes, scales, weight)
         registered = REGISTERED[compute]
-        lhs, rhs = cast_to_slot(x, registered, "output.left"), Operand(codes, scales)
-        y = multiply_slots(lhs, rhs, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
+        lhs, rhs = cast_to_slot(x, Call(compute), "output.left"), Operand(codes, scales)
+        y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
         return add_outliers(y, x, registered, weight, rhs) if registered.output.left.outliers else y
 
     @staticmethod
@@ -64,7 +64,7 @@ def multiply_codes(*arguments: Any) -> Tensor:
 # ── the layer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class QuantizedLinear(ExactBuffers):
+class QuantizedLinear(nn.Module):
     """A linear layer with codes and scales instead of a weight; made by :func:`quantize_for_inference`.
 
     Its ``state_dict`` holds ``weight_codes``, ``weight_scales`` and ``bias``. A change of the model's dtype changes only
@@ -106,6 +106,16 @@ class QuantizedLinear(ExactBuffers):
     def dequantize(self) -> Tensor:
         """Return the stored weight, float32 ``[out, in]``."""
         return self.weight_codes.float() * self.weight_scales
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        before = {name: cast(Tensor, self._buffers[name]) for name in self.exact}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            after = cast(Tensor, self._buffers[name])
+            if after.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(after.device)
+        require_float64(self._buffers.values())
+        return self
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

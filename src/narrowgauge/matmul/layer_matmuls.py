@@ -5,7 +5,7 @@ Linear layers, experts, inference and the profiler call these functions.
 
 ``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the model's graph, and fuse with
 their neighbours. Three operators are opaque: casts of weights that are cached or gathered as codes (looked up while the graph
-runs), products on kernels that the compiler does not write, and outlier columns (their number varies).
+runs), products on kernels that compilers do not know, and outlier columns (their number varies).
 
 *Outlier features* are the few input columns that int8 cannot hold together with the others. In large language models some
 features are hundreds of times larger than the rest, in every token. A scale per row that covers them leaves few codes for the
@@ -17,16 +17,15 @@ Source: Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import cast_cache
-from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype
-from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, random_words
+from narrowgauge.matmul.operand import Keys, Operand, cast_matrix, random_words
 from narrowgauge.numerics.widening import add_product, bias_gradient
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
 from narrowgauge.torch_names import is_traced, is_transformed
@@ -64,42 +63,41 @@ def register(compute: Compute) -> str:
 # ── one operand, one product ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Call(NamedTuple):
+    """One call of a layer: what its casts depend on besides their tensors.
+
+    Attributes:
+        name: of a registered compute.
+        keys: of random bits; ``None`` rounds to nearest.
+        sequence_length: rows per sequence, which key the random bits of gradients.
+        unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
+    """
+
+    name: str
+    keys: Keys | None = None
+    sequence_length: int = 1
+    unit: Tensor | None = None
+
+    @property
+    def compute(self) -> Compute:
+        return REGISTERED[self.name]
+
+
 def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
     # Codes saved for backward stay codes, even if this matmul widens them.
     as_codes = slot == "output.left" and compute.keeps_codes
     return operand_dtype(compute.casts[slot], compute.products[SLOTS[slot].matmul], device, as_codes=as_codes)
 
 
-def cast_to_slot(
-    x: Tensor,
-    compute: Compute,
-    slot: str,
-    *,
-    keys: Keys | None = None,
-    history: Tensor | None = None,
-    record: bool = False,
-    sequence_length: int = 1,
-    fold: Tensor | None = None,
-) -> Operand:
-    """Cast a tensor of a layer to the operand of a slot.
-
-    Args:
-        keys: the layer's keys; needed for random bits or delayed scales.
-        history: the layer's amax history. Without it, a delayed scale comes from ``x``.
-        record: write the amax of ``x`` into the history.
-        sequence_length: rows per sequence, which key random bits.
-        fold: multiplied into ``x`` first, see :func:`scales_to_fold`.
-    """
-    slot_row, cast = SLOTS[slot], compute.casts[slot]
-    amax = words = None
-    if keys is not None and (cast.needs_bits or history is not None):
-        if history is not None:
-            amax = delayed_amax(x, cast, history, slot_row.history_index, keys.clock[STEP], record)
-        length = None if slot_row.tensor == "weight" else sequence_length
-        words = random_words(cast, x, slot_row.dim, keys, slot_row.random_key, length)
+def cast_to_slot(x: Tensor, call: Call, slot: str, fold: Tensor | None = None) -> Operand:
+    """Cast a tensor of a layer to the operand of a slot. Multiply ``fold`` into it first, see :func:`scales_to_fold`."""
+    slot_row, cast, words = SLOTS[slot], call.compute.casts[slot], None
+    if call.keys is not None and cast.needs_bits:
+        length = None if slot_row.tensor == "weight" else call.sequence_length
+        words = random_words(cast, x, slot_row.dim, call.keys, slot_row.random_key, length)
     if cast.outliers:
         x = without_outliers(x, cast.outliers)
-    return cast_matrix(x, cast, slot_row.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
+    return cast_matrix(x, cast, slot_row.dim, slot_dtype(call.compute, slot, x.device), words=words, fold=fold)
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
@@ -110,20 +108,14 @@ def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tenso
 
 
 def multiply_slots(
-    lhs: Operand,
-    rhs: Operand,
-    compute: Compute,
-    matmul: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Multiply the two operands of one of the three matmuls. Return ``shape``, without padding, in ``dtype``."""
-    product = compute.products[matmul]
+    lhs: Operand, rhs: Operand, name: str, matmul: str, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Multiply the two operands of a matmul of the registered compute ``name``. Return ``shape``, without padding."""
+    product = REGISTERED[name].products[matmul]
     if product.right.granularity == "column":
         rhs = rhs._replace(outer=None)  # the left operand includes its scales, see scales_to_fold
     if is_traced() and is_opaque(lhs, rhs, product):
-        return cast(Tensor, _multiply_opaque(*lhs, *rhs, register(compute), matmul, list(shape), dtype, bias))
+        return cast(Tensor, _multiply_opaque(*lhs, *rhs, name, matmul, list(shape), dtype, bias))
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
     y = multiply(lhs, rhs, dims, product, dtype, bias)
     if (*y.shape,) == shape and not y._is_view():
@@ -136,47 +128,40 @@ def multiply_slots(
 def _multiply_opaque(
     lhs: Tensor, lhs_outer: Tensor | None, lhs_inner: Tensor | None,
     rhs: Tensor, rhs_outer: Tensor | None, rhs_inner: Tensor | None,
-    compute: str, matmul: str, shape: list[int], dtype: torch.dtype, bias: Tensor | None,
+    name: str, matmul: str, shape: list[int], dtype: torch.dtype, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     operands = Operand(lhs, lhs_outer, lhs_inner), Operand(rhs, rhs_outer, rhs_inner)
-    return multiply_slots(*operands, REGISTERED[compute], matmul, (shape[0], shape[1]), dtype, bias)
+    return multiply_slots(*operands, name, matmul, (shape[0], shape[1]), dtype, bias)
 
 
 @_multiply_opaque.register_fake
-def _(lhs: Tensor, _a: Any, _b: Any, rhs: Tensor, _c: Any, _d: Any, compute: str, matmul: str, shape: list[int],
-      dtype: torch.dtype, bias: Any) -> Tensor:  # fmt: skip
+def _(lhs: Tensor, *rest: Any) -> Tensor:
+    *_, shape, dtype, _ = rest
     return lhs.new_empty(shape, dtype=dtype)
 
 
 # ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cast_weight_to_slot(
-    weight: Tensor, name: str, slot: str, *, keys: Keys | None, history: Tensor | None, record: bool = False,
-    unit: Tensor | None = None,
-) -> Operand:  # fmt: skip
+def cast_weight_to_slot(weight: Tensor, call: Call, slot: str) -> Operand:
     """Call :func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``. Use the cached cast if there is one."""
     if is_traced() and cast_cache.is_in_use():
-        clock, layer = keys or (None, None)
-        data, outer, inner = _cast_weight(weight, name, slot, clock, layer, history, record, unit)
+        data, outer, inner = _cast_weight(weight, call.name, slot, *(call.keys or (None, None)), call.unit)
         return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
-    compute = REGISTERED[name]
-    slot = compute.cast_slots[slot]
+    slot = call.compute.cast_slots[slot]
 
     def make() -> Operand:
-        source = weight if unit is None else weight.detach() / unit
-        return cast_to_slot(source, compute, slot, keys=keys, history=history, record=record)
+        return cast_to_slot(weight if call.unit is None else weight.detach() / call.unit, call, slot)
 
-    return cast_cache.cast_weight(weight, (compute.casts[slot], SLOTS[slot].dim), make)
+    return cast_cache.cast_weight(weight, (call.compute.casts[slot], SLOTS[slot].dim), make)
 
 
-@torch.library.custom_op("narrowgauge::cast_weight", mutates_args=("history",))
+@torch.library.custom_op("narrowgauge::cast_weight", mutates_args=())
 def _cast_weight(
-    weight: Tensor, compute: str, slot: str, clock: Tensor | None, layer: Tensor | None, history: Tensor | None,
-    record: bool, unit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    weight: Tensor, name: str, slot: str, clock: Tensor | None, layer: Tensor | None, unit: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     keys = None if clock is None or layer is None else Keys(clock, layer)
-    operand = cast_weight_to_slot(weight, compute, slot, keys=keys, history=history, record=record, unit=unit)
+    operand = cast_weight_to_slot(weight, Call(name, keys, unit=unit), slot)
     # An operator may return neither None nor memory that is in use elsewhere.
     missing = weight.new_empty(0, dtype=torch.float32)
     data, outer, inner = (missing if part is None else part.clone() for part in operand)
@@ -184,12 +169,8 @@ def _cast_weight(
 
 
 @_cast_weight.register_fake
-def _(
-    weight: Tensor, compute: str, slot: str, clock: Tensor | None, layer: Tensor | None, history: Tensor | None,
-    record: bool, unit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    registered = REGISTERED[compute]
-    operand = cast_to_slot(weight, registered, registered.cast_slots[slot])
+def _(weight: Tensor, name: str, slot: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    operand = cast_to_slot(weight, Call(name), REGISTERED[name].cast_slots[slot])
     missing = weight.new_empty(0, dtype=torch.float32)
     data, outer, inner = (missing if part is None else torch.empty_like(part) for part in operand)
     return data, outer, inner
@@ -257,22 +238,12 @@ def _(result: Tensor, *_: Any) -> Tensor:
 
 
 def output(
-    x: Tensor, weight: Tensor, bias: Tensor | None, name: str, clock: Tensor | None, key: Tensor | None,
-    history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for backward: x's cast, or x itself.
-
-    Args:
-        name: of a registered compute.
-        clock, key, history: the layer's; ``None`` if its casts need none.
-        sequence_length: rows per sequence, which key the random bits of gradients.
-        record: write amax values into the history.
-        unit: 0-d, a power of two. Multiply by ``weight / unit``. The cast is cached under the weight itself.
-    """
-    compute, keys = REGISTERED[name], None if clock is None or key is None else Keys(clock, key)
-    lhs = cast_to_slot(x, compute, "output.left", keys=keys, history=history, record=record)
-    rhs = cast_weight_to_slot(weight, name, "output.right", keys=keys, history=history, record=record, unit=unit)
-    y = multiply_slots(lhs, rhs, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return ``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and the operand saved for backward: x's cast, or x itself."""
+    compute = call.compute
+    lhs, rhs = cast_to_slot(x, call, "output.left"), cast_weight_to_slot(weight, call, "output.right")
+    y = multiply_slots(lhs, rhs, call.name, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
     if compute.output.left.outliers:
         y = add_outliers(y, x, compute, weight, rhs)
     saved = lhs if compute.cast_slots["grad_weight.right"] == "output.left" else Operand(x)
@@ -280,43 +251,45 @@ def output(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], saved: Sequence[Tensor | None]) -> None:
-    """Save what :func:`gradients` takes: the inputs of :func:`output`, and the operand that it returned."""
-    _, weight, _, name, clock, key, history, sequence_length, record, unit = inputs
+    """Save what :func:`_restored` returns: the operand that :func:`output` returned, the weight, and the call."""
+    _, weight, _, call = inputs
     # A copy of the clock, since another model's optimizer may step before this backward pass.
-    now = None if clock is None else clock.clone()
-    ctx.save_for_backward(*saved, weight, now, key, unit)
-    # The history is not saved for backward: autograd would refuse it after another layer or pass writes to it.
-    ctx.settings = history, name, sequence_length, record
+    keys = (None, None) if call.keys is None else (call.keys.clock.clone(), call.keys.layer)
+    ctx.save_for_backward(*saved, weight, *keys, call.unit)
+    ctx.settings = call.name, call.sequence_length
+
+
+def _restored(ctx: Any) -> tuple[Any, ...]:
+    """Return the arguments of :func:`gradients` after the first."""
+    *operand, weight, clock, layer, unit = ctx.saved_tensors
+    name, sequence_length = ctx.settings
+    keys = None if clock is None else Keys(clock, layer)
+    return Operand(*operand), weight, Call(name, keys, sequence_length, unit), ctx.needs_input_grad[:3]
 
 
 def gradients(
-    grad: Tensor, data: Tensor, outer: Tensor | None, inner: Tensor | None, weight: Tensor, clock: Tensor | None,
-    key: Tensor | None, unit: Tensor | None, history: Tensor | None, name: str, sequence_length: int, record: bool,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor, saved: Operand, weight: Tensor, call: Call, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias from that of the output ``[tokens, out]``, each if needed."""
-    compute, keys = REGISTERED[name], None if clock is None or key is None else Keys(clock, key)
+    compute = call.compute
     slots, grad = compute.cast_slots, grad.contiguous()
     grad_input = grad_weight = lhs = None
 
     def cast_grad(slot: str, rhs: Operand) -> Operand:
-        fold = scales_to_fold(rhs.outer, compute, SLOTS[slot].matmul)
-        return cast_to_slot(
-            grad, compute, slot, keys=keys, history=history, record=record, sequence_length=sequence_length, fold=fold
-        )
+        return cast_to_slot(grad, call, slot, scales_to_fold(rhs.outer, compute, SLOTS[slot].matmul))
 
     if needs[0]:
-        rhs = cast_weight_to_slot(weight, name, "grad_input.right", keys=keys, history=history, unit=unit)
+        rhs = cast_weight_to_slot(weight, call, "grad_input.right")
         lhs = cast_grad("grad_input.left", rhs)
-        grad_input = multiply_slots(lhs, rhs, compute, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
+        grad_input = multiply_slots(lhs, rhs, call.name, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
     if needs[1]:
-        rhs = Operand(data, outer, inner)
+        rhs = saved
         if slots["grad_weight.right"] == "grad_weight.right":
-            rhs = cast_to_slot(data, compute, "grad_weight.right", keys=keys)
+            rhs = cast_to_slot(saved.data, call, "grad_weight.right")
         if lhs is None or slots["grad_weight.left"] == "grad_weight.left":
             lhs = cast_grad("grad_weight.left", rhs)
         shape = weight.shape[0], weight.shape[1]
-        grad_weight = multiply_slots(lhs, rhs, compute, "grad_weight", shape, weight.dtype)
+        grad_weight = multiply_slots(lhs, rhs, call.name, "grad_weight", shape, weight.dtype)
     return grad_input, grad_weight, bias_gradient(grad) if needs[2] else None
 
 
@@ -344,13 +317,13 @@ class _Product(_FirstOrder):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        arguments: Any = (grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3])
+        arguments: Any = (grads[0], *_restored(ctx))
         # With create_graph=True. Casts are detached, so a second derivative would lack terms: it is refused.
         results = _Gradients.apply(*arguments) if torch.is_grad_enabled() else gradients(*arguments)  # type: ignore[no-untyped-call]
-        return *results, *[None] * 7
+        return *results, None
 
 
-class _TransformedProduct(_FirstOrder):
+class _TransformedProduct(_Product):
     """The function :class:`_Product` for ``torch.func``: the same bits, and 40 µs more a call."""
 
     @staticmethod
@@ -364,12 +337,6 @@ class _TransformedProduct(_FirstOrder):
         ctx.mark_non_differentiable(*(part for part in output[1:] if part is not None))
         ctx.set_materialize_grads(False)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        arguments = grads[0], *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[:3]
-        apply: Callable[..., Any] = _Gradients.apply  # only its forward gets plain tensors
-        return *apply(*arguments), *[None] * 7
-
 
 class _Gradients(_FirstOrder):
     forward, setup_context = staticmethod(gradients), staticmethod(lambda ctx, inputs, output: None)
@@ -377,8 +344,8 @@ class _Gradients(_FirstOrder):
 
 # Dynamo puts the call into its graph unchanged. AOTAutograd traces the operations inside: no guards on computes and casts.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def multiply_layer(*arguments: Any) -> Tensor:
-    """Return the product of a layer with gradients, from the arguments of :func:`output`."""
+def multiply_layer(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """Return the product of :func:`output`, with gradients."""
     if is_transformed():
-        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(*arguments)[0]
-    return cast(Callable[..., Tensor], _Product.apply)(*arguments)
+        return cast(Callable[..., tuple[Tensor, ...]], _TransformedProduct.apply)(x, weight, bias, call)[0]
+    return cast(Callable[..., Tensor], _Product.apply)(x, weight, bias, call)

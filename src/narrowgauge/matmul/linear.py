@@ -19,31 +19,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.delayed_scaling import new_history
 from narrowgauge.matmul.operand import Clock, Keys, layer_keys
 from narrowgauge.numerics.widening import linear
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 
 
-class ExactBuffers(nn.Module):
-    """A module whose ``exact`` buffers keep their dtype when the model's dtype changes. Devices without float64 are refused."""
-
-    exact: tuple[str, ...] = ()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {name: self._buffers[name] for name in self.exact}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in before.items():
-            after = self._buffers[name]
-            if buffer is not None and after is not None and after.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(after.device)
-        require_float64(self._buffers.values())
-        return self
-
-
-class NarrowLayer(ExactBuffers):
-    """Base of linear layers and experts: a compute, keys of random bits and delayed scales.
+class NarrowLayer(nn.Module):
+    """Base of linear layers and experts: a compute, and keys of random bits.
 
     Attributes:
         compute: the active compute.
@@ -53,11 +36,9 @@ class NarrowLayer(ExactBuffers):
         names: the layer's name, or one for each expert.
         is_keyed: this or an earlier compute takes random bits, which the step keys.
         key: int32 ``[]``, or ``[experts]``: key of the layer's random bits, from its name.
-        clock_words: the clock as a tensor; ``None`` if no cast takes random bits or a delayed scale.
-        amax_history: see :func:`narrowgauge.matmul.delayed_scaling.new_history`; ``None`` if no scale was ever delayed.
+        clock_words: the clock as a tensor; ``None`` if no cast takes random bits.
     """
 
-    exact = ("amax_history",)
     num_experts: int = 1
     names: tuple[str, ...]
     compute: Compute
@@ -67,14 +48,12 @@ class NarrowLayer(ExactBuffers):
     is_keyed: bool = False
     key: Tensor
     clock_words: Tensor | None
-    amax_history: Tensor | None
 
     def begin(self, names: Sequence[str], device: torch.device | None, compute: Compute) -> None:
         """Set a compute and the keys that belong to the names, and start a clock at zero."""
         self.names = tuple(names)
         self.register_buffer("key", self._keys_on(device), persistent=False)
         self.register_buffer("clock_words", None, persistent=False)
-        self.register_buffer("amax_history", None, persistent=False)
         self.clock = Clock()
         self.set_compute(compute)
 
@@ -84,8 +63,6 @@ class NarrowLayer(ExactBuffers):
         self.registered_name = layer_matmuls.register(self.compute)
         self.plain_dtype = plain_dtype(self.compute)
         self.is_keyed = self.is_keyed or self.compute.is_stochastic
-        if compute.is_delayed and self.amax_history is None:
-            self.amax_history = new_history(self.key.device, self.num_experts)
         self.set_clock(self.clock)
 
     def _keys_on(self, device: torch.device | None) -> Tensor:
@@ -95,19 +72,11 @@ class NarrowLayer(ExactBuffers):
     def set_clock(self, clock: Clock) -> None:
         """Read seed and step from a clock."""
         self.clock = clock
-        reads = self.compute.is_stochastic or self.compute.is_delayed
-        self.clock_words = clock.words(self.key.device) if reads else None
+        self.clock_words = clock.words(self.key.device) if self.compute.is_stochastic else None
 
     def keys(self) -> Keys | None:
         """Return the keys of random bits; ``None`` if no cast needs them."""
         return None if self.clock_words is None else Keys(self.clock_words, self.key)
-
-    def load_history(self, history: Tensor) -> None:
-        """Load a history, even if the current compute delays no scale: a later compute may."""
-        if self.amax_history is None:
-            self.amax_history = history.detach().to(self.key.device, copy=True)
-        else:
-            self.amax_history.copy_(history)
 
     def cast_stream(self, x: Tensor) -> Tensor:
         """Cast the input to autocast's dtype. Raise if the dtype is not the compute's: float16 needs a loss scale."""
@@ -122,10 +91,10 @@ class NarrowLayer(ExactBuffers):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         had_memory = not self.key.is_meta
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        require_float64(self._buffers.values())
         if not had_memory:  # to_empty() does not set values
             self.key = self._keys_on(self.key.device)
-            self.amax_history = None if self.amax_history is None else new_history(self.key.device, self.num_experts)
         self.set_clock(self.clock)  # on the layer's current device
         return self
 
@@ -174,10 +143,8 @@ class Linear(NarrowLayer, nn.Linear):
                 "Call linears.set_first_token(index) with the index of the micro-batch's first row in the whole batch.",
             )
         length = math.prod(x.shape[1:-1])  # rows per sequence
-        y: Tensor = layer_matmuls.multiply_layer(
-            x.reshape(-1, x.shape[-1]), weight, bias, self.registered_name, self.clock_words, self.key, self.amax_history,
-            length, torch.is_grad_enabled() and self.training, unit,
-        )  # fmt: skip
+        call = layer_matmuls.Call(self.registered_name, self.keys(), length, unit)
+        y: Tensor = layer_matmuls.multiply_layer(x.reshape(-1, x.shape[-1]), weight, bias, call)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     def extra_repr(self) -> str:

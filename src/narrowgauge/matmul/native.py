@@ -1,8 +1,9 @@
 """Multiply the operands' own codes by PyTorch's GPU kernels: a function for each row of :mod:`narrowgauge.spec.kernels`.
 
-A function lays the operands out for its kernel, pads their sides, calls the kernel, and crops the result. Codes, scales and
-rounding equal those of the emulation in bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the
-sum differ. ``nvfp4`` also multiplies the sum by the product of the two tensors' scales, not by one after the other.
+A function lays the operands out for its kernel, pads their sides, calls the kernel, and crops the result. Casts write codes along
+the contraction, as kernels read them, so operands of whole sides are not copied. Codes, scales and rounding equal those of the
+emulation in bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ. ``nvfp4`` also
+multiplies the sum by the product of the two tensors' scales, not by one after the other.
 
 *Tried before used.* This build of PyTorch or its libraries may lack a kernel of the chip. So before its first use, each kernel
 multiplies two small matrices whose product is exact in any order. If it raises or is off by one bit, its products are emulated.
@@ -13,14 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge import torch_names
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values
+from narrowgauge.matmul.operand import PAIRS, SCALE_DTYPES, Operand, block_values
 from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
@@ -34,6 +35,8 @@ from narrowgauge.spec.kernels import Kernel, kernel_for
 
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
+SCALED_MM = ("float8", "float8-fnuz")
+"""Kernels that are ``torch._scaled_mm``, an operator that compilers know: it is traced, and adds a bias."""
 _NAN, _MAGNITUDE = -128, 127
 
 
@@ -58,6 +61,12 @@ def kernel_here(product: Product, device: torch.device) -> Kernel | None:
     return kernel if kernel is not None and _works(kernel, product.left, product.right, device) else None
 
 
+def adds_bias(kernel: Kernel, product: Product, bias: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the kernel of a product adds this bias before it rounds to ``dtype``. All must be bfloat16."""
+    is_taken = kernel.name in SCALED_MM and bias.dtype == dtype == torch.bfloat16
+    return is_taken and _works(kernel, product.left, product.right, bias.device, with_bias=True)
+
+
 @lru_cache(None)
 def architecture_of(device: torch.device) -> str | None:
     """Return ``"sm90"`` or ``"gfx942"``, as in :data:`narrowgauge.spec.chips.CHIPS`; ``None`` without a GPU."""
@@ -71,19 +80,22 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def multiply_codes(
-    kernel: Kernel, lhs: Operand, rhs: Operand, dims: tuple[int, int], dtype: torch.dtype, *, fast: bool = False
-) -> Sums:
+    kernel: Kernel, lhs: Operand, rhs: Operand, dims: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None,
+    *, fast: bool = False,
+) -> Sums:  # fmt: skip
     """Return the product of two operands that the kernel takes.
 
     Args:
         dims: the contracted dimension of each.
         dtype: float32, bfloat16 or float16: result dtype, if nothing is left to add or multiply. Kernels that cannot write it
             return float32 sums (``mxfp4``: bfloat16).
+        bias: bfloat16 ``[columns]``, if ``dtype`` is bfloat16 and the kernel adds it, see :func:`adds_bias`.
         fast: accumulate in the tensor core's register alone, if the kernel can.
     """
     rows, columns = lhs.data.shape[1 - dims[0]], rhs.data.shape[1 - dims[1]]
-    values, by_row, by_column = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast)
-    return Sums(values[:rows, :columns], by_row, by_column)
+    sums = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast, bias)
+    is_whole = sums.values.shape == (rows, columns)
+    return sums if is_whole else sums._replace(values=sums.values[:rows, :columns])
 
 
 def _turned(operand: Operand, dim: int) -> Operand:
@@ -93,20 +105,28 @@ def _turned(operand: Operand, dim: int) -> Operand:
     return operand._replace(data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t())
 
 
-def _filled(x: Tensor) -> Tensor:
-    """Return one-byte codes, row-major, padded with zeros to whole multiples of the kernels' sides."""
-    codes = x.view(torch.int8)  # F.pad does not take float8
-    extra = -x.shape[1] % _SIDE, -x.shape[0] % _SIDE
-    return (F.pad(codes, (0, extra[0], 0, extra[1])) if any(extra) else codes).contiguous().view(x.dtype)
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Pad a matrix with zeros. ``F.pad`` copies also if nothing is to pad, and does not take float8."""
+    extra = columns - x.shape[1], rows - x.shape[0]
+    if not any(extra):
+        return x
+    values = x.view(torch.int8) if x.element_size() == 1 else x
+    return F.pad(values, (0, extra[0], 0, extra[1])).view(x.dtype)
+
+
+def _filled(x: Tensor, least_rows: int = 0) -> Tensor:
+    """Return one-byte codes, padded to whole multiples of the kernels' sides."""
+    rows, columns = (-(-size // _SIDE) * _SIDE for size in (max(x.shape[0], least_rows), x.shape[1]))
+    return _padded(x, rows, columns)
 
 
 # ── the kernels: operands [side, contraction], and the right one is transposed for them ────────────────────────────────
 
 
-def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None) -> Sums:
     """Multiply by ``torch._scaled_mm`` with scales of tensors or of all rows."""
     (rows, _), (columns, _) = lhs.data.shape, rhs.data.shape
-    a, b = _filled(lhs.data), _filled(rhs.data)
+    a, b = _filled(lhs.data).contiguous(), _filled(rhs.data).contiguous()
     unit = torch.ones((), dtype=torch.float32, device=a.device)
     by_row = None if lhs.outer is None else lhs.outer.reshape(-1, 1)
     by_column = None if rhs.outer is None else rhs.outer.reshape(1, -1)
@@ -119,13 +139,14 @@ def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
     if is_whole:
         first, second = first.reshape(()), second.reshape(())
     else:
-        first = F.pad(first.expand(rows, 1), (0, 0, 0, len(a) - rows)).contiguous()
-        second = F.pad(second.expand(1, columns), (0, len(b) - columns)).contiguous()
-    return Sums(torch._scaled_mm(a, b.t(), first, second, out_dtype=dtype, use_fast_accum=fast))
+        first = _padded(first.expand(rows, 1), len(a), 1).contiguous()
+        second = _padded(second.expand(1, columns), 1, len(b)).contiguous()
+    bias = None if bias is None else _padded(bias[None], 1, len(b))[0]
+    return Sums(torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast))
 
 
-def _float8_fnuz(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
-    return _float8(_as_fnuz(lhs), _as_fnuz(rhs), dtype, fast)
+def _float8_fnuz(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None) -> Sums:
+    return _float8(_as_fnuz(lhs), _as_fnuz(rhs), dtype, fast, bias)
 
 
 def _as_fnuz(operand: Operand) -> Operand:
@@ -142,9 +163,9 @@ def _as_fnuz(operand: Operand) -> Operand:
     return Operand(data, two if operand.outer is None else operand.outer * 2)
 
 
-def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _float8_blocks(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
     """Multiply by ``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128. Add every 128 terms to the sum in float32."""
-    a, b = _filled(lhs.data), _filled(rhs.data)
+    a, b = _filled(lhs.data).contiguous(), _filled(rhs.data).contiguous()
     (first, of_first), (second, of_second) = _scales_of_128(lhs), _scales_of_128(rhs)
     return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))
 
@@ -159,7 +180,7 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
 
 def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, scale: torch.dtype) -> Sums:
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any."""
-    a, b = (_filled(x.data) for x in (lhs, rhs))
+    a, b = (_filled(x.data).contiguous() for x in (lhs, rhs))
     if a.dtype == PAIRS:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     block = F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
@@ -173,15 +194,15 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, scale: torch.d
     return Sums(F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype))
 
 
-def _mxfp8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _mxfp8(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
     return _micro_scaled(lhs, rhs, dtype, torch.float8_e8m0fnu)
 
 
-def _mxfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _mxfp4(lhs: Operand, rhs: Operand, *_: Any) -> Sums:
     return _micro_scaled(lhs, rhs, torch.bfloat16, torch.float8_e8m0fnu)
 
 
-def _nvfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+def _nvfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
     return _micro_scaled(lhs, rhs, dtype, torch.float8_e4m3fn)
 
 
@@ -191,15 +212,14 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
     It takes more than 16 rows, and multiples of 8 for the other sides.
     """
     rows, columns = a.shape[0], b.shape[1]
-    a = F.pad(a, (0, -a.shape[1] % 8, 0, max(17 - rows, 0)))
-    b = F.pad(b, (0, -columns % 8, 0, -b.shape[0] % 8))
+    a, b = _filled(a, least_rows=17), _filled(b)
     parts = zip(a.split(INT32_TERMS, 1), b.split(INT32_TERMS, 0), strict=True)
     sums = [torch._int_mm(lhs.contiguous(), rhs) for lhs, rhs in parts]
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
     return total[:rows, :columns]
 
 
-_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
+_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | None], Sums]] = {
     "float8": _float8,
     "float8-fnuz": _float8_fnuz,
     "float8-blocks": _float8_blocks,
@@ -217,19 +237,22 @@ _TERMS, _ROWS, _SQUARE_ROWS = 640, (137, 269), 256
 
 
 @lru_cache(None)
-def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device) -> bool:
-    """Return whether a kernel multiplies two small matrices without error.
+def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias: bool = False) -> bool:
+    """Return whether a kernel multiplies two small matrices without error, and adds a bias.
 
     It waits for the device once, so the first call must not happen during CUDA graph capture.
     """
     with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
         a, b = (specimen(cast, rows, _TERMS) for cast, rows in zip((lhs, rhs), _ROWS, strict=True))
         exactly = _values(a) @ _values(b).t()
+        bias = None
+        if with_bias:
+            bias = _scattered(1, len(b.data))[0].bfloat16()
+            exactly, bias = exactly + bias.double(), bias.to(device)
         there = [Operand(*(None if part is None else part.to(device) for part in operand)) for operand in (a, b)]  # type: ignore[arg-type]
         try:
-            results = [
-                multiply_codes(kernel, there[0], there[1], (1, 1), dtype) for dtype in (torch.float32, torch.bfloat16)
-            ]
+            dtypes = [torch.bfloat16] if with_bias else [torch.float32, torch.bfloat16]
+            results = [multiply_codes(kernel, there[0], there[1], (1, 1), dtype, bias) for dtype in dtypes]
             # Read here: a device error is raised when its result is read.
             return all(torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in results)
         except torch.OutOfMemoryError:
@@ -247,19 +270,12 @@ def specimen(cast: Cast, rows: int, terms: int) -> Operand:
     values = (_scattered(rows, terms) % 9 - 4).float() / 2
     is_packed = cast.element.bits == 4
     data = packed_pairs(four_bit_codes(values), 1) if is_packed else values.to(getattr(torch, cast.format))
+    two = torch.full((1, 1), 2.0, dtype=torch.float32, device="cpu")
     if cast.block is None:
-        outer = (
-            torch.tensor([[2.0]], dtype=torch.float32, device="cpu")
-            if cast.granularity == "tensor"
-            else _powers(rows, 1)
-        )
-        return Operand(data, outer)
+        return Operand(data, two if cast.granularity == "tensor" else _powers(rows, 1))
     inner = _powers(math.ceil(rows / cast.block[0]), math.ceil(terms / cast.block[1]))
-    has_outer = cast.scale == "float8_e4m3fn"
-    dtype = getattr(torch, cast.scale) if cast.scale.startswith("float8") else torch.float32
-    return Operand(
-        data, torch.tensor([[2.0]], dtype=torch.float32, device="cpu") if has_outer else None, inner.to(dtype)
-    )
+    outer = two if cast.scale == "float8_e4m3fn" else None
+    return Operand(data, outer, inner.to(SCALE_DTYPES.get(cast.scale, torch.float32)))
 
 
 def _powers(rows: int, columns: int) -> Tensor:
@@ -269,11 +285,8 @@ def _powers(rows: int, columns: int) -> Tensor:
 
 def _scattered(rows: int, columns: int) -> Tensor:
     """Return whole numbers below 251, ordered so that nearby rows and columns differ."""
-    row, column = (
-        torch.arange(rows, dtype=torch.int64, device="cpu")[:, None],
-        torch.arange(columns, dtype=torch.int64, device="cpu"),
-    )
-    return (row * 37 + column * 101 + row * column * 7) % 251
+    row, column = (torch.arange(size, dtype=torch.int64, device="cpu") for size in (rows, columns))
+    return (row[:, None] * 37 + column * 101 + row[:, None] * column * 7) % 251
 
 
 def _values(operand: Operand) -> Tensor:

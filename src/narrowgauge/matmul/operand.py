@@ -40,7 +40,7 @@ PAIRS = torch.uint8
 """The dtype of four-bit codes, two to a byte."""
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
 """Dtypes of codes that only some kernels multiply."""
-_SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn}
+SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 class Operand(NamedTuple):
@@ -95,8 +95,13 @@ def cast_matrix(
     data, outer = data.view(x.shape), scale[0] if scale else None
     if dtype not in CODES:
         return Operand(data, outer)
-    data = packed_pairs(data, dim) if dtype == PAIRS else data
-    return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(_SCALE_DTYPES.get(cast.scale, torch.float32)))
+    data = _along_contraction(packed_pairs(data, dim) if dtype == PAIRS else data, dim)
+    return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(SCALE_DTYPES.get(cast.scale, torch.float32)))
+
+
+def _along_contraction(codes: Tensor, dim: int) -> Tensor:
+    """Lay codes out as kernels read them. A compiler writes them so in the loop of the cast."""
+    return codes.t().contiguous().t() if dim == 0 else codes
 
 
 def block_values(operand: Operand, dim: int) -> Tensor:
@@ -126,7 +131,9 @@ def _cast_whole(
     codes, outer = quantization.quantize_whole(x, cast, dim, _words(by_row, by_column), fold, amax)
     if dtype == torch.int8:
         codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN differently
-    return (codes.to(dtype),) if outer is None else (codes.to(dtype), outer)
+    codes = codes.to(dtype)
+    codes = _along_contraction(codes, dim) if dtype in CODES else codes
+    return (codes,) if outer is None else (codes, outer)
 
 
 def _rotate(dim: int, x: Tensor) -> Tensor:
@@ -147,7 +154,7 @@ def _cast_blocks(
 # from counters, and not from the values as the optimizer's do. The row counter counts tokens of the whole batch on all ranks.
 # The clock holds the index of the micro-batch's first sequence, or of its first token.
 
-STEP_SEED, STEP, FIRST_SEQUENCE, FIRST_TOKEN = range(4)
+STEP_SEED, FIRST_SEQUENCE, FIRST_TOKEN = range(3)
 """Places in the words of a clock."""
 
 
@@ -191,7 +198,7 @@ class Clock:
         return self._words[device]
 
     def _numbers(self) -> list[int]:
-        return [step_seed(self.seed, self.step), self.step, self.first_sequence, self.first_token]
+        return [step_seed(self.seed, self.step), self.first_sequence, self.first_token]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_words": {}}  # a copy of a layer asks for them again

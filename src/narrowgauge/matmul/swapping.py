@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul import experts
-from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, keep_from_fused_kernels, made_narrow
@@ -34,8 +33,8 @@ COMPILE_OPTIONS = {"emulate_precision_casts": True}
 class NarrowLayers:
     """The narrow layers of a model, and the clock that they share.
 
-    The seed and the step key stochastic casts. The step orders delayed scales. It advances with every step of any optimizer, or
-    only of the optimizer given to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
+    The seed and the step key stochastic casts. The step advances with every step of any optimizer, or only of the optimizer given
+    to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
 
     ``str()`` says which part of the model's matrices the layers multiply, and which matrices stay wide.
 
@@ -86,16 +85,12 @@ class NarrowLayers:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             owner_name = re.sub(r"(^|\.)(parametrizations\..*|[^.]+)$", "", name)
             owner = self.model.get_submodule(owner_name)
-            if (
-                parameter.ndim < 2
-                or "bias" in name.rpartition(".")[2]
-                or isinstance(owner, nn.Embedding | nn.LayerNorm)
-            ):
+            is_bias = parameter.ndim < 2 or "bias" in name.rpartition(".")[2]
+            if is_bias or isinstance(owner, nn.Embedding | nn.LayerNorm):
                 continue
             layer = self.layers.get(owner_name) or self.layers.get(name)
-            is_choice = (
-                is_linear(owner) or experts.is_experts(owner) or any(choose(owner_name) is None for choose in choosers)
-            )
+            is_kept = any(choose(owner_name) is None for choose in choosers)
+            is_choice = is_kept or is_linear(owner) or experts.is_experts(owner)
             is_narrow = layer is not None and not layer.compute.is_wide
             readers[name] = "narrow" if is_narrow else "kept" if is_choice else type(owner).__name__
         return readers
@@ -120,35 +115,13 @@ class NarrowLayers:
         self.clock.stop_counting()
         self._hook = optimizer.register_step_post_hook(self.clock.advance)
 
-    def overflows(self, step: int | None = None) -> dict[str, list[int]]:
-        """Count the values of input, weight and gradient beyond a delayed scale, in one step or in all recorded steps."""
-        return {name: count_overflows(history, step).tolist() for name, history in self.histories().items()}
-
-    def histories(self) -> dict[str, Tensor]:
-        """Return the layers' amax histories. A checkpoint needs them to continue with the same bits."""
-        return {name: layer.amax_history for name, layer in self.layers.items() if layer.amax_history is not None}
-
-    def join_histories(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Join the histories of the ranks that train together. ``largest`` is the elementwise maximum over ranks."""
-        if histories := list(self.histories().values()):
-            join_histories(histories, largest)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and copies of the amax histories. With the seed, a resumed run gets the same bits."""
-        histories = {name: history.clone() for name, history in self.histories().items()}
-        return {"matmul_step": self.step, "amax_histories": histories}
+        """Return the step. With the seed, a resumed run gets the same bits."""
+        return {"matmul_step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         self.step = state["matmul_step"]
-        self.load_histories(state["amax_histories"])
-
-    def load_histories(self, histories: dict[str, Tensor]) -> None:
-        """Load the result of :meth:`histories`, even if the current compute delays no scale: a later compute may."""
-        saved = {plain_name(name): history for name, history in histories.items()}
-        for name, layer in self.layers.items():
-            if (history := saved.get(plain_name(name))) is not None:
-                layer.load_history(history)
 
 
 def swap_linears(
@@ -219,7 +192,7 @@ def keep_ranks_apart(model: nn.Module) -> None:
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)}
     if layers:
-        buffers = ("key", "clock_words", "amax_history")
+        buffers = ("key", "clock_words")
         leave_out_of_ddp(model, [f"{name}.{buffer}" for name in layers for buffer in buffers])
 
 

@@ -21,7 +21,7 @@ from narrowgauge.spec.formats import Format, get_format
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
-Scaling = Literal["current", "delayed", "static"]
+Scaling = Literal["current", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 OutlierWeights = Literal["16 bits", "codes"]
 Rounding = Literal["nearest", "stochastic"]
@@ -32,8 +32,6 @@ BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), 
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
 PLACES = ("output", "grad_input", "grad_weight")
-HISTORY = 16
-"""Steps whose amax a delayed scale is taken from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Cast:
             which nothing saturates. ``float8_e8m0fnu``: the OCP rule, the exponent of amax minus the format's largest
             exponent. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
         rounding: ``nearest`` (ties to even) or ``stochastic``. Stochastic casts round scales up, so that nothing saturates.
-        scaling: ``current``: from the operand's amax; ``delayed``: from the amax of the last ``HISTORY`` steps; ``static``: 1.
+        scaling: ``current``: from the operand's amax; ``static``: 1.
         rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs.
         outliers: input columns with at least this amax, compared in float32, stay in 16 bits (0: none).
         outlier_weights: these columns multiply the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
@@ -177,6 +175,19 @@ class Compute:
     def products(self) -> dict[str, Product]:
         return {place: getattr(self, place) for place in PLACES}
 
+    def accumulating(self, accumulation: Accumulation) -> Compute:
+        """Return this compute with one accumulation in all three matmuls, which native kernels alone follow.
+
+        torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to n · 2^-13 off.
+
+        Example:
+            >>> COMPUTES["float8-row"].accumulating("fast").grad_input.accumulation
+            'fast'
+        """
+        output, grad_input, grad_weight = (replace(p, accumulation=accumulation) for p in self.products.values())
+        name = f"{self.name} {accumulation}"
+        return replace(self, name=name, output=output, grad_input=grad_input, grad_weight=grad_weight)
+
     @cached_property
     def casts(self) -> dict[str, Cast]:
         """Return the six casts by slot, such as ``"grad_input.left"``."""
@@ -210,10 +221,6 @@ class Compute:
     @cached_property
     def is_stochastic(self) -> bool:
         return any(cast.needs_bits for cast in self.casts.values())
-
-    @cached_property
-    def is_delayed(self) -> bool:
-        return any(cast.scaling == "delayed" for cast in self.casts.values())
 
     @cached_property
     def keeps_codes(self) -> bool:
@@ -316,12 +323,6 @@ _COMPUTES = (
         source=f"{_TE}, current scaling, E4M3; Micikevicius et al. 2022 (2209.05433) have e5m2 for gradients",
     ),
     Compute(
-        "float8-delayed", *_uniform("float8_e4m3fn", "tensor", scaling="delayed"), native=_SM89,
-        fallback="float8-row",
-        purpose="float8-tensor with scales from the amax of earlier steps; overflows after a spike are counted",
-        source=f"{_TE}, delayed scaling (history 16 here, 1024 there; margin 0)",
-    ),
-    Compute(
         "float8-row", *_uniform("float8_e4m3fn", "row"), native=_SM89,
         fallback="float8-block",
         purpose="the safe float8: a scale per token and per output, so that rows are independent",
@@ -337,12 +338,6 @@ _COMPUTES = (
         fallback="float8-row",
         purpose="float8-tensor with gradients in e5m2: one bit of precision less, more range",
         source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, current scaling, HYBRID; torchao, tensorwise",
-    ),
-    Compute(
-        "float8-delayed-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="delayed"), native=_SM89,
-        fallback="float8-row",
-        purpose="float8-delayed with gradients in e5m2, whose range tolerates a stale scale",
-        source=f"{_TE}, delayed scaling, HYBRID",
     ),
     Compute(
         "int8-row", *_int8(), native="CPUs with VNNI, CUDA",
@@ -401,7 +396,7 @@ COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
 
 
 TENSORS = ("input", "weight", "gradient")
-"""The tensors of a layer: x ``[tokens, in]``, w ``[out, in]`` and dy ``[tokens, out]``, as in a layer's amax history."""
+"""The tensors of a layer: x ``[tokens, in]``, w ``[out, in]`` and dy ``[tokens, out]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,10 +422,6 @@ class Slot:
     def name(self) -> str:
         """``matmul.side``, as in :attr:`Compute.casts`."""
         return f"{self.matmul}.{self.side}"
-
-    @property
-    def history_index(self) -> int:
-        return TENSORS.index(self.tensor)
 
 
 _SLOTS = (
@@ -476,7 +467,7 @@ def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
     """Return whether a weight can be stored as codes of one byte with a scale per row or tensor, and the weight beside them.
 
     Example:
-        >>> [name for name in ("int8-outlier-codes", "int8-outlier", "float8-delayed") if stores_codes(COMPUTES[name])]
+        >>> [name for name in ("int8-outlier-codes", "int8-outlier", "mxfp8") if stores_codes(COMPUTES[name])]
         ['int8-outlier-codes']
     """
     left, right = compute.output.left, compute.output.right

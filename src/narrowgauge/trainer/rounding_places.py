@@ -2,7 +2,7 @@
 
 A float32 copy of the model takes the step with the stored weights: the exact step. Then each place of the recipe's rounding is
 put in alone, and at last all together. The three matmuls of a low-precision linear layer multiply the values of the layer's own
-casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales.
+casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from narrowgauge.distributed.job import threads_of
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.gauges.recording.step_row import StepReader
-from narrowgauge.matmul.layer_matmuls import cast_to_slot, scales_to_fold
+from narrowgauge.matmul.layer_matmuls import Call, cast_to_slot, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import block_values
 from narrowgauge.numerics.quantization import rotate
@@ -158,7 +158,7 @@ def rounding_places(
         repeated = _Step(session, build(wide, Path(temporary), data).model)
         exact, every = repeated.gradients(()), repeated.gradients(PLACES)
         alone = {name: repeated.gradients((name,)) for name in PLACES}
-        of_run = repeated.gradients_of_run()  # last, as it advances delayed scales
+        of_run = repeated.gradients_of_run()
         last = {"step": step, "batch_crc": session.batch_crc, "loss": of_run[0]}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
         bad = None
@@ -327,14 +327,12 @@ class _Step:
         self, layer: Linear, length: int, slot: str, x: Tensor, fold: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the values of ``x`` after the cast of a slot, and the cast's outer scale. Without a rounding, return ``x``."""
-        compute, keys = layer.compute, layer.keys()
+        compute = layer.compute
         tensor, slot = SLOTS[slot].tensor, compute.cast_slots[slot]
         cast, dim = compute.casts[slot], SLOTS[slot].dim
         if _CAST_AT[tensor] not in self.rounded or cast.is_wide:
             return x, None
-        operand = cast_to_slot(
-            x, compute, slot, keys=keys, history=layer.amax_history, sequence_length=length, fold=fold
-        )
+        operand = cast_to_slot(x, Call(layer.registered_name, layer.keys(), length), slot, fold)
         values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
         values = values if operand.outer is None else values * operand.outer
         if cast.rotation != "none":  # rotate back by the transposed matrix

@@ -181,8 +181,6 @@ class Session:
         ``rows`` are the :meth:`~narrowgauge.runs.writer.RunWriter.digests` of the record, on rank 0.
         """
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
-        if self.linears is not None:
-            tensors |= {f"matmul.{name}": history for name, history in self.linears.histories().items()}
         scaler = self.optimizer.loss_scaler
         state = {
             "step": self.step,
@@ -213,9 +211,6 @@ class Session:
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step = state["step"]
-        if self.linears is not None:
-            histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
-            self.linears.load_histories(histories)
         if state["fingerprint"] != self.weights_fingerprint():
             raise RecordError(
                 f"{where} gives weights {self.weights_fingerprint()}, and {state['fingerprint']} was saved.",

