@@ -12,7 +12,6 @@ from .analysis.comparison.comparison import Comparison as Comparison
 from .analysis.comparison.comparison import compare_runs as compare_runs
 from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
-from .assembly.parameter_rounding import cast_parameters as cast_parameters
 from .assembly.preparation import prepare as prepare
 from .checkpoints.adam_states import load_states as load_states
 from .checks.checking import check as check
@@ -36,6 +35,7 @@ from .optim.optimizers import Adam as Adam
 from .optim.optimizers import AdamW as AdamW
 from .optim.optimizers import Lion as Lion
 from .optim.optimizers import Muon as Muon
+from .optim.parameter_formats import cast_parameters as cast_parameters
 from .planner.plan import plan as plan
 from .planner.plan_tables import Plan as Plan
 from .runs.events import Event as Event

@@ -36,10 +36,10 @@ SMALLEST_BOUND = 2.0**-8
 """The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
 
 
-class ParameterState:
+class ParameterState(Mapping[str, Tensor]):
     """Hold one parameter and its packed state.
 
-    ``dict(state)`` holds copies, as a ``state_dict()`` does.
+    It is a mapping of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed state is its float32 value.
 
     Args:
         owner: the parameter of the model.
@@ -114,14 +114,20 @@ class ParameterState:
             )
         return saved
 
-    def keys(self) -> list[str]:
+    def keys(self) -> list[str]:  # type: ignore[override]
         return ["step", *self.words, *(f"{name}_bound" for name in self.bounds), *self.tensors_of_extras()]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
+    def __len__(self) -> int:
+        return len(self.keys())
+
     def __getitem__(self, name: str) -> Tensor:
-        return self.saved()[name]
+        saved = self.saved()
+        return saved[name] if name in saved or name not in self.shapes_of_states else self.stored(name)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
     def in_parameter_order(self) -> dict[str, Tensor]:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""

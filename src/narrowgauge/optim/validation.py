@@ -28,7 +28,7 @@ LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
 
 FLAGS = ("amsgrad", "maximize", "differentiable")
-"""Options of ``torch.optim`` that no rule here has. They may be false or ``None``."""
+"""Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
 HOW_TO_RUN = ("fused", "foreach", "capturable")
 """Options of ``torch.optim`` for what is done anyway."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
@@ -132,9 +132,7 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
         advice = (
             f"{', '.join(map(repr, rows[:3]))} take it as it is, in a param group of its own if other weights differ"
         )
-        if parameter.dtype is torch.float32:
-            advice += "; narrowgauge.prepare converts a float32 model without losing the bits that are cut"
-        elif parameter.dtype is torch.float64:
+        if parameter.dtype is torch.float64:
             advice = "Call model.float(). Storage 'float64' then keeps masters and moments in float64"
         elif not rows:
             advice = "Leave it to an optimizer of torch.optim: no storage holds it"
@@ -223,7 +221,7 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
     members = set(parameters)
     if any(isinstance(p, Tensor) and p not in members for p in states) and not all(p in states for p in parameters):
         raise RecipeError(
-            "Cannot step because parameters were replaced after ng.prepare stored the bits of their weights.",
+            "Cannot step because parameters were replaced after the optimizer stored the bits of their weights.",
             "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after accelerator.prepare, or prepare the model "
             "after it was changed.",
         )
