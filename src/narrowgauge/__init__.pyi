@@ -13,7 +13,6 @@ from .analysis.comparison.comparison import compare_runs as compare_runs
 from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
 from .assembly.preparation import prepare as prepare
-from .checkpoints.adam_states import load_states as load_states
 from .checks.checking import check as check
 from .checks.resume import check_resume as check_resume
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
@@ -26,6 +25,9 @@ from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to
 from .numerics.scaling import LossScaler as LossScaler
 from .optim.accumulation import GradientAccumulator as GradientAccumulator
+from .optim.adam_states import full_weights as full_weights
+from .optim.adam_states import load_states as load_states
+from .optim.adam_states import to_torch_state as to_torch_state
 from .optim.audit import audit as audit
 from .optim.low_bits import fill_low_bits as fill_low_bits
 from .optim.optimizer import Optimizer as Optimizer

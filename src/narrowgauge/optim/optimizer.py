@@ -640,10 +640,18 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict` without casts. A refused state changes nothing.
 
+        The state of another library's Adam or AdamW is taken too, with its rate, betas, eps and decay.
+
         Raises:
             RecipeError: the state was saved from another storage or shape.
+            DataError: another library's state has no counterpart here.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
+        if any("storage" not in group for group in state_dict["param_groups"]):
+            from narrowgauge.optim.adam_states import resume_from  # it imports this module
+
+            resume_from(self, state_dict)
+            return
         handle = self.register_load_state_dict_pre_hook(take_states)  # after other hooks have changed it
         try:
             super().load_state_dict(state_dict)

@@ -36,10 +36,10 @@ SMALLEST_BOUND = 2.0**-8
 """The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
 
 
-class ParameterState(Mapping[str, Tensor]):
+class ParameterState:
     """Hold one parameter and its packed state.
 
-    It is a mapping of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed state is its float32 value.
+    It reads as a dict of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed state is its float32 value.
 
     Args:
         owner: the parameter of the model.
@@ -114,7 +114,7 @@ class ParameterState(Mapping[str, Tensor]):
             )
         return saved
 
-    def keys(self) -> list[str]:  # type: ignore[override]
+    def keys(self) -> list[str]:
         return ["step", *self.words, *(f"{name}_bound" for name in self.bounds), *self.tensors_of_extras()]
 
     def __iter__(self) -> Iterator[str]:
@@ -127,7 +127,8 @@ class ParameterState(Mapping[str, Tensor]):
         saved = self.saved()
         return saved[name] if name in saved or name not in self.shapes_of_states else self.stored(name)
 
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    # Not a Mapping to isinstance, since frameworks build those anew.
+    __contains__, get, items, values = Mapping.__contains__, Mapping.get, Mapping.items, Mapping.values
 
     def in_parameter_order(self) -> dict[str, Tensor]:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""

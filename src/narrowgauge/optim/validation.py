@@ -257,15 +257,10 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
     for mine, theirs in zip(groups, saved, strict=True):
-        if "storage" not in theirs:
-            raise RecipeError(
-                "Cannot load a state without a storage: another library's optimizer saved it.",
-                "ng.load_states(optimizer, state) takes states of Adam and AdamW; any other restarts.",
-            )
         if theirs["storage"] != mine["storage"]:
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
-                "Build the optimizer with the storage of the state. optimizer.adopt(weights, moments) takes values of any other.",
+                "Build the optimizer with the storage of the state, or convert it: ng.load_states(optimizer, state).",
             )
         if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
             raise RecipeError(
