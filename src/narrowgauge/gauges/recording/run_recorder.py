@@ -180,7 +180,7 @@ class RunRecorder:
 
     def step(
         self,
-        loss: float | Tensor,
+        loss: float | Tensor | None,
         *,
         tokens: int | None = None,
         batch: Tensor | None = None,
@@ -189,7 +189,7 @@ class RunRecorder:
         """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
 
         Args:
-            loss: of the step, in nats per token. Reading a tensor waits for its device.
+            loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits for its device.
             tokens: trained on in this step; the row holds their sum so far.
             batch: the step's tokens or inputs, copied to the host. Their checksum reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds`` replace those read here, which are
