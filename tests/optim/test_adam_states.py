@@ -196,7 +196,7 @@ def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
     copied.load_state_dict(model.state_dict())
     keep = {"keep_float32": lambda name, parameter: name == "0.bias"}
     new = ng.AdamW(copied.named_parameters(), lr=1e-2, betas=(0.9, 0.95), storage=after, compile=False, **keep)
-    with pytest.raises(ng.errors.RecipeError, match="ng.load_states"):
+    with pytest.raises(ng.errors.RecipeError, match=r"ng\.load_states"):
         new.load_state_dict(old.state_dict())
     assert ng.load_states(new, old.state_dict()) == "narrowgauge"
     tolerance = 0 if after in ("exact", "float32") else 0.1
