@@ -174,8 +174,8 @@ def on_one_memory(model: Model) -> nn.Module:
     ("wrap", "reason"),
     [
         (in_ddp, "DistributedDataParallel"),
-        (in_fsdp, "fully_shard"),
-        (in_old_fsdp, "FullyS"),
+        (in_fsdp, "FSDP"),
+        (in_old_fsdp, "FSDP"),
         (on_one_memory, "share their memory"),
     ],
 )

@@ -126,7 +126,11 @@ def prepare(
     _check_extra_options(built(is_trial=True), extra_options)
     if mesh is not None:
         sharding.make_equal(model, mesh)
-    values = _round(model, policy)
+    visible = policy.storage.visible
+    values = round_in_place((p for p in model.parameters() if p.is_floating_point()), visible)
+    values = {p: value for p, value in values.items() if p.requires_grad}
+    if policy.dtype == visible:
+        cast_statistics(model, lambda statistics: rounded(statistics, visible))
     linears = narrow_linears(model, policy, seed)
     if mesh is not None and shard != "none":
         values = _shard(model, values, mesh, offload)
@@ -147,18 +151,6 @@ def prepare(
 
 
 # ── the model ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _round(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
-    """Round parameters and statistics to the visible format. Return the earlier float32 values of trainable parameters."""
-    visible = recipe.storage.visible
-    values = round_in_place([p for p in model.parameters() if p.requires_grad], visible)
-    for parameter in model.parameters():
-        if parameter not in values and parameter.is_floating_point():
-            round_in_place([parameter], visible)
-    if recipe.dtype == visible:
-        cast_statistics(model, lambda values: rounded(values, visible))
-    return values
 
 
 def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:

@@ -196,9 +196,10 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        is_new = self._to_round is not None
-        self._to_round = {**(self._to_round or {}), **to_round}
-        if not is_new:
+        if self._to_round is not None:
+            self._to_round |= to_round
+        else:
+            self._to_round = to_round
             self._round()
         if self.auditor.join is not None:
             self.auditor.join = joined_over_ranks(list(self._parameters()))
@@ -207,14 +208,9 @@ class Optimizer(torch.optim.Optimizer):
         """Round float32 parameters in place, and store the values that they had."""
         formats, self._to_round = self._to_round or {}, None
         if formats:
-            values: dict[Tensor, Tensor] = {}
-            for parameter, visible in formats.items():
-                values |= round_in_place([parameter], visible)
+            values = {p: value for p, visible in formats.items() for value in round_in_place([p], visible).values()}
             self.adopt(values)
-            storages = {
-                p: self._storage_in(group, p) for group in self.param_groups for p in group["params"] if p in values
-            }
-            warnings.warn(rounding_note(values, storages), stacklevel=4)
+            warnings.warn(rounding_note(values, {self.storage_of(p) for p in values}), stacklevel=4)
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
 
@@ -670,23 +666,15 @@ class Optimizer(torch.optim.Optimizer):
         self.__setstate__({"state": defaultdict(dict, {**notes, **states})})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the optimizer with its parameters. Hooks and audits are left out.
-
-        Raises:
-            RecipeError: it sums gradients over ranks.
-        """
+        """Copy or pickle the optimizer with its parameters. Hooks and audits are left out."""
         if self.reduction is not None:
             raise RecipeError(
                 "Cannot copy or pickle an optimizer that sums gradients over ranks.",
                 "Build another one, and pass it this one's state_dict().",
             )
         self.settle()
-        names = ("max_grad_norm", "audit_every", "compile", "loss_scaler", "keep_float32", "maximize")
-        options = {name: getattr(self, name) for name in names}
-        options |= {name: self.defaults[name] for name in ("storage", "seed", "low_bits")}
-        counts = {name: getattr(self, name) for name in ("num_skipped", "num_calls", "skip_above")}
         entries = [None if (state := self.state_of(p)) is None else state.saved() for p in self._parameters()]
-        return _rebuilt, (type(self), self.rule, self.defaults, self.param_groups, options, counts, entries)
+        return _rebuilt, (type(self), {name: getattr(self, name) for name in _COPIED}, entries)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace states and groups. ``load_state_dict`` calls this."""
@@ -712,21 +700,19 @@ class _Captured:
         return [state for stepper, members in steppers for state in launches.take(stepper, members)]
 
 
-def _rebuilt(
-    kind: type[Optimizer],
-    rule: Rule | MatrixRule,
-    defaults: dict[str, Any],
-    groups: list[Group],
-    options: dict[str, Any],
-    counts: dict[str, Any],
-    entries: list[dict[str, Tensor] | None],
-) -> Optimizer:
-    """Return a copy of an optimizer from what :meth:`Optimizer.__reduce_ex__` returned."""
+_COPIED = (
+    "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "loss_scaler", "keep_float32", "maximize",
+    "num_skipped", "num_calls", "skip_above",
+)  # fmt: skip
+
+
+def _rebuilt(kind: type[Optimizer], values: dict[str, Any], entries: list[dict[str, Tensor] | None]) -> Optimizer:
+    """Return an optimizer of the values ``_COPIED`` and of the saved state of each parameter."""
     optimizer = kind.__new__(kind)
-    Optimizer.__init__(optimizer, groups, rule, defaults, **options)
+    Optimizer.__init__(optimizer, values["param_groups"], values["rule"], values["defaults"])
+    optimizer.__dict__.update(values)
     pairs = zip(optimizer._parameters(), entries, strict=True)
     optimizer.load_states({parameter: entry for parameter, entry in pairs if entry is not None})
-    optimizer.__dict__.update(counts)
     return optimizer
 
 

@@ -81,57 +81,42 @@ def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, T
     return values
 
 
-def rounding_note(values: Mapping[Tensor, Tensor], storages: Mapping[Tensor, Storage]) -> str:
+def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) -> str:
     """Tell what :func:`round_in_place` did to the parameters of an optimizer, and how to keep some as they were."""
     on_grid = sum((value == parameter.data).all().cpu() * value.numel() for parameter, value in values.items())
-    total = sum(value.numel() for value in values.values())
-    kept = [
-        f"'{row.name}' keeps {_kept_bits(row)} of the {VISIBLE[row.visible][1]} bits cut"
-        for row in dict.fromkeys(storages.values())
-    ]
-    is_checkpoint = on_grid > total / 2  # new biases and gains are on the grid too
-    return (
-        f"Rounded {total:,} float32 weights to {' and '.join(sorted({row.visible for row in storages.values()}))} in place: "
-        f"storage {', '.join(kept)}. To keep some in float32, pass keep_float32=, or a param group with storage='float32'."
-    ) + (
-        f" The cut bits of {on_grid:,} were zero, as of a 16-bit checkpoint: low_bits='random' fills them."
-        * is_checkpoint
+    total, kept = sum(value.numel() for value in values.values()), []
+    for row in sorted(storages, key=lambda row: row.name):
+        lacking = VISIBLE[row.visible][1]
+        bits = min(lacking, math.log2(row.weight.spacings) - (23 - lacking))
+        kept.append(f"'{row.name}' keeps {max(0, int(bits))} of the {lacking} bits cut")
+    note = (
+        f"Rounded {total:,} float32 weights in place: {', '.join(kept)}. To keep some in float32, pass keep_float32=, or a param "
+        "group with storage='float32'."
     )
-
-
-def _kept_bits(storage: Storage) -> int:
-    """Return how many bits of a weight a storage keeps beside the visible ones, of those that rounding cuts."""
-    lacking = VISIBLE[storage.visible][1]
-    return max(0, min(lacking, int(math.log2(storage.weight.spacings)) - (23 - lacking)))
+    if on_grid > total / 2:  # new biases and gains are on the grid too
+        note += f" The cut bits of {on_grid:,} were zero, as of a 16-bit checkpoint: low_bits='random' fills them."
+    return note
 
 
 def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
-    """Refuse parameters that cannot change their format, because other code holds their memory.
-
-    ``others`` are further parameters of the same optimizer.
-    """
-    cure = "Make the optimizer before the model is wrapped, or call ng.cast_parameters(model, torch.bfloat16) before."
-    keep = "Or keep them in float32: keep_float32=, or a param group with storage='float32'."
+    """Refuse parameters that cannot change their format, since others hold their memory. ``others`` are of the same optimizer."""
+    keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
     replicated = _in_ddp() if parameters else set()
     for parameter in parameters:
-        wrapper = "DistributedDataParallel" if parameter in replicated else ""
-        if local_of(parameter) is not parameter:
-            wrapper = "fully_shard or parallelize_module"
-        elif getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter):
-            wrapper = "FullyShardedDataParallel"
-        if wrapper:
+        is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
+        if parameter in replicated or is_flat or local_of(parameter) is not parameter:
             raise RecipeError(
-                f"Cannot round a float32 parameter of shape {tuple(parameter.shape)} because {wrapper} has taken it.",
-                f"{cure} {keep}",
+                f"Cannot round a float32 parameter of shape {tuple(parameter.shape)} because DistributedDataParallel, FSDP or "
+                "parallelize_module has taken it.",
+                f"Make the optimizer before, call ng.cast_parameters(model, torch.bfloat16) before, {keep}",
             )
     spans = sorted(map(_span, {*parameters, *others}), key=lambda span: span[:2])
-    members = {*parameters}
     for (_, end, before), (start, _, after) in pairwise(spans):
-        if start < end and not members.isdisjoint((before, after)):
+        if start < end and not {*parameters}.isdisjoint((before, after)):
             raise RecipeError(
                 f"Cannot round float32 parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} because they share "
                 "their memory.",
-                f"Tie modules by one Parameter: output.weight = embedding.weight. {keep}",
+                f"Tie modules by one Parameter (output.weight = embedding.weight), {keep}",
             )
 
 

@@ -128,18 +128,15 @@ def known_row(storage: object) -> Storage:
 def check_visible(parameter: Tensor, storage: Storage) -> None:
     """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):
-        rows = [row.name for row in STORAGES.values() if getattr(torch, row.visible) is parameter.dtype]
-        advice = (
-            f"{', '.join(map(repr, rows[:3]))} take it as it is, in a param group of its own if other weights differ"
-        )
+        advice = "Leave it to an optimizer of torch.optim: no storage holds it."
         if parameter.dtype is torch.float64:
-            advice = "Call model.float(). Storage 'float64' then keeps masters and moments in float64"
-        elif not rows:
-            advice = "Leave it to an optimizer of torch.optim: no storage holds it"
+            advice = "Call model.float(). Storage 'float64' then keeps masters and moments in float64."
+        elif parameter.dtype in (torch.bfloat16, torch.float16):
+            advice = "'word', 'exact' and others take it, in a param group of its own if other weights differ."
         raise RecipeError(
             f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
-            f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
-            f"{advice}.",
+            f"{tuple(parameter.shape)} is {dtype_name(parameter.dtype)}.",
+            advice,
         )
 
 

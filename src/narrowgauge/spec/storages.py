@@ -447,16 +447,14 @@ def for_vectors(storage: Storage) -> Storage:
 
 
 def for_format(storage: Storage, visible: str) -> Storage:
-    """Return the storage of a parameter in a format that ``storage`` may not hold. float32 beside 16 bits is stored as it is.
-
-    A storage of float32 has no counterpart in 16 bits, and is returned itself.
+    """Return ``storage``, or its counterpart for a parameter in another visible format. A storage of float32 has none.
 
     Example:
         >>> for_format(STORAGES["word"], "float32").name, for_format(STORAGES["word"], "float16").name
         ('float32', 'float16/split')
     """
-    if "float32" in (visible, storage.visible) or visible not in VISIBLE:
-        return STORAGES["float32"] if visible == "float32" != storage.visible else storage
+    if storage.visible == "float32" or visible not in VISIBLE:
+        return storage
     name = storage.name.rpartition("/")[2]
-    names = (storage.name, f"float16/{name}", "float16/split") if visible == "float16" else (storage.name, name, "word")
-    return next(STORAGES[name] for name in names if name in STORAGES and STORAGES[name].visible == visible)
+    names = (storage.name, name, f"float16/{name}", visible, "word", "float16/split")
+    return next(STORAGES[n] for n in names if n in STORAGES and STORAGES[n].visible == visible)
