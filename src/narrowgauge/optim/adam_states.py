@@ -29,7 +29,7 @@ from narrowgauge.optim.validation import known_row
 from narrowgauge.spec.storages import STATE_NAMES
 
 Entry = Mapping[str, Any]
-Moments = dict[Tensor, dict[str, Tensor | int]]
+Moments = dict[str, Tensor | int]
 _8BIT = "__bnb_optimizer_quant_state__"
 _ONLY_ADAM = "Give the state of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
@@ -96,13 +96,38 @@ def _adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
     """Store the weights and moments of a foreign state. Return the name of its library."""
     if not {"state", "param_groups"} <= set(state):
         raise DataError("The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict().")
-    matched = [m for m in _matched(optimizer, state["param_groups"]) if state["state"].get(m[2])]
-    if state["state"] and not matched:
+    values: dict[Tensor, Tensor] = {}
+    moments: dict[Tensor, Moments] = {}
+    libraries = set()
+    for parameter, name, key, group in _matched(optimizer, state["param_groups"]):
+        entry = state["state"].get(key)
+        if not entry:
+            continue
+        entry = {**{name: value for name, value in entry.items() if name != _8BIT}, **entry.get(_8BIT, {})}
+        library = _library(entry, group)
+        libraries.add(library)
+        if library == "narrowgauge":
+            values[parameter], moments[parameter] = _of_narrowgauge(entry, group, optimizer, parameter)
+        else:
+            moments[parameter] = _moments(library, entry, group, parameter, name)
+            values[parameter] = _weight(entry, optimizer, parameter)
+    if state["state"] and not moments:
         raise DataError("The keys of the state's 'state' are no numbers of its parameters.", _ONLY_ADAM)
-    is_ours = all("storage" in group for group in state["param_groups"])
-    library, values, moments = (_of_narrowgauge if is_ours else _of_others)(optimizer, matched, state["state"])
     optimizer.adopt(values, moments)
-    return library
+    return next(iter(libraries - {"torch.optim"}), "torch.optim")  # others leave small tensors to torch
+
+
+def _of_narrowgauge(entry: Entry, group: Entry, optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, Moments]:
+    """Return the weight and the states of another storage. They are read over the same visible weight."""
+    tensors, dtype = tensors_of(entry), getattr(torch, known_row(group["storage"]).visible)
+    if tensors.keys() == {"step", *STATE_NAMES} and tensors["exp_avg"].dtype is torch.float32:
+        dtype = torch.float32  # all in float32, whatever the storage of its group
+    elif torch.float32 not in (dtype, parameter.dtype):
+        dtype = parameter.dtype
+    seen = parameter.detach() if parameter.dtype is dtype else optimizer.stored(parameter).to(dtype)
+    state = states_of(optimizer, group, {seen: tensors})[seen]
+    weight = state.stored("weight") if state.storage.beside else optimizer.stored(parameter)
+    return weight, {"step": state.step, **{name: state.stored(name) for name in state.shapes_of_states}}
 
 
 def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -170,47 +195,6 @@ def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return weights | {name: stored[p] for name, p in named.items() if p in stored and name in weights}
 
 
-Matched = list[tuple[Tensor, str, Any, Entry]]
-Values = tuple[str, dict[Tensor, Tensor], Moments]
-
-
-def _of_narrowgauge(optimizer: Optimizer, matched: Matched, entries: Mapping[Any, Entry]) -> Values:
-    """Return weights and states of another storage. They are read over the same visible weights."""
-    values: dict[Tensor, Tensor] = {}
-    moments: Moments = {}
-    for parameter, _, key, group in matched:
-        entry, row = tensors_of(entries[key]), known_row(group["storage"])
-        dtype = getattr(torch, row.visible)
-        if entry.keys() == {"step", *STATE_NAMES} and entry["exp_avg"].dtype is torch.float32:
-            dtype = torch.float32  # all in float32, whatever the storage of its group
-        elif torch.float32 not in (dtype, parameter.dtype):
-            dtype = parameter.dtype
-        seen = parameter.detach() if parameter.dtype is dtype else optimizer.stored(parameter).to(dtype)
-        state = states_of(optimizer, group, {seen: entry})[seen]
-        values[parameter] = state.stored("weight") if state.storage.beside else optimizer.stored(parameter)
-        moments[parameter] = {"step": state.step, **{name: state.stored(name) for name in state.shapes_of_states}}
-    return "narrowgauge", values, moments
-
-
-def _of_others(optimizer: Optimizer, matched: Matched, entries: Mapping[Any, Entry]) -> Values:
-    """Return weights, and moments of another library."""
-    values: dict[Tensor, Tensor] = {}
-    moments: Moments = {}
-    libraries = set()
-    for parameter, name, key, group in matched:
-        entry = entries[key]
-        entry = {**{name: value for name, value in entry.items() if name != _8BIT}, **entry.get(_8BIT, {})}
-        library = _library(entry, group)
-        libraries.add(library)
-        moments[parameter] = _moments(library, entry, group, parameter, name)
-        values[parameter] = _weight(entry, optimizer, parameter)
-    return (
-        next(iter(libraries - {"torch.optim"}), "torch.optim"),
-        values,
-        moments,
-    )  # others leave small tensors to torch
-
-
 def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str, Any, Entry]]:
     """Return each parameter with its name, its key in the foreign state, and its foreign group."""
     names = optimizer.parameter_names()
@@ -235,6 +219,8 @@ def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str,
 
 
 def _library(entry: Entry, group: Entry) -> str:
+    if "storage" in group:
+        return "narrowgauge"
     if "state1" in entry:
         return "bitsandbytes"
     if any(hasattr(entry.get(kind), "codes") for kind in STATE_NAMES):
@@ -251,14 +237,14 @@ _KEYS = {
 }
 
 
-def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> dict[str, Tensor | int]:
+def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> Moments:
     """Return the step and the moments, float32 or float64."""
     if odd := sorted(set(entry) - _KEYS[library]):
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ONLY_ADAM)
     step = group.get("step") if library == "FusedAdam" else entry.get("step")  # FusedAdam counts the steps of a group
     if step is None:
         raise DataError(f"The state of '{name}' lacks 'step'.", _ONLY_ADAM)
-    moments: dict[str, Tensor | int] = {"step": int(step)}
+    moments: Moments = {"step": int(step)}
     for kind in STATE_NAMES:
         try:
             moment = _moment(library, entry, kind).contiguous()
