@@ -9,13 +9,14 @@ backward, compiled, with bfloat16 as the baseline and torchao's float8 layers be
 step and memory of a Llama of 64 million weights on bytes of Python source, for torch's AdamW with float32 weights under
 autocast (the baseline), several recipes, and peers.
 
-Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. Without a CUDA device it ends with status 2; ``--rehearse`` runs each
-line on the CPU at small sizes and measures nothing. ``--compile`` compiles the kernels of all steps, without a GPU too. A peer
-that is not installed or cannot run says why.
+Run: ``./dev gpu [--sections …] [--quick] [--json FILE]``. With ``--json``, sections that the file has are not run again. Without
+a CUDA device it ends with status 2. ``--rehearse`` runs each line on the CPU at small sizes and measures nothing. ``--compile``
+compiles the kernels of all steps, for which no GPU is needed. A peer that is not installed or cannot run says why.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 import os
@@ -46,7 +47,7 @@ from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 
-SECTIONS = ("correctness", "times", "training")
+SECTIONS = ("correctness", "steps", "layers", "training")
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TIMED_STORAGES = ("word", "exact", "compact", "states8", "kahan")
 TIMED_COMPUTES = ("float8-tensor", "float8-row", "float8-row fast", "mxfp8", "nvfp4", "int8-row")
@@ -184,7 +185,9 @@ def compiled_row(rule: Rule, storage: Storage, whole: bool, audited: bool, archi
     kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(multi_tensor.LAUNCH))
     seconds, ptx = time.perf_counter() - began, kernel.asm["ptx"]
     name = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
-    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", "-o", os.devnull, "/dev/stdin"]
+    tools = triton.knobs.nvidia
+    tool = tools.ptxas_blackwell if architecture >= 100 else tools.ptxas
+    command = [tool.path, "-v", f"--gpu-name={name}", "-o", os.devnull, "/dev/stdin"]
     report = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
     rounding = sorted(set(re.findall(r"\bfma\S*|\S+\.approx\S*|\S+\.ftz\S*", ptx)))
@@ -242,13 +245,12 @@ def flashoptim(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
 def step_contenders(shapes: Sequence[tuple[int, ...]], device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each optimizer by name with a function that makes its step."""
 
-    def ours(storage: str) -> Callable[[], Any]:
-        compile = device.type == "cuda"
-        return lambda: ng.AdamW(
-            parameters(shapes, torch.bfloat16, device), storage=storage, compile=compile, audit_every=0, **OPTIONS
-        ).step
+    def ours(storage: str, audit_every: int = 0) -> Callable[[], Any]:
+        options = {"storage": storage, "compile": device.type == "cuda", "audit_every": audit_every, **OPTIONS}
+        return lambda: ng.AdamW(parameters(shapes, torch.bfloat16, device), **options).step
 
     yield from ((storage, ours(storage)) for storage in TIMED_STORAGES)
+    yield "word, always audited", ours("word", 1)  # the default audits every tenth step
     yield "FlashOptim AdamW", lambda: flashoptim(parameters(shapes, torch.bfloat16, device)).step
     for peer in (peer for peer in PEERS if peer.name in TIMED_PEERS):
         yield peer.name, lambda peer=peer: peer.make(parameters(shapes, torch.bfloat16, device), **OPTIONS).step
@@ -316,15 +318,20 @@ def time_table(
     report.add(f"{title}; ratio to {baseline[0]}", rows)
 
 
-def times(report: Report, device: torch.device, quick: bool, rounds: int) -> None:
-    """Time steps and layers."""
+def steps(report: Report, device: torch.device, quick: bool, rounds: int) -> None:
+    """Time steps."""
     large = [(2048, 8192)] * (2 if quick else 64) if device.type == "cuda" else [(256, 64)] * 2
-    for title, shapes in (("large tensors", large), ("300 tensors of 8,192", [(128, 64)] * (20 if quick else 300))):
+    middle, small = [(1024, 1024)] * (2 if quick else 32), [(128, 64)] * (20 if quick else 300)
+    for title, shapes in (("large tensors", large), ("of a million", middle), ("300 tensors of 8,192", small)):
 
         def fused(shapes: Sequence[tuple[int, ...]] = shapes) -> Any:
             return torch.optim.AdamW(parameters(shapes, torch.float32, device), fused=True, **OPTIONS).step
 
         time_table(report, f"step, {title}", (FUSED, fused), step_contenders(shapes, device), device, rounds)
+
+
+def layers(report: Report, device: torch.device, rounds: int) -> None:
+    """Time layers."""
     side, tokens = (64, 32) if device.type == "cpu" else (4096, 8192)
     (name, make), *others = layer_contenders(side, tokens, device)
     if device.type == "cuda":
@@ -438,15 +445,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = torch.device("cpu" if options.rehearse else "cuda")
     report = Report("gpu", options, ("triton", "torchao", "flashoptim"))
-    if "correctness" in options.sections and not correctness(report, device, options.quick):
-        report.note("a check failed, so nothing was timed")
+    rounds, quick = 2 if options.quick else options.rounds, options.quick
+    sections: dict[str, Callable[[], bool | None]] = {
+        "correctness": lambda: correctness(report, device, quick),
+        "steps": lambda: steps(report, device, quick, rounds),
+        "layers": lambda: layers(report, device, rounds),
+        "training": lambda: training(report, device, quick),
+    }
+    if options.json is not None and options.json.exists():  # a file of an earlier call is continued
+        before = json.loads(options.json.read_text())
+        report.tables, report.notes = before["tables"], before["notes"]
+    for name in options.sections:
+        if f"done: {name}" in report.notes:
+            continue
+        if sections[name]() is False:
+            report.note("a check failed, so nothing was timed")
+            report.end()
+            return 1
+        report.note(f"done: {name}")
         report.end()
-        return 1
-    if "times" in options.sections:
-        times(report, device, options.quick, 2 if options.quick else options.rounds)
-    if "training" in options.sections:
-        training(report, device, options.quick)
-    return report.end()
+    return 0
 
 
 if __name__ == "__main__":

@@ -120,18 +120,18 @@ def host_times(counts: Sequence[int]) -> Iterator[Row]:
     with (
         mock.patch.object(triton_printer, "INTERPRET", True),
         mock.patch.object(multi_tensor, "is_proven", lambda *args: True),
+        mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None),
     ):
-        with mock.patch.object(multi_tensor.Table, "launch", lambda *args, **options: None):
-            for count in counts:
-                shapes, row = [(1, 1)] * count, {"": f"{count} tensors"}
-                for way in ("foreach", "fused"):
-                    theirs = torch.optim.AdamW(parameters(shapes, torch.float32), **{way: True}, **OPTIONS)
-                    row[f"torch {way} µs a tensor"] = microseconds(theirs, count)
-                for storage in ("word", "compact"):
-                    params = parameters(shapes, torch.bfloat16)
-                    ours = ng.AdamW(params, storage=storage, compile=True, audit_every=0, **OPTIONS)
-                    row[f"{storage} µs a tensor"] = microseconds(ours, count)
-                yield row
+        for count in counts:
+            shapes, row = [(1, 1)] * count, {"": f"{count} tensors"}
+            for way in ("foreach", "fused"):
+                theirs = torch.optim.AdamW(parameters(shapes, torch.float32), **{way: True}, **OPTIONS)
+                row[f"torch {way} µs a tensor"] = microseconds(theirs, count)
+            for storage in ("word", "compact"):
+                params = parameters(shapes, torch.bfloat16)
+                ours = ng.AdamW(params, storage=storage, compile=True, audit_every=0, **OPTIONS)
+                row[f"{storage} µs a tensor"] = microseconds(ours, count)
+            yield row
 
 
 FIRST_STEP = """

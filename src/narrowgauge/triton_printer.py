@@ -11,10 +11,13 @@ from __future__ import annotations
 import itertools
 import linecache
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from narrowgauge.compile import usual_defaults
 
 LAUNCH = {"enable_fp_fusion": False}
 """Options of every launch: a fused multiply-add would not round the product."""
@@ -136,6 +139,21 @@ def literal(value: Any, dtype: torch.dtype) -> str:
 def launches_on(device: torch.device) -> bool:
     """Return whether printed kernels run on a device."""
     return device.type == "cuda" or INTERPRET
+
+
+def proves(name: str, compare: Callable[[], bool]) -> bool:
+    """Return whether a printed kernel has the bits of its definition. If not, warn that each tensor takes its own launches."""
+    try:
+        with usual_defaults():
+            if compare():
+                return True
+        reason = f"Triton compiles {name} to code that gives other bits."
+    except torch.OutOfMemoryError:
+        raise  # another call may have the memory
+    except Exception as error:  # a broken compiler must not stop a training run
+        reason = f"Cannot compile {name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]})."
+    warnings.warn(f"{reason} Each tensor takes launches of its own: slower, with the same bits.", stacklevel=4)
+    return False
 
 
 def load(source: str, *, interpret: bool = False) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
     # Of spacings n times as wide one nth as many steps are taken, n times as long: sqrt(n) times the noise.
     coarser = 2.0 ** ((7 - STORAGES[storage].weight.mantissa_bits) / 2)
     assert coarser < result.error < 2.0 * coarser and result.reading.noise > 10 * coarser
-    assert abs(result.reading.edq - 1) < 4 * result.reading.edq_error < 0.4 * coarser
+    # An audit reads a 16th of the tensor, so its error is four times that of the whole.
+    assert abs(result.reading.edq - 1) < 4 * result.reading.edq_error < 1.6 * coarser
 
 
 @pytest.mark.parametrize("storage", STALLED)

@@ -146,6 +146,34 @@ def test_one_missing_gradient_does_not_break_a_bucket(monkeypatch: pytest.Monkey
         assert torch.equal(optimizer.stored(p, "exp_avg_sq"), single.stored(q, "exp_avg_sq"))
 
 
+@pytest.mark.parametrize("storage", ["word", "compact", "states8"])
+def test_small_tensors_step_in_one_call_and_are_audited_in_one(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    """Whatever their shapes, if their rows have equal length; and they have the bits of tensors stepped alone."""
+    calls: list[int] = []
+    call = Kernel._call
+
+    def counted(self: Kernel, which: int, *arguments: Any) -> Any:
+        calls.append(which)
+        return call(self, which, *arguments)
+
+    monkeypatch.setattr(Kernel, "_call", counted)
+    shapes = [(2 + 2 * (k % 3), 3, 5) if k % 2 else (4 + 2 * k, 5) for k in range(8)]
+    optimizer = build("adamw", parameters(storage, shapes), storage, audit_every=2)
+    alone = [build("adamw", [p], storage, audit_every=2) for p in parameters(storage, shapes)]
+    for step in range(2):
+        for k, slope in enumerate(step_gradients(parameters_of(optimizer), step)):
+            for p in (parameters_of(optimizer)[k], parameters_of(alone[k])[0]):
+                p.grad = slope
+            alone[k].step()
+        calls.clear()
+        optimizer.step()
+        assert calls == [[0], [1, 0]][step]
+    for k, single in enumerate(alone):
+        p, q = parameters_of(optimizer)[k], parameters_of(single)[0]
+        assert_same_bits(dict(optimizer.state_of(p)), dict(single.state_of(q)))
+        assert torch.equal(p, q)
+
+
 def test_the_first_step_of_a_large_tensor_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing and comparing take no tensor of its size. Here the traced graph stands for its code, and runs on short cases."""
     monkeypatch.setattr(narrowgauge.compile, "_COMPILED", {})

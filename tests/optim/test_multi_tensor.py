@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import clip, multi_tensor
 from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import PAIRS, RULES, build, everything, parameters
 from script_modules import benchmark_module
@@ -25,7 +27,14 @@ pytest.importorskip("triton", reason="the kernels of a GPU are printed for Trito
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 
 CPU = torch.device("cpu")
-KERNELS = [(r, s) for r, s in PAIRS if not RULES[r].matrix and STORAGES[s].arithmetic != "float64" and r != "nesterov"]
+# Nesterov's momentum is a scalar of "sgd". A user's own rule meets one storage of each kind.
+OWN = ("word", "compact", "float16/split")
+KERNELS = [
+    (rule, storage)
+    for rule, storage in PAIRS
+    if not RULES[rule].matrix and STORAGES[storage].arithmetic != "float64"
+    if rule != "nesterov" and (rule != "own" or storage in OWN)
+]
 FEW = [("adamw", "word"), ("adam", "compact"), ("lion", "float32-states8"), ("adamw", "float16/collage-plus")]
 
 
@@ -50,7 +59,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("rule", "storage"), KERNELS)
 def test_the_printed_kernel_has_the_bits_of_the_definition(rule: str, storage: str) -> None:
-    """Ordinary and edge values, infinities, NaNs, odd ends, a skipped step."""
+    """Ordinary and edge values, infinities, NaNs, odd ends."""
     assert multi_tensor.is_proven(*kernel_of(rule, storage), CPU, False)
 
 
@@ -64,7 +73,7 @@ def train(rule: str, storage: str, *, compiled: bool, steps: int = 5, **options:
     """Steps of two groups, with unequal counts, an infinity, a NaN, odd ends and addresses, no elements, other strides."""
     triton_printer.INTERPRET = compiled
     dtype = getattr(torch, STORAGES[storage].visible)
-    shapes: list[tuple[int, ...]] = [(4, 72), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (8, 12)]
+    shapes: list[tuple[int, ...]] = [(4, 72), (8, 8), (3, 7), (9,), (0, 4), (4, 16), (16, 8)]
     params = []
     for k, shape in enumerate(shapes):
         values = gaussian(*shape, seed=k, dtype=dtype)
@@ -94,7 +103,7 @@ def test_steps_of_an_optimizer_are_the_same(rule: str, storage: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("storage", ["word", "compact"])
+@pytest.mark.parametrize("storage", ["word", "states8"])
 def test_an_audit_reads_the_same_and_changes_no_bit(storage: str) -> None:
     """NaNs and infinities are left alone, since sums of them say nothing."""
     ours, theirs = (train("adamw", storage, compiled=compiled, steps=2, audit_every=1) for compiled in (True, False))
@@ -184,8 +193,8 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
     """A graph is here the list of launches: without a GPU none can be captured."""
     results = []
     for is_captured in (True, False):
-        params = parameters("compact", [(4, 16), (3, 5), (7,)])
-        optimizer = ng.AdamW(params, storage="compact", compile=True, lr=0.1, capturable=True, audit_every=2)
+        params = parameters("states8", [(4, 16), (3, 5), (7,)])
+        optimizer = ng.AdamW(params, storage="states8", compile=True, lr=0.1, capturable=True, audit_every=2)
         graph: list[tuple[Any, ...]] = []
         for step in range(5):
             for k, p in enumerate(params):
@@ -224,6 +233,20 @@ def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match="first step"):
         optimizer.step()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("storage", ["word", "compact"])
+def test_ranks_that_split_columns_bound_their_rows_together(monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    """So no launch takes such a tensor, if its rows have scales."""
+    params = parameters(storage, [(4, 6)])
+    optimizer = ng.AdamW(params, storage=storage, compile=True)
+    (state,) = optimizer.make_states(optimizer.param_groups[0], params).values()
+    state.kernel.compile, state.gradient = True, torch.ones_like(params[0])
+    monkeypatch.setattr(multi_tensor, "is_proven", lambda *args: True)
+    monkeypatch.setattr(ParameterState, "column_groups", property(lambda state: [object()]))
+    stepper = SimpleNamespace(group=optimizer.param_groups[0], audit_every=0)
+    assert multi_tensor.Launches({}).take(stepper, [state]) == ([state] if storage == "compact" else [])
 
 
 @pytest.mark.usefixtures("interpreted")

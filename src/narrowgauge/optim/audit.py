@@ -1,8 +1,9 @@
 """The audit: measure during a run which fraction of the intended updates a storage stores.
 
-On audited steps the kernel sums intended and stored changes per tensor (:mod:`narrowgauge.numerics.metrics`). One audited step
-of a small tensor is noisy, so an alarm reads a window of steps. It is raised when the upper end of a confidence interval of the
-tensor's EDQ is below the threshold. The window moves with the run, since stalls come late.
+An audited step sums intended and stored changes over some rows of each tensor
+(:meth:`narrowgauge.optim.layout.Layout.audit`). One step is noisy, so an alarm reads a window of steps. It is raised when the
+upper end of a confidence interval of the tensor's EDQ is below the threshold. The window moves with the run, since stalls come
+late.
 """
 
 from __future__ import annotations

@@ -130,16 +130,17 @@ class Layout:
         # (Flatten before the view: a dim of one element may have any stride.)
         small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *extent, plane.per_word)
         elements = small.movedim(-1, 1).reshape(self.num_parts, self.per_word, *extent).movedim(1, -1)
-        rows = elements.flatten(-2).flatten(0, 1)
-        inside: Tensor = rows[tuple(map(slice, self.matrix(shape)))]
-        return inside.reshape(-1).view(plane.dtype).view(tuple(shape)).clone()
+        rows = elements.flatten(-2).flatten(0, 1)[tuple(map(slice, self.matrix(shape)))]
+        result: Tensor = rows.reshape(-1).view(plane.dtype).view(tuple(shape)).clone()
+        return result
 
     def from_parameter_order(self, plane: Plane, values: Tensor) -> Tensor:
         """Return the words of a plane: the inverse of :meth:`to_parameter_order`. Padding is zero."""
         _, elements = self.padded(values.view(INTEGER[plane.bits]))
         lanes = elements.unflatten(-1, (-1, self.per_word)).movedim(-1, 1)
         tensors = lanes.reshape(self.num_tensors(plane), plane.per_word, *lanes.shape[2:]).movedim(1, -1)
-        return tensors.reshape(-1).view(INTEGER[max(32, plane.bits)]).view(len(tensors), *lanes.shape[2:])
+        words: Tensor = tensors.reshape(-1).view(INTEGER[max(32, plane.bits)])
+        return words.view(len(tensors), *lanes.shape[2:])
 
     def padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Copy a parameter-shaped tensor. Return the copy as a matrix, and its memory with padding, ``[parts, …]``."""
@@ -187,7 +188,8 @@ class Layout:
     def copied(self, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Copy a weight or gradient. Return the copy as a matrix, and its memory as the kernel's words."""
         copy, memory = self.padded(tensor)
-        return copy, list(memory.view(torch.int32).unbind(0))
+        words = memory.view(-1).view(torch.int32)  # flat: a dim of no element may have any stride
+        return copy, list(words.view(self.num_parts, *self.extent(tensor.shape)).unbind(0))
 
     # ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -312,17 +314,17 @@ class Bucket:
         memory = torch.zeros(2, layout.num_parts, *extent, dtype=torch.int32, device=device)
         self.tensors = [*memory.flatten(0, 1).unbind(0), *layout.in_order(words, self.scales)]
         self.parameter, self.gradient = memory.view(dtype).unbind(0)
-        self._copies: tuple[list[Tensor], list[Tensor]] = (
-            [],
-            [],
-        )  # of the members' weights and gradients, in this memory
+        # The members' weights and gradients in this memory.
+        self._copies: tuple[list[Tensor], list[Tensor]] = [], []
         for member, segment in zip(members, self.segments, strict=True):
             member.move(
                 {name: plane[:, segment] for name, plane in words.items()},
                 {name: rows[:, :, segment] for name, rows in self.scales.items()},
             )
             member.bucket = self
-            shape, columns = _by_part(layout, member.parameter).shape, layout.matrix(member.parameter.shape)[-1]
+            shape, columns = list(member.parameter.shape), layout.matrix(member.parameter.shape)[-1]
+            if layout.num_parts > 1:
+                shape[:1] = layout.num_parts, shape[0] // layout.num_parts
             for copies, words_of_all in zip(self._copies, memory, strict=True):
                 copies.append(words_of_all[:, segment].view(dtype)[..., :columns].view(shape))
 
@@ -353,8 +355,9 @@ class Bucket:
 
     def gather(self) -> None:
         """Copy the members' weights and gradients in. Call it under ``torch.no_grad()``."""
-        for copies, name in zip(self._copies, ("parameter", "gradient"), strict=True):
-            torch._foreach_copy_(copies, [_by_part(self.layout, getattr(member, name)) for member in self.members])
+        weights, gradients = self._copies
+        torch._foreach_copy_(weights, self._by_part([member.parameter for member in self.members]))
+        torch._foreach_copy_(gradients, self._by_part([member.gradient for member in self.members]))
 
     def kernel_tensors(self) -> tuple[list[Tensor], Tensor | None]:
         """Return the tensors that a kernel steps, and the copy of the weights for :meth:`write_back`."""
@@ -362,16 +365,15 @@ class Bucket:
 
     def write_back(self, weight: Tensor | None) -> None:
         """Copy the weights out. Call it under ``torch.no_grad()``."""
-        torch._foreach_copy_([_by_part(self.layout, m.parameter) for m in self.members], self._copies[0])
+        torch._foreach_copy_(self._by_part([member.parameter for member in self.members]), self._copies[0])
 
-
-def _by_part(layout: Layout, tensor: Tensor) -> Tensor:
-    """Return a view whose first dimension is the part, if there are several."""
-    if layout.num_parts == 1:
-        return tensor
-    if not tensor.is_contiguous():
-        return tensor.unflatten(0, (layout.num_parts, -1))
-    return tensor.view(layout.num_parts, -1, *tensor.shape[1:])
+    def _by_part(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return views whose first dimension is the part, if there are several."""
+        parts = self.layout.num_parts
+        if parts == 1:
+            return tensors
+        pairs = zip(tensors, self._copies[0], strict=True)
+        return [x.view_as(copy) if x.is_contiguous() else x.unflatten(0, (parts, -1)) for x, copy in pairs]
 
 
 def joins_bucket(state: Any) -> bool:

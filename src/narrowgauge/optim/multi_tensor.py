@@ -16,7 +16,6 @@ a second launch. An audited launch also sums the terms of each program. One more
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.compile import can_compile, usual_defaults
+from narrowgauge.compile import can_compile
 from narrowgauge.edge_values import draw, same_numbers, with_nan
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
@@ -40,7 +39,7 @@ from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import send, to_device
-from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, trace
+from narrowgauge.triton_printer import LARGEST, LAUNCH, TOTAL, launches_on, load, print_graph, proves, trace
 
 BLOCK = 512
 """Words that a program steps at a time: 16 bytes for each of 128 threads."""
@@ -168,31 +167,17 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
 
     ``column`` is the first column of the table with an address of scales.
     """
-    layout, scaled = layout_of(storage), storage.scaled
-    names = ("gradient", "weight") if rule.coupled or "weight" in scaled else ("gradient",)
-
-    def magnitude(word: Tensor) -> Tensor:
-        """Return the largest magnitude of a word's values as bits, in which a NaN is the largest."""
-        lanes = lanes_of_weight(storage.visible, [word])
-        bits = [bits_of(codes.gradient_value(storage.visible, lane)) & MAGNITUDE for lane in lanes]
-        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
-
-    def scales(values: Tensor, *rows: Tensor) -> list[Tensor]:
-        slopes, weights = rows[0], rows[1] if len(names) == 2 else torch.zeros_like(rows[0])
-        old = dict(zip(scaled, rows[len(names) :], strict=True))
-        return [x for scale in scales_of_rows(rule, storage, slopes, weights, old, values).values() for x in scale]
-
+    parts, scaled, names = layout_of(storage).num_parts, storage.scaled, _bounding(rule, storage)
+    magnitude, scales = _graphs_of_bounds(rule, storage)
     lines, body = [], []
-    for name in names:
-        for k in range(layout.num_parts):
-            text, (largest,), _ = print_graph(trace(magnitude, (torch.int32, (8,))), ["w"], f"m_{name}{k}_")
+    for place, name in enumerate(names):
+        for k in range(parts):
+            text, (largest,), _ = print_graph(magnitude, ["w"], f"m_{name}{k}_")
             lines += [f"peak_{name}{k} = tl.full([{BLOCK}], 0, tl.int32)"]
-            body += [f"w = {loads[k + (layout.num_parts if name == 'gradient' else 0)]}", *text]
+            body += [f"w = {loads[k + (1 - place) * parts]}", *text]
             body += [f"peak_{name}{k} = tl.maximum(peak_{name}{k}, {largest})"]
     lines += [_over_span(body)]
-    values = torch.float32, (len(CONTROL) + len(rule.scalars),)
-    graph = trace(scales, values, *[(torch.float32, (1,))] * (len(names) + len(scaled)))
-    for k in range(layout.num_parts):
+    for k in range(parts):
         bounds = {
             name: f"tl.load(row + {column + j}).to(tl.pointer_type(tl.float32)) + ({k} * group + line)"
             for j, name in enumerate(scaled)
@@ -200,11 +185,36 @@ def _bounds(rule: Rule, storage: Storage, loads: Sequence[str], column: int) -> 
         lines += [f"peak_{n}{k} = tl.reduce(peak_{n}{k}, 0, {LARGEST}).to(tl.float32, bitcast=True)" for n in names]
         lines += [f"old_{name}{k} = tl.load({bound})" for name, bound in bounds.items()]
         inputs = ["v", *(f"peak_{name}{k}" for name in names), *(f"old_{name}{k}" for name in scaled)]
-        text, results, _ = print_graph(graph, inputs, f"b{k}_")
+        text, results, _ = print_graph(scales, inputs, f"b{k}_")
         lines += text
         for name, new, into, back in zip(scaled, results[::3], results[1::3], results[2::3], strict=True):
             lines += [f"into_{name}{k}, back_{name}{k} = {into}, {back}", f"tl.store({bounds[name]}, {new})"]
     return lines
+
+
+def _bounding(rule: Rule, storage: Storage) -> tuple[str, ...]:
+    """Return the tensors whose largest magnitudes bound a row."""
+    return ("gradient", "weight") if rule.coupled or "weight" in storage.scaled else ("gradient",)
+
+
+@lru_cache(4)
+def _graphs_of_bounds(rule: Rule, storage: Storage) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """Trace the largest magnitude of a word's values as bits, in which a NaN is the largest, and the scales of a row."""
+    count, scaled = len(_bounding(rule, storage)), storage.scaled
+
+    def magnitude(word: Tensor) -> Tensor:
+        lanes = lanes_of_weight(storage.visible, [word])
+        bits = [bits_of(codes.gradient_value(storage.visible, lane)) & MAGNITUDE for lane in lanes]
+        return bits[0] if len(bits) == 1 else torch.maximum(*bits)
+
+    def scales(values: Tensor, slopes: Tensor, *rest: Tensor) -> list[Tensor]:
+        weights = rest[0] if count == 2 else torch.zeros_like(slopes)
+        old = dict(zip(scaled, rest[count - 1 :], strict=True))
+        return [x for scale in scales_of_rows(rule, storage, slopes, weights, old, values).values() for x in scale]
+
+    values = torch.float32, (len(CONTROL) + len(rule.scalars),)
+    rows = [(torch.float32, (1,))] * (count + len(scaled))
+    return trace(magnitude, (torch.int32, (8,))), trace(scales, values, *rows)
 
 
 # ── the launch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,6 +241,7 @@ class Table:
         self.rule, self.storage, self.device = rule, storage, device
         self._states: list[ParameterState] = []
         self._addresses: list[int] = []
+        self._is_whole: Any = None
         self._new_tiles: Tensor | None = None
         self._numbers = np.zeros((0, 0), np.float32)
 
@@ -253,7 +264,7 @@ class Table:
         if addresses != self._addresses:
             self._set_addresses(addresses)
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
-            row[:-1] = scalars
+            row[:-1] = list(map(float, scalars))
             row[-1:].view(np.int32)[0] = seed
         self._table[:, -3] = places
         if audits is not None:
@@ -279,7 +290,7 @@ class Table:
         self._numbers = self._host[start:].view(np.float32)[: num_numbers * width].reshape(num_numbers, width)
         self._buffer = torch.empty(len(self._host), dtype=torch.int64, device=self.device)
         self._device_numbers = self._buffer[start:].view(torch.float32)
-        self._states, self._addresses = list(states), []
+        self._states, self._addresses, self._is_whole = list(states), [], None
 
     def _set_addresses(self, addresses: list[int]) -> None:
         """Set the addresses of weights and gradients, and find the programs of each tensor."""
@@ -288,7 +299,9 @@ class Table:
         columns, group, elements, rows, _, counts = table[:, -len(SIZES) : -3].T
         is_whole = (table[:, :2] % 16 == 0).all(1) & (columns % 4 == 0)
         is_whole &= (elements == layout.per_word * columns) & (rows == layout.num_parts * group)
-        order = np.argsort(~is_whole, kind="stable")
+        if np.array_equal(is_whole, self._is_whole):
+            return
+        self._is_whole, order = is_whole, np.argsort(~is_whole, kind="stable")
         table[order, -5] = np.cumsum(counts[order]) - counts[order]
         self._counts = int(counts[is_whole].sum()), int(counts[~is_whole].sum())
         self._new_tiles = torch.from_numpy(np.repeat(order, counts[order]).astype(np.int32))
@@ -337,62 +350,57 @@ def num_audited(state: ParameterState, period: int, phase: int) -> int:
     """Return the number of elements that an audit reads."""
     layout, count, numel = state.layout, num_programs(state), state.parameter.numel()
     width = layout.num_parts * layout.matrix(state.parameter.shape)[1] if layout.by_rows else BLOCK * layout.per_word
-    return sum(max(0, min(width, numel - place * width)) for place in range(phase, count, period))
+    places = range(phase, count, period)
+    return len(places) * width - (count * width - numel if count - 1 in places else 0)
 
 
 # ── the proof ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_SLOWER = "Each tensor takes launches of its own: slower, with the same bits."
 
 
 @lru_cache(None)
 def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool) -> bool:
     """Return whether a launch gives the bits of the definition, which runs on the CPU. Warn once if not."""
-    name, cpu = f"the step of all tensors of {rule.name}/{storage.name}", torch.device("cpu")
-    scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
-    try:
-        with usual_defaults():
-            kernel, expected, actual = Kernel(rule, storage), *(_cases(rule, storage, place) for place in (cpu, device))
-            table, audits = Table(rule, storage, device), [(1, 0)] * len(actual) if audited else None
-            for skip in (0.0, 1.0):
-                values = torch.tensor([1.0, skip, *scalars], dtype=torch.float32)
-                table.set(actual, [(scalars, seed)], [0] * len(actual), audits)
-                table.send()
-                table.launch(to_device(values[:2], device), audited=audited)
-                for state in expected if not skip else ():
-                    if storage.scaled:
-                        bound_rows(kernel, [state], values)
-                    tensors, weight = state.kernel_tensors()
-                    kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
-                    state.write_back(weight)
-        same = all(
-            same_numbers(one.cpu(), other)
-            for pair in zip(actual, expected, strict=True)
-            for one, other in zip(*([s.parameter, *s.in_parameter_order().values()] for s in pair), strict=True)
+
+    def compare() -> bool:
+        scalars, seed = np.linspace(0.1, 0.9, len(rule.scalars), dtype=np.float32).tolist(), 12345
+        expected, actual = (_cases(rule, storage, place) for place in (torch.device("cpu"), device))
+        table, kernel = Table(rule, storage, device), Kernel(rule, storage)
+        values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
+        table.set(actual, [(scalars, seed)], [0] * len(actual), [(1, 0)] * len(actual) if audited else None)
+        table.send()
+        table.launch(to_device(values[:2], device), audited=audited)
+        for state in expected:
+            if storage.scaled:
+                bound_rows(kernel, [state], values)
+            tensors, weight = state.kernel_tensors()
+            kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
+            state.write_back(weight)
+        ours, theirs = (
+            [x for s in states for x in (s.parameter, *s.in_parameter_order().values())]
+            for states in (actual, expected)
         )
-    except torch.OutOfMemoryError:
-        raise  # another call may have the memory
-    except Exception as error:  # a broken compiler must not stop a training run
-        line = (str(error).splitlines() or [""])[0][:160]
-        warnings.warn(f"Cannot compile {name} ({type(error).__name__}: {line}). {_SLOWER}", stacklevel=4)
-        return False
-    if not same:
-        warnings.warn(f"Triton compiles {name} to code that gives other bits. {_SLOWER}", stacklevel=4)
-    return same
+        return all(same_numbers(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
+
+    is_possible = device.type == "cpu" or can_compile("gpu")
+    return is_possible and proves(f"the step of all tensors of {rule.name}/{storage.name}", compare)
 
 
 def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
-    """Draw states of ordinary and edge values, of whole tensors and of others."""
+    """Draw a whole tensor and another one. Their last two rows have edge values."""
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
-    for seed, shape in enumerate([(4, 64), (4, 64), (3, 33), (3, 33)]):
-        edges = seed % 2 == 1
-        weight, gradient = (draw(dtype, shape, edges=edges, seed=seed + k) for k in (10, 20))
+
+    def drawn(dtype: torch.dtype, shape: Sequence[int], seed: int, *, nan: bool = False) -> Tensor:
+        rows, edges = (draw(dtype, (n, shape[1]), edges=n == 2, seed=seed) for n in (shape[0] - 2, 2))
+        return torch.cat([rows, with_nan(edges) if nan else edges])
+
+    for shape in ((3, 67), (4, 256)):
+        weight, gradient = drawn(dtype, shape, 1), drawn(dtype, shape, 2, nan=True)
         states.append(state := ParameterState(weight.to(device), storage, kernel))
         allocate_all([state], joined=False)
         state.begin()
-        drawn = {n: draw(x.dtype, x.shape, edges=edges, seed=seed) for n, x in state.in_parameter_order().items()}
-        state.take({name: x.abs() if x.is_floating_point() else x for name, x in drawn.items()})
-        state.gradient = (with_nan(gradient) if edges else gradient).to(device)
+        values = {name: drawn(x.dtype, x.shape, 3) for name, x in state.in_parameter_order().items()}
+        state.take({name: x.abs() if x.is_floating_point() else x for name, x in values.items()})
+        state.gradient = gradient.to(device)
     return states
 
 
@@ -427,35 +435,29 @@ class Launches:
         return [state for kernel, members in alike.items() for state in self._take(stepper, kernel, members)]
 
     def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
-        rule, storage, device, audit_every = (
-            kernel.rule,
-            kernel.storage,
-            states[0].parameter.device,
-            stepper.audit_every,
-        )
+        rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
+        device = states[0].parameter.device
         if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
             return states
         counts = {state.step + 1 for state in states}
         is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
-        if not (device.type == "cpu" or can_compile("gpu")) or not is_proven(rule, storage, device, is_audited):
+        if not is_proven(rule, storage, device, is_audited):
             return states
-        batch, others = self._batches.setdefault(kernel, _Batch()), []
+        batch, refused = self._batches.setdefault(kernel, _Batch()), []
         places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}
-        seed = stepper.group["seed"]
-        batch.numbers += [(rule.prepare(stepper.group, count), step_seed(seed, count)) for count in counts]
+        batch.numbers += [(rule.prepare(group, count), step_seed(group["seed"], count)) for count in counts]
         for state in states:
+            is_contiguous = state.parameter.is_contiguous() and state.gradient.is_contiguous()
             # Ranks that split columns bound their rows together.
-            if (state.scales and state.column_groups) or not (
-                state.parameter.is_contiguous() and state.gradient.is_contiguous()
-            ):
-                others.append(state)
+            if not is_contiguous or (state.scales and state.column_groups):
+                refused.append(state)
                 continue
             count = state.step + 1
             if is_audited and count % audit_every == 0:
                 batch.audited[len(batch.states)] = stepper, count // audit_every
             batch.states.append(state)
             batch.places.append(places[count])
-        return others
+        return refused
 
     def run(self, control: Tensor, *, sends: bool = True, launches: bool = True) -> None:
         """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.

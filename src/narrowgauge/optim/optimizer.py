@@ -455,7 +455,8 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self._step()
-        self.num_calls += 1
+        if not is_captured():
+            self.num_calls += 1
         return loss
 
     def _step(self) -> None:
@@ -517,18 +518,15 @@ class Optimizer(torch.optim.Optimizer):
     def _capture(self, work: list[tuple[Group, list[ParameterState]]], device: torch.device) -> None:
         """Record the kernels of a step in a CUDA graph. They take their numbers from :meth:`advance`."""
         states = [state for _, members in work for state in members]
-        gradients, step_control, launches = (
-            [s.gradient for s in states],
-            StepControl(self._is_worth_compiling),
-            Launches({}),
-        )
-        owned = [state.owner.grad for state in states if state.owner.grad is not None]
-        decision = step_control(owned, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
+        step_control, launches = StepControl(self._is_worth_compiling), Launches({})
+        gradients = [state.owner.grad for state in states if state.owner.grad is not None]
+        decision = step_control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
         if self.maximize:
             decision = decision.negated()
-        self._captured = _Captured(work, gradients, step_control.table, launches.tables, decision)
-        others = self._captured.take(self.auditor, launches)
-        check_captured(states, others, self.loss_scaler or getattr(self, "found_inf", None))
+        local = [state.gradient for state in states]
+        self._captured = _Captured(work, local, step_control.table, launches.tables, decision)
+        refused = self._captured.take(self.auditor, launches)
+        check_captured(states, refused, self.loss_scaler or getattr(self, "found_inf", None))
         launches.run(decision.control, sends=False)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         for state in states:

@@ -77,7 +77,7 @@ class ParameterState:
         self.words: dict[str, Tensor] = {}
         self.scales: dict[str, Tensor] = {}
         self.bucket: Bucket | None = None
-        self.step, self.gradient, self.members = 0, NO_GRADIENT, [self]
+        self.step, self.gradient = 0, NO_GRADIENT
         self._extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}
@@ -343,6 +343,11 @@ class ParameterState:
         for start in range(0, len(tensors[0]), rows):
             chunk = [tensor[start : start + rows] for tensor in tensors]
             yield lanes_of(self.storage, chunk[:end], chunk[end:]), chunk[first:end]
+
+    @property
+    def members(self) -> list[ParameterState]:
+        """Return this state, as a bucket returns its members."""
+        return [self]
 
     def audited_rows(self, turn: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return which rows of words audit number ``turn`` reads, and their members (0) and numbers of elements."""
