@@ -12,9 +12,7 @@ from .analysis.comparison.comparison import Comparison as Comparison
 from .analysis.comparison.comparison import compare_runs as compare_runs
 from .analysis.diagnose import Diagnosis as Diagnosis
 from .analysis.diagnose import diagnose as diagnose
-from .assembly.parameter_rounding import cast_parameters as cast_parameters
 from .assembly.preparation import prepare as prepare
-from .checkpoints.adam_states import load_states as load_states
 from .checks.checking import check as check
 from .checks.resume import check_resume as check_resume
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
@@ -27,6 +25,9 @@ from .matmul.swapping import swap_linears as swap_linears
 from .numerics.rounding import round_to as round_to
 from .numerics.scaling import LossScaler as LossScaler
 from .optim.accumulation import GradientAccumulator as GradientAccumulator
+from .optim.adam_states import full_weights as full_weights
+from .optim.adam_states import load_states as load_states
+from .optim.adam_states import to_torch_state as to_torch_state
 from .optim.audit import audit as audit
 from .optim.low_bits import fill_low_bits as fill_low_bits
 from .optim.optimizer import Optimizer as Optimizer
@@ -36,6 +37,7 @@ from .optim.optimizers import Adam as Adam
 from .optim.optimizers import AdamW as AdamW
 from .optim.optimizers import Lion as Lion
 from .optim.optimizers import Muon as Muon
+from .optim.parameter_formats import cast_parameters as cast_parameters
 from .planner.plan import plan as plan
 from .planner.plan_tables import Plan as Plan
 from .runs.events import Event as Event

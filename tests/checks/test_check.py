@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -346,3 +347,20 @@ def test_the_part_of_ten_updates_that_the_forward_pass_sees_is_predicted(lr: flo
         storage = "float32" if next(other.parameters()).dtype is torch.float32 else "word"
         stepper = optimizer if other is model else ng.AdamW(other.parameters(), storage=storage, **options)
         assert not any("grid" in line for line in ng.check(other, stepper).lines)
+
+
+def test_a_loss_in_16_bits_is_told_by_the_check_and_at_the_first_recorded_step(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer, batch = ng.AdamW(model.parameters(), lr=1e-3), torch.randn(4, 8).bfloat16()
+    for is_wide in (False, True):
+        with ng.RunRecorder(tmp_path / str(is_wide), model, optimizer) as recorder:
+            for _ in range(2):
+                output = model(batch) + 3
+                loss = (output.float() if is_wide else output).mean()
+                loss.backward()
+                optimizer.step()
+                recorder.step(loss)
+        notes = [event["message"] for event in ng.read_run(tmp_path / str(is_wide)).events if event["kind"] == "note"]
+        readings = ng.check(model, optimizer, batch=batch, loss=lambda m, b: (m(b).float() if is_wide else m(b)).mean())  # noqa: B023
+        for lines in (notes, readings.lines):
+            assert sum("loss in bfloat16" in line for line in lines) == (not is_wide)

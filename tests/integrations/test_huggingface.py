@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 import narrowgauge as ng
 from integrations.bfloat16_loop import LR, STEPS, llama, same_weights, sequences, trained
-from narrowgauge.integrations.huggingface import NarrowgaugeCallback
+from narrowgauge.integrations.huggingface import NarrowgaugeCallback, adamw_of
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.usefixtures("one_thread")]
 
@@ -67,7 +67,7 @@ def test_the_defaults_train_and_resume_with_the_same_bits(tmp_path: Path) -> Non
 
 
 def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
-    every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 500}
+    every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
     options = {"storage": "word", "audit_every": 2}
 
     def made() -> Any:
@@ -89,11 +89,57 @@ def test_the_callback_records_the_run_and_continues_it(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_recorded_as_it_is(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, {"storage": "word"}, callbacks=[NarrowgaugeCallback()], max_steps=1)
-    with torch.no_grad():
-        trainer.model.lm_head.weight.fill_(math.nan)
+    """The Trainer logs it as 0 unless its filter is off. The norm of the gradient tells it either way."""
+    for number, hides in enumerate((False, True)):
+        trainer = trainer_of(
+            tmp_path / str(number), {"storage": "word"}, callbacks=[NarrowgaugeCallback()], max_steps=1,
+            logging_nan_inf_filter=hides,
+        )  # fmt: skip
+        with torch.no_grad():
+            trainer.model.lm_head.weight.fill_(math.nan)
+        trainer.train()
+        row = ng.read_run(tmp_path / str(number) / "narrowgauge").steps[0]
+        assert math.isnan(row["loss"]) is not hides and math.isnan(row["grad_norm"])
+
+
+def test_the_callback_leaves_the_logs_as_the_arguments_say(tmp_path: Path) -> None:
+    """Each step has a row with its rate; those with a log entry have the loss of that entry."""
+    trainer = trainer_of(tmp_path, {}, callbacks=[NarrowgaugeCallback()], logging_steps=4, lr_scheduler_type="linear")
     trainer.train()
-    assert math.isnan(ng.read_run(tmp_path / "narrowgauge").steps[0]["loss"])
+    steps = ng.read_run(tmp_path / "narrowgauge").steps
+    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)]
+    assert [row["loss"] for row in steps if "loss" in row] == history(trainer, "loss")
+    assert [row["step"] for row in steps if "loss" in row] == [*range(4, STEPS + 1, 4)]
+    assert [row["lr"] for row in steps] == pytest.approx([LR * (1 - step / STEPS) for step in range(STEPS)])
+    assert trainer.args.logging_nan_inf_filter
+
+
+def test_adamw_of_takes_the_arguments(tmp_path: Path) -> None:
+    changes = {"adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1, "learning_rate": 3e-4}
+    trainer = trainer_of(tmp_path, {}, **changes)
+    trainer.optimizer_cls_and_kwargs = adamw_of(trainer.args, storage="compact")
+    decayed, rest = trainer.create_optimizer().param_groups
+    for group in (decayed, rest):
+        assert (group["lr"], group["betas"], group["eps"], group["storage"]) == (3e-4, (0.9, 0.95), 1e-6, "compact")
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+
+
+def test_a_float32_model_under_bf16_trains_and_resumes_from_torchs_checkpoint(tmp_path: Path) -> None:
+    """The change is one argument. Losses stay within 0.01 of torch's AdamW, which also wrote the checkpoint."""
+    every = {"save_strategy": "steps", "save_steps": 3, "bf16": True}
+
+    def wide(name: str) -> Any:
+        trainer = trainer_of(tmp_path / name, {"storage": "word"}, **every)
+        ng.cast_parameters(trainer.model, torch.float32)
+        return trainer
+
+    ours, theirs, resumed = wide("ours"), wide("theirs"), wide("resumed")
+    theirs.optimizer_cls_and_kwargs = (torch.optim.AdamW, {"lr": LR})
+    ours.train(), theirs.train()
+    assert {p.dtype for p in ours.model.parameters()} == {torch.bfloat16}
+    resumed.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
+    for trainer in (ours, resumed):
+        assert history(trainer, "loss") == pytest.approx(history(theirs, "loss"), abs=0.01)
 
 
 def test_the_callback_warns_of_two_clippings(tmp_path: Path) -> None:

@@ -84,3 +84,45 @@ def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> Non
     second = ng.read_run(tmp_path / "run-2")
     assert len(second.steps) == STEPS and second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
     assert same_weights(again.model, whole.model)
+
+
+class Pair(Module):
+    """Two optimizers, which the module steps itself. One is left to torch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        head = [self.model.lm_head.weight]
+        rest = [p for p in self.parameters() if p is not head[0]]
+        return [ng.AdamW(rest, lr=LR), torch.optim.SGD(head, lr=LR)]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+@pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
+def test_each_precision_trains_a_float32_module(precision: Any) -> None:
+    """Losses stay near those of torch's AdamW in the same precision."""
+    losses = []
+    for kind in (ng.AdamW, torch.optim.AdamW):
+        module = Module()
+        module.configure_optimizers = lambda kind=kind, module=module: kind(module.parameters(), lr=LR)
+        ng.cast_parameters(module.model, torch.float32)
+        fit(module, precision=precision)
+        losses.append(module.losses)
+    assert losses[0] == pytest.approx(losses[1], abs=0.02) and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
+def test_a_fit_with_two_optimizers_is_recorded(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="Of 2 optimizers"):
+        fit(Pair(), 2 * STEPS, callbacks=[NarrowgaugeMonitor(tmp_path)])
+    steps = ng.read_run(tmp_path).steps
+    assert [row["step"] for row in steps] == [*range(1, STEPS + 1)] and steps[-1]["loss"] < steps[0]["loss"]
+    assert {row["lr"] for row in steps} == {LR}

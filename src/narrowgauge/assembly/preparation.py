@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from narrowgauge.assembly.parameter_rounding import round_parameters
 from narrowgauge.assembly.resumption import carry_state
 from narrowgauge.assembly.trainable import require_trainable
 from narrowgauge.distributed import sharding
@@ -30,6 +29,7 @@ from narrowgauge.numerics.dtensor import own_part
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.optim.parameter_formats import cast_statistics, round_in_place, rounded
 from narrowgauge.optim.validation import FLAGS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
@@ -126,7 +126,11 @@ def prepare(
     _check_extra_options(built(is_trial=True), extra_options)
     if mesh is not None:
         sharding.make_equal(model, mesh)
-    values = round_parameters(model, policy)
+    visible = policy.storage.visible
+    values = round_in_place((p for p in model.parameters() if p.is_floating_point()), visible)
+    values = {p: value for p, value in values.items() if p.requires_grad}
+    if policy.dtype == visible:
+        cast_statistics(model, lambda statistics: rounded(statistics, visible))
     linears = narrow_linears(model, policy, seed)
     if mesh is not None and shard != "none":
         values = _shard(model, values, mesh, offload)
@@ -199,7 +203,7 @@ def _check_class(optimizer: type[Any], options: Mapping[str, Any]) -> None:
             f"Cannot use storage '{options['storage']}' beside a recipe, which has a storage.", "Name it in the recipe."
         )
     declared = [name for base in optimizer.__mro__ for name in inspect.signature(base).parameters if base is not object]
-    allowed = [name for name in (*declared, *FLAGS) if name not in ("params", "rule", "defaults")]
+    allowed = [name for name in (*declared, *FLAGS) if name not in ("params", "rule", "defaults", "keep_float32")]
     for name in options:
         if name not in allowed:
             raise RecipeError(

@@ -86,7 +86,7 @@ def gradient_readings(
         for module in model.modules():
             module.training = False  # not train(False), which some modules override
         ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
-        gradients, dtypes = _configured(model, batch, parts, loss, backward, ours)
+        gradients, dtypes, objective = _configured(model, batch, parts, loss, backward, ours)
     if stepped := [name for name, version in _versions(model).items() if before[name] != version]:
         _put_weights_back(model, reference, stepped)
         return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], []
@@ -103,7 +103,7 @@ def gradient_readings(
     readings, lines, why_not = ranks.of_first(compare)
     if why_not:
         unseen["the gradient"] = why_not
-    return readings, lines
+    return readings, lines + coarse_loss(objective)
 
 
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,9 +124,10 @@ def _put_weights_back(model: nn.Module, reference: nn.Module, names: Sequence[st
 
 def _configured(
     model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None, ours: Sequence[Optimizer]
-) -> tuple[Gradients, set[torch.dtype]]:
-    """Run the configured passes. Return the whole gradients, without our loss scale, and the formats of all results."""
+) -> tuple[Gradients, set[torch.dtype], Tensor | None]:
+    """Run the configured passes. Return whole gradients without our loss scale, the formats of all results, and the last loss."""
     dtypes: set[torch.dtype] = set()
+    value: Tensor | None = None
     reduction = next((optimizer.reduction for optimizer in ours), None)
     requests = [(scaler, scaler.request) for optimizer in ours if (scaler := optimizer.loss_scaler) is not None]
 
@@ -158,7 +159,23 @@ def _configured(
             full = _whole(gradient.detach()).to_dense()
             gradients[inner_name(name)] = full.float() / scale if isinstance(scale, Tensor) else full.clone()
             dtypes.add(p.dtype)
-    return gradients, dtypes
+    return gradients, dtypes, value
+
+
+def coarse_loss(loss: Any) -> list[str]:
+    """Return a line about a loss computed in 16 bits: it is read off by up to half an ulp.
+
+    Example:
+        >>> coarse_loss(torch.tensor(3.0, dtype=torch.bfloat16))
+        ['loss in bfloat16: near 3 its values lie 0.0156 apart; take the loss of logits.float()']
+    """
+    if not isinstance(loss, Tensor) or loss.dtype not in NARROW or not loss.isfinite():
+        return []
+    spacing = torch.finfo(loss.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(float(loss)), 2.0**-14)))
+    return [
+        f"loss in {dtype_name(loss.dtype)}: near {float(loss):.3g} its values lie {spacing:.3g} apart; take the loss of "
+        "logits.float()"
+    ]
 
 
 def _scalar(result: Any) -> Tensor:

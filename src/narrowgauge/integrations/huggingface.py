@@ -1,8 +1,4 @@
-"""Hugging Face's Trainer, and TRL's: a callback that records and warns.
-
-The Trainer accepts our optimizers like any: ``optimizer_cls_and_kwargs=(ng.AdamW, {"lr": 1e-3})``, for a model loaded with
-``dtype=torch.bfloat16``.
-"""
+"""Hugging Face's Trainer, and TRL's: the optimizer of their arguments, and a callback that records and warns."""
 
 from __future__ import annotations
 
@@ -16,13 +12,33 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.optimizers import AdamW
+
+
+def adamw_of(args: TrainingArguments, **options: Any) -> tuple[type[AdamW], dict[str, Any]]:
+    """Return :class:`narrowgauge.AdamW` and its options, for ``optimizer_cls_and_kwargs=`` of a Trainer.
+
+    A Trainer passes nothing from its arguments to a class that its user names.
+
+    Args:
+        args: their ``learning_rate``, ``adam_beta1``, ``adam_beta2``, ``adam_epsilon`` and ``weight_decay`` are taken.
+        options: further ones, such as ``storage``, or others in place of these.
+    Example:
+        >>> adamw_of(TrainingArguments(learning_rate=1e-3, adam_beta2=0.95), storage="word")[1]["betas"]
+        (0.9, 0.95)
+    """
+    betas = args.adam_beta1, args.adam_beta2
+    taken = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
+    return AdamW, {**taken, **options}
 
 
 class NarrowgaugeCallback(TrainerCallback):
     """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings that defeat it.
 
-    The Trainer then logs every step, since callbacks get losses only with log entries. A new training never overwrites a
-    record: it takes ``folder-2``, ``folder-3`` …. A resumed training continues in the last of them.
+    Each step has a row. Its loss is the Trainer's mean since its last log entry, so only steps with a log entry have one. Set
+    ``logging_steps=1`` for each step's own loss, and ``logging_nan_inf_filter=False`` to see a NaN.
+
+    A new training never overwrites a record: it takes ``folder-2``, ``folder-3`` …. A resumed training continues in the last.
 
     Args:
         folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.
@@ -36,6 +52,7 @@ class NarrowgaugeCallback(TrainerCallback):
     def __init__(self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0) -> None:
         self.folder = None if folder is None else Path(folder)
         self.recorder: RunRecorder | None = None
+        self._rate = 0.0
         self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
 
     def on_train_begin(
@@ -43,7 +60,6 @@ class NarrowgaugeCallback(TrainerCallback):
     ) -> None:
         """Open the run folder. A resumed training goes back to its checkpoint's step."""
         self._close(finished=False)  # from an interrupted training
-        args.logging_nan_inf_filter = False  # else a loss of NaN is logged as 0
         optimizer, resume = unwrapped(named["optimizer"]), state.global_step > 0
         for warning in _warnings(args, optimizer):
             warnings.warn(warning, stacklevel=2)
@@ -59,15 +75,29 @@ class NarrowgaugeCallback(TrainerCallback):
         if resume:
             self.recorder.go_back(state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        control.should_log = True
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        self._rate = float(
+            unwrapped(named["optimizer"]).param_groups[0]["lr"]
+        )  # the schedule steps before the step ends
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        self._record_step(state)
+
+    def _record_step(self, state: TrainerState, loss: float | None = None, **columns: Any) -> None:
+        """Record the last step, unless it is recorded. The loss comes only with a log entry."""
+        if self.recorder is not None and self.recorder.num_steps < state.global_step:
+            self.recorder.step(loss, lr=self._rate, **columns)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         """Record the step, and add the audit to its log entry."""
         logs, optimizer = named.get("logs") or {}, unwrapped(named.get("optimizer"))
         if self.recorder is None or "loss" not in logs:
             return
-        self.recorder.step(logs["loss"], lr=logs["learning_rate"], grad_norm=logs.get("grad_norm"))
+        self._record_step(state, logs["loss"], grad_norm=logs.get("grad_norm"))
         if isinstance(optimizer, Optimizer):
             readings: dict[str, float] = {"num_skipped": optimizer.num_skipped}
             if reading := audit(optimizer).total:
@@ -76,11 +106,13 @@ class NarrowgaugeCallback(TrainerCallback):
             state.log_history[-1].update(readings)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        self._record_step(state)
         loss = (named.get("metrics") or {}).get("eval_loss")
         if self.recorder is not None and loss is not None:
             self.recorder.evaluate(loss)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        self._record_step(state)
         self._close(finished=state.global_step >= state.max_steps)
 
     def _close(self, finished: bool) -> None:
@@ -98,7 +130,7 @@ def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
     if rates == {default} and args.learning_rate != default:
         texts.append(
             f"{type(optimizer).__name__} was made without lr and steps at {default:g}, not at "
-            f"TrainingArguments(learning_rate={args.learning_rate:g}). Pass lr to it."
+            f"TrainingArguments(learning_rate={args.learning_rate:g}). Pass optimizer_cls_and_kwargs=adamw_of(args)."
         )
     if optimizer.max_grad_norm is not None and args.max_grad_norm:
         texts.append(

@@ -1,7 +1,7 @@
 """Lightning's Trainer: a callback that records a fit, also in Lightning's own loggers.
 
-Lightning needs nothing else: ``ng.cast_parameters`` in the module's ``__init__``, and ``ng.AdamW`` from
-``configure_optimizers``.
+Lightning needs nothing else than ``ng.AdamW`` from ``configure_optimizers``. Under DistributedDataParallel, which Lightning wraps
+around the module before, also ``ng.cast_parameters`` in the module's ``__init__``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NarrowgaugeMonitor(Callback):
         loss, val_loss: the names of the losses that the module logs. A loss that ``training_step`` returns takes precedence.
         tokens: counts a batch's tokens; ``None`` records none.
     Raises:
-        RecipeError: no loss is returned or logged, or there are several optimizers.
+        RecipeError: no loss is returned or logged.
     Example:
         >>> monitor = NarrowgaugeMonitor("runs/word", gauges_every=100)
         >>> str(monitor.folder)
@@ -69,12 +69,9 @@ class NarrowgaugeMonitor(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the run folder. A resumed fit goes back to its checkpoint's step."""
-        if len(trainer.optimizers) != 1:
-            raise RecipeError(
-                f"Cannot record a fit with {len(trainer.optimizers)} optimizers.",
-                "Give each its own ng.RunRecorder, in your training_step.",
-            )
-        optimizer = trainer.optimizers[0]
+        optimizer, count = trainer.optimizers[0], len(trainer.optimizers)
+        if count > 1:
+            warnings.warn(f"Of {count} optimizers, the record shows the rate and the audit of the first.", stacklevel=2)
         if getattr(optimizer, "max_grad_norm", None) and trainer.gradient_clip_val:
             warnings.warn(
                 f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and to "
@@ -96,10 +93,11 @@ class NarrowgaugeMonitor(Callback):
             **self._options,
         )
         if resume:
-            self.recorder.go_back(trainer.global_step)
+            self.recorder.go_back(trainer.global_step // count)  # Lightning counts the steps of all
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self._rate = float(optimizer.param_groups[0]["lr"])  # Lightning's schedules step before the batch ends
+        if getattr(optimizer, "optimizer", optimizer) is trainer.optimizers[0]:
+            self._rate = float(optimizer.param_groups[0]["lr"])  # Lightning's schedules step before the batch ends
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Add a micro-batch, and record the step that it ended."""

@@ -39,6 +39,10 @@ class Decision(NamedTuple):
     norm: Tensor | None
     finite: Finite | None
 
+    def negated(self) -> Decision:
+        """Return the decision of a step along the gradients."""
+        return self._replace(control=self.control * _constants(self.control.device, -1.0, 1.0))
+
 
 @lru_cache(16)
 def _constants(device: torch.device, *values: float) -> Tensor:

@@ -27,24 +27,32 @@ def make_loaded_states(
     """
     states: dict[Tensor, ParameterState] = {}
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        values = {p: _tensors(entries[p]) for p in group["params"] if p in entries}
+        values = {p: tensors_of(entries[p]) for p in group["params"] if p in entries}
         values = {p: entry for p, entry in values.items() if entry}
-        states |= optimizer.make_states({**saved, "params": group["params"]}, values)
-        for parameter, entry in values.items():
-            state = states[parameter]
-            if (names := set(state.keys())) != entry.keys():
-                lost = sorted(names - entry.keys())
-                reason = f"it has no '{lost[0]}'" if lost else f"the rule has no '{min(entry.keys() - names)}'"
-                raise RecipeError(
-                    f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' because {reason}.",
-                    "Load the state of this rule and storage.",
-                )
-            state.take(entry)
-            state.step = int(entry["step"])
+        states |= states_of(optimizer, {**saved, "params": group["params"]}, values)
     return states
 
 
-def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def states_of(
+    optimizer: Any, group: Mapping[str, Any], entries: Mapping[Tensor, Mapping[str, Tensor]]
+) -> dict[Tensor, ParameterState]:
+    """Return new states under a group's options, with the values of saved ones."""
+    states: dict[Tensor, ParameterState] = optimizer.make_states(group, entries)
+    for parameter, entry in entries.items():
+        state = states[parameter]
+        if (names := set(state.keys())) != entry.keys():
+            lost = sorted(names - entry.keys())
+            reason = f"it has no '{lost[0]}'" if lost else f"the rule has no '{min(entry.keys() - names)}'"
+            raise RecipeError(
+                f"Cannot load a state with {sorted(entry)} into rule '{state.kernel.rule.name}' because {reason}.",
+                "Load the state of this rule and storage.",
+            )
+        state.take(entry)
+        state.step = int(entry["step"])
+    return states
+
+
+def tensors_of(entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this rank's tensors. Leave out values ``{}``: torch sets them for what a flattened checkpoint lacks."""
     return {
         name: torch.tensor(value, dtype=torch.float32, device="cpu")

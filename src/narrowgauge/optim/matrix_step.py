@@ -51,7 +51,7 @@ def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tu
     """Step at most one parameter per rank. All ranks compute between the last gather and the first scatter."""
     measures: list[list[Tensor] | None] = []
     for place, step in enumerate(steps):
-        measure = step.rule.measure(step.options)
+        measure = step.rule.measure and step.rule.measure(step.options)
         weight = None if measure is None else _gather(ranks, place, step.owner, step.weight())
         measures.append(None if measure is None or weight is None else [measure(x) for x in _matrices(weight)])
         del weight

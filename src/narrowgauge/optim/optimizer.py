@@ -8,6 +8,7 @@ gradients, one skips a step with a non-finite gradient. The host reads the decis
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.compile import is_worth_compiling
-from narrowgauge.errors import ChipError, RecipeError
+from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
@@ -30,6 +31,7 @@ from narrowgauge.optim.codes import value_dtype
 from narrowgauge.optim.kernel import Kernel
 from narrowgauge.optim.loading import make_loaded_states, put_states, show_states, take_states
 from narrowgauge.optim.multi_tensor import Launches, Table
+from narrowgauge.optim.parameter_formats import refuse_rounding, round_in_place, rounding_note
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, extras_of, shapes_of_states
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, allocate_all
@@ -50,7 +52,8 @@ from narrowgauge.optim.validation import (
     gradient_of,
     known_row,
 )
-from narrowgauge.spec.storages import Storage, for_vectors
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.storages import Storage, for_format, for_vectors
 from narrowgauge.spec.update_rules import Range, refuse_pair
 from narrowgauge.torch_names import HostCopy, is_captured, plain_name
 from narrowgauge.triton_printer import launches_on
@@ -72,8 +75,9 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group may set ``storage``. If the
-            optimizer has a matrix rule, a group may set ``rule="adamw"``. Parameters are already in the storage's visible
-            format (``narrowgauge.prepare`` converts them and stores the cut bits).
+            optimizer has a matrix rule, a group may set ``rule="adamw"``. Float32 parameters with ``requires_grad`` are rounded
+            in place to the storage's visible format, and the storage keeps the bits that this cuts. Parameters in another
+            format are stored in its counterpart: those that stay float32 in ``float32``.
         rule: the update rule.
         defaults: the rule's options, which groups may override.
         storage: the name of a storage of ``narrowgauge.spec.STORAGES``, ``None`` is ``word``.
@@ -88,7 +92,9 @@ class Optimizer(torch.optim.Optimizer):
             ``torch.amp.GradScaler`` works too. Do not pass it here.
         low_bits: where a weight begins of which the model holds 16 bits: at a ``"random"`` place in its rounding cell
             (:mod:`narrowgauge.optim.low_bits`), or at ``"zero"``, as a float32 copy begins. Low bits that are known stay.
-        flags: of ``torch.optim``. ``amsgrad``, ``maximize``, ``differentiable`` are false or ``None``. ``fused``, ``foreach`` and
+        keep_float32: returns, from name and parameter, whether a float32 parameter stays as it is.
+        maximize: step along the gradient, not against it.
+        flags: of ``torch.optim``. ``amsgrad``, ``differentiable`` are false or ``None``. ``fused``, ``foreach`` and
             ``capturable`` change nothing: they ask for what is done.
 
     Raises:
@@ -111,6 +117,8 @@ class Optimizer(torch.optim.Optimizer):
         compile: bool | None = None,
         loss_scaler: LossScaler | None = None,
         low_bits: str = "random",
+        keep_float32: Callable[[str, Tensor], bool] | None = None,
+        maximize: bool | None = False,
         **flags: bool | None,
     ) -> None:
         if unknown := flags.keys() - {*FLAGS, *HOW_TO_RUN}:
@@ -144,11 +152,14 @@ class Optimizer(torch.optim.Optimizer):
         # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
         self._pending: tuple[HostCopy | Tensor | None, list[ParameterState], Finite | None] | None = None
         self._captured: _Captured | None = None
+        self.keep_float32, self.maximize = keep_float32, bool(maximize)
+        self._to_round: dict[Tensor, str] | None = {}  # the visible format of each, until all groups are checked
         storage = known_row("word" if storage is None else storage).name
         super().__init__(params, {**defaults, "storage": storage, "seed": seed, "low_bits": low_bits})
         self.register_state_dict_post_hook(show_states)  # before other hooks see the states
         self._taken: dict[Tensor, ParameterState] = {}  # between the two hooks of loading
         self.register_load_state_dict_post_hook(put_states)
+        self._round()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -160,26 +171,46 @@ class Optimizer(torch.optim.Optimizer):
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, as in ``torch.optim``. The group may set its own ``storage``.
+        """Add parameters, as in ``torch.optim``. The group may set its own ``storage``. A refused group changes nothing.
 
         Raises:
-            RecipeError: the rule cannot obey an option, the storage is unknown, or a parameter is not in its visible format.
+            RecipeError: the rule cannot obey an option, the storage is unknown, or no storage like it holds a parameter's format.
             ChipError: a parameter is on a device without float64.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _remove_repeated(group)
+        to_round: dict[Tensor, str] = {}
         try:
             require_float64(group["params"])
             check_options(group, self.rule)
+            names = self.parameter_names()
             for parameter in group["params"]:
                 check_real(parameter)
-                self._pair_of(group, parameter)
-        except (ChipError, RecipeError):
+                visible = self._row_of(group, parameter).visible
+                is_wide = parameter.requires_grad and parameter.dtype is torch.float32 and visible != "float32"
+                if is_wide and not (self.keep_float32 and self.keep_float32(names[parameter], parameter)):
+                    to_round[parameter] = visible
+                self._pair_of(group, parameter, to_round.get(parameter))
+            refuse_rounding(list(to_round), self._parameters())
+        except Exception:
             self.param_groups.pop()
             raise
+        if self._to_round is not None:
+            self._to_round |= to_round
+        else:
+            self._to_round = to_round
+            self._round()
         if self.auditor.join is not None:
             self.auditor.join = joined_over_ranks(list(self._parameters()))
+
+    def _round(self) -> None:
+        """Round float32 parameters in place, and store the values that they had."""
+        formats, self._to_round = self._to_round or {}, None
+        if formats:
+            values = {p: value for p, visible in formats.items() for value in round_in_place([p], visible).values()}
+            self.adopt(values)
+            warnings.warn(rounding_note(values, {self.storage_of(p) for p in values}), stacklevel=4)
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
 
@@ -206,19 +237,25 @@ class Optimizer(torch.optim.Optimizer):
         """Return the storage of one of the optimizer's parameters."""
         return self._storage_in(self.group_of(parameter), parameter)
 
-    def _storage_in(self, group: Group, parameter: Tensor) -> Storage:
+    def _row_of(self, group: Group, parameter: Tensor) -> Storage:
         row = known_row(group["storage"])
         return for_vectors(row) if parameter.ndim < 2 else row
+
+    def _storage_in(self, group: Group, parameter: Tensor, visible: str | None = None) -> Storage:
+        return for_format(self._row_of(group, parameter), visible or dtype_name(parameter.dtype))
 
     def rule_in(self, group: Group, parameter: Tensor) -> Rule | MatrixRule:
         """Return the rule that steps a parameter under a group's options."""
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
         return ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
 
-    def _pair_of(self, group: Group, parameter: Tensor) -> tuple[Rule | MatrixRule, Storage]:
-        """Return the rule and the storage of a parameter. Refuse what they do not support."""
-        rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter)
-        check_visible(parameter, storage)
+    def _pair_of(
+        self, group: Group, parameter: Tensor, visible: str | None = None
+    ) -> tuple[Rule | MatrixRule, Storage]:
+        """Return the rule and the storage of a parameter, or of one in another format. Refuse what they do not support."""
+        rule, storage = self.rule_in(group, parameter), self._storage_in(group, parameter, visible)
+        if visible is None:
+            check_visible(parameter, storage)
         kept = storage.keeping(rule.kept)
         refuse_pair(rule.name, kept, is_matrix=isinstance(rule, MatrixRule), is_adamw=rule == ADAMW)
         return rule, storage
@@ -243,6 +280,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def make_states(self, group: Group, parameters: Iterable[Tensor]) -> dict[Tensor, ParameterState]:
         """Return new states under a group's options. Small parameters of one call share a bucket."""
+        if torch.is_inference_mode_enabled():
+            raise RecipeError(
+                "Cannot make states in torch.inference_mode() because they could not change outside of it.",
+                "Take torch.no_grad().",
+            )
         states: dict[Tensor, ParameterState] = {}
         alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
         for parameter in parameters:
@@ -453,6 +495,8 @@ class Optimizer(torch.optim.Optimizer):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
         )
+        if self.maximize:
+            decision = decision.negated()
         control, norm = decision.control, decision.norm
         self.last_control = control
         self.grad_norm = self.grad_norm if norm is None else norm
@@ -477,6 +521,8 @@ class Optimizer(torch.optim.Optimizer):
         step_control, launches = StepControl(self._is_worth_compiling), Launches({})
         gradients = [state.owner.grad for state in states if state.owner.grad is not None]
         decision = step_control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
+        if self.maximize:
+            decision = decision.negated()
         local = [state.gradient for state in states]
         self._captured = _Captured(work, local, step_control.table, launches.tables, decision)
         refused = self._captured.take(self.auditor, launches)
@@ -526,6 +572,8 @@ class Optimizer(torch.optim.Optimizer):
         """Set the gradients of a group's states, and return the states that have one."""
         parameters = [p for p in group["params"] if p.grad is not None]
         self.make_missing(group, parameters)
+        if any(local_of(p).device != self.state[p].made_for[2] for p in parameters):
+            self.load_state_dict(self.state_dict())  # the model was moved, as Fabric does after the optimizer is made
         states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
             state.gradient = gradient_of(parameter)
@@ -586,10 +634,18 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict` without casts. A refused state changes nothing.
 
+        The state of another library's Adam or AdamW is taken too, with its rate, betas, eps and decay.
+
         Raises:
             RecipeError: the state was saved from another storage or shape.
+            DataError: another library's state has no counterpart here.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
+        if any("storage" not in group for group in state_dict["param_groups"]):
+            from narrowgauge.optim.adam_states import resume_from  # it imports this module
+
+            resume_from(self, state_dict)
+            return
         handle = self.register_load_state_dict_pre_hook(take_states)  # after other hooks have changed it
         try:
             super().load_state_dict(state_dict)
@@ -607,12 +663,16 @@ class Optimizer(torch.optim.Optimizer):
         notes = {key: value for key, value in state.items() if not isinstance(key, Tensor)}  # of hooks and users
         self.__setstate__({"state": defaultdict(dict, {**notes, **states})})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies and pickles."""
-        raise RecipeError(
-            "Cannot copy or pickle an optimizer, because its states belong to its own parameters.",
-            "Build another one, and pass it this one's state_dict().",
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the optimizer with its parameters. Hooks and audits are left out."""
+        if self.reduction is not None:
+            raise RecipeError(
+                "Cannot copy or pickle an optimizer that sums gradients over ranks.",
+                "Build another one, and pass it this one's state_dict().",
+            )
+        self.settle()
+        entries = [None if (state := self.state_of(p)) is None else state.saved() for p in self._parameters()]
+        return _rebuilt, (type(self), {name: getattr(self, name) for name in _COPIED}, entries)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace states and groups. ``load_state_dict`` calls this."""
@@ -636,6 +696,22 @@ class _Captured:
             (Stepper(group, self.decision.control, auditor, 0, launches), members) for group, members in self.work
         ]
         return [state for stepper, members in steppers for state in launches.take(stepper, members)]
+
+
+_COPIED = (
+    "rule", "defaults", "param_groups", "max_grad_norm", "audit_every", "compile", "loss_scaler", "keep_float32", "maximize",
+    "num_skipped", "num_calls", "skip_above",
+)  # fmt: skip
+
+
+def _rebuilt(kind: type[Optimizer], values: dict[str, Any], entries: list[dict[str, Tensor] | None]) -> Optimizer:
+    """Return an optimizer of the values ``_COPIED`` and of the saved state of each parameter."""
+    optimizer = kind.__new__(kind)
+    Optimizer.__init__(optimizer, values["param_groups"], values["rule"], values["defaults"])
+    optimizer.__dict__.update(values)
+    pairs = zip(optimizer._parameters(), entries, strict=True)
+    optimizer.load_states({parameter: entry for parameter, entry in pairs if entry is not None})
+    return optimizer
 
 
 def unnamed(place: int) -> str:

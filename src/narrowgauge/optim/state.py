@@ -39,7 +39,7 @@ SMALLEST_BOUND = 2.0**-8
 class ParameterState:
     """Hold one parameter and its packed state.
 
-    ``dict(state)`` holds copies, as a ``state_dict()`` does.
+    It reads as a dict of copies, as a ``state_dict()`` holds them. ``state["exp_avg"]`` of a packed state is its float32 value.
 
     Args:
         owner: the parameter of the model.
@@ -120,8 +120,15 @@ class ParameterState:
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
+    def __len__(self) -> int:
+        return len(self.keys())
+
     def __getitem__(self, name: str) -> Tensor:
-        return self.saved()[name]
+        saved = self.saved()
+        return saved[name] if name in saved or name not in self.shapes_of_states else self.stored(name)
+
+    # Not a Mapping to isinstance, since frameworks build those anew.
+    __contains__, get, items, values = Mapping.__contains__, Mapping.get, Mapping.items, Mapping.values
 
     def in_parameter_order(self) -> dict[str, Tensor]:
         """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""
@@ -328,9 +335,9 @@ class ParameterState:
 
     def pieces(self) -> Iterator[tuple[list[codes.Lane], list[Tensor]]]:
         """Yield the lanes of some elements at a time, and the words of their planes: a walk that takes little memory."""
-        tensors, _ = self.kernel_tensors()
         if not self.parameter.numel():
             return
+        tensors, _ = self.kernel_tensors()
         first, rows = 2 * self.layout.num_parts, max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
         end = first + sum(map(self.layout.num_tensors, self.layout.planes))
         for start in range(0, len(tensors[0]), rows):

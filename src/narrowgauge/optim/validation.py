@@ -28,7 +28,7 @@ LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """Allowed values of each rule's options. A rule that is not here checks its own options."""
 
 FLAGS = ("amsgrad", "maximize", "differentiable")
-"""Options of ``torch.optim`` that no rule here has. They may be false or ``None``."""
+"""Options of ``torch.optim`` that no param group here has. They may be false or ``None``."""
 HOW_TO_RUN = ("fused", "foreach", "capturable")
 """Options of ``torch.optim`` for what is done anyway."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
@@ -128,20 +128,15 @@ def known_row(storage: object) -> Storage:
 def check_visible(parameter: Tensor, storage: Storage) -> None:
     """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):
-        rows = [row.name for row in STORAGES.values() if getattr(torch, row.visible) is parameter.dtype]
-        advice = (
-            f"{', '.join(map(repr, rows[:3]))} take it as it is, in a param group of its own if other weights differ"
-        )
-        if parameter.dtype is torch.float32:
-            advice += "; narrowgauge.prepare converts a float32 model without losing the bits that are cut"
-        elif parameter.dtype is torch.float64:
-            advice = "Call model.float(). Storage 'float64' then keeps masters and moments in float64"
-        elif not rows:
-            advice = "Leave it to an optimizer of torch.optim: no storage holds it"
+        advice = "Leave it to an optimizer of torch.optim: no storage holds it."
+        if parameter.dtype is torch.float64:
+            advice = "Call model.float(). Storage 'float64' then keeps masters and moments in float64."
+        elif parameter.dtype in (torch.bfloat16, torch.float16):
+            advice = "'word', 'exact' and others take it, in a param group of its own if other weights differ."
         raise RecipeError(
             f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
-            f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
-            f"{advice}.",
+            f"{tuple(parameter.shape)} is {dtype_name(parameter.dtype)}.",
+            advice,
         )
 
 
@@ -223,7 +218,7 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
     members = set(parameters)
     if any(isinstance(p, Tensor) and p not in members for p in states) and not all(p in states for p in parameters):
         raise RecipeError(
-            "Cannot step because parameters were replaced after ng.prepare stored the bits of their weights.",
+            "Cannot step because parameters were replaced after the optimizer stored the bits of their weights.",
             "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after accelerator.prepare, or prepare the model "
             "after it was changed.",
         )
@@ -259,15 +254,10 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
     for mine, theirs in zip(groups, saved, strict=True):
-        if "storage" not in theirs:
-            raise RecipeError(
-                "Cannot load a state without a storage: another library's optimizer saved it.",
-                "ng.load_states(optimizer, state) takes states of Adam, AdamW and torch's SGD; any other restarts.",
-            )
         if theirs["storage"] != mine["storage"]:
             raise RecipeError(
                 f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
-                "Build the optimizer with the storage of the state. optimizer.adopt(weights, moments) takes values of any other.",
+                "Build the optimizer with the storage of the state, or convert it: ng.load_states(optimizer, state).",
             )
         if missing := sorted(mine.keys() & LAWS.get(rule.name, {}).keys() - theirs.keys()):
             raise RecipeError(

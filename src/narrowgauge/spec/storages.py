@@ -444,3 +444,17 @@ STORAGES: dict[str, Storage] = {
 def for_vectors(storage: Storage) -> Storage:
     """Return the storage of 1-D parameters under ``storage``."""
     return STORAGES[storage.vectors] if storage.vectors else storage
+
+
+def for_format(storage: Storage, visible: str) -> Storage:
+    """Return ``storage``, or its counterpart for a parameter in another visible format. A storage of float32 has none.
+
+    Example:
+        >>> for_format(STORAGES["word"], "float32").name, for_format(STORAGES["word"], "float16").name
+        ('float32', 'float16/split')
+    """
+    if storage.visible == "float32" or visible not in VISIBLE:
+        return storage
+    name = storage.name.rpartition("/")[2]
+    names = (storage.name, name, f"float16/{name}", visible, "word", "float16/split")
+    return next(STORAGES[n] for n in names if n in STORAGES and STORAGES[n].visible == visible)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.checking import event_of, static_readings
+from narrowgauge.checks.gradients import coarse_loss
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
 from narrowgauge.checks.step_samples import spread, weight_of
@@ -180,7 +181,7 @@ class RunRecorder:
 
     def step(
         self,
-        loss: float | Tensor,
+        loss: float | Tensor | None,
         *,
         tokens: int | None = None,
         batch: Tensor | None = None,
@@ -189,7 +190,7 @@ class RunRecorder:
         """Record an optimizer step. Call it after ``optimizer.step()`` and before the schedule's.
 
         Args:
-            loss: of the step, in nats per token. Reading a tensor waits for its device.
+            loss: of the step, in nats per token; ``None`` if it is unknown. Reading a tensor waits for its device.
             tokens: trained on in this step; the row holds their sum so far.
             batch: the step's tokens or inputs, copied to the host. Their checksum reveals repeated batches.
             columns: further columns. ``lr``, ``grad_norm`` (before clipping) and ``seconds`` replace those read here, which are
@@ -213,6 +214,8 @@ class RunRecorder:
         row = self._record.step({name: value for name, value in entries.items() if value is not None})
         if self.num_steps == 1:
             self._check(1)  # now the optimizer has its states
+            for line in coarse_loss(loss):
+                self.event("note", line)
         if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
             message = f"the gradient of '{name}' is the first in backward that is not finite"
             self.event("nonfinite", message, tensor=name, detector="first-nonfinite", stage="gradient")

@@ -64,7 +64,7 @@ class MatrixRule:
         beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
         average: ``(gradient, states, options) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
-        measure: ``options -> function of the weight [rows, cols]``, whose value ``direction`` reads, or ``None``.
+        measure: ``options -> function of the weight [rows, cols]``, whose value ``direction`` reads.
     """
 
     name: str
@@ -73,7 +73,7 @@ class MatrixRule:
     decay: str = ""
     beside: tuple[str, ...] = ()
     average: Callable[[Tensor, States, Options], Result] | None = None
-    measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = lambda options: None
+    measure: Callable[[Options], Callable[[Tensor], Tensor] | None] | None = None
 
     @property
     def scalars(self) -> tuple[str, ...]:
@@ -296,11 +296,17 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-MUON = MatrixRule(
-    "muon", lambda shape, options: {}, _muon, decay=NEGATIVE_DECAY, beside=("momentum_buffer",), average=_momentum
-)
+
+def _no_states(shape: tuple[int, int], options: Options) -> dict[str, MatrixState]:
+    return {}
+
+
+def _weight_itself(options: Options) -> Callable[[Tensor], Tensor]:
+    return lambda weight: weight
+
+
+# By functions with names, by which rules are pickled.
+MUON = MatrixRule("muon", _no_states, _muon, decay=NEGATIVE_DECAY, beside=("momentum_buffer",), average=_momentum)
 ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, decay=NEGATIVE_DECAY, measure=_least_rms)
 GALORE = MatrixRule("galore", _galore_states, _galore, decay=NEGATIVE_DECAY)
-GRADNORM_LORP = MatrixRule(
-    "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=lambda options: lambda weight: weight
-)
+GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_weight_itself)

@@ -168,3 +168,86 @@ def test_names_in_another_order_are_refused_and_prefixes_are_not() -> None:
     swapped = ng.AdamW([("b", b), ("a", a)], storage="float32", compile=False)
     with pytest.raises(ng.errors.RecipeError, match="another order"):
         swapped.load_state_dict(ours.state_dict())
+
+
+# ── in, out, and from one storage into another ──────────────────────────────────────────────────────────────────────
+
+
+def trained(storage: str, kind: Any = ng.AdamW, **options: Any) -> tuple[nn.Module, Any]:
+    """Return a model after three steps: a matrix, a vector, and a float32 vector that stays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    named: Any = model.named_parameters()
+    if kind is ng.AdamW:
+        options = {"storage": storage, "compile": False, "keep_float32": lambda name, parameter: name == "0.bias"}
+    optimizer = kind(named, lr=1e-2, betas=(0.9, 0.95), **options)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.5 + step)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
+def test_load_state_dict_takes_another_librarys_state_with_its_options() -> None:
+    """Also through a Trainer, which calls nothing else. A refused one changes nothing."""
+    model, theirs = trained("", torch.optim.AdamW)
+    optimizer = ng.AdamW(model.named_parameters(), lr=1.0, weight_decay=0.3, storage="exact")
+    weights = {p: optimizer.stored(p) for p in model.parameters()}
+    state = theirs.state_dict()
+    with pytest.raises(DataError):
+        optimizer.load_state_dict({**state, "param_groups": [{**state["param_groups"][0], "params": [0, 1]}]})
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    optimizer.load_state_dict(state)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], tuple(group["betas"]), group["weight_decay"]) == (1e-2, (0.9, 0.95), 0.01)
+    for p in model.parameters():
+        assert torch.equal(optimizer.stored(p), weights[p]) and optimizer.num_steps(p) == 3
+        assert torch.allclose(optimizer.stored(p, "exp_avg_sq"), theirs.state[p]["exp_avg_sq"], rtol=2**-8)
+    with pytest.warns(UserWarning, match=r"torch.optim was trained with lr 0.01, not 1\."):
+        ng.load_states(ng.AdamW(model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.01), state)
+
+
+@pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
+@pytest.mark.parametrize(
+    ("before", "after"), [("word", "exact"), ("exact", "compact"), ("float32", "word"), ("word", "float32")]
+)
+def test_a_state_goes_into_another_storage(before: str, after: str) -> None:
+    """A wider one has the values, a narrower one rounds them once. The model's weights are loaded first, as files hold them."""
+    model, old = trained(before)
+    copied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    copied.load_state_dict(model.state_dict())
+    keep = {"keep_float32": lambda name, parameter: name == "0.bias"}
+    new = ng.AdamW(copied.named_parameters(), lr=1e-2, betas=(0.9, 0.95), storage=after, compile=False, **keep)
+    with pytest.raises(ng.errors.RecipeError, match=r"ng\.load_states"):
+        new.load_state_dict(old.state_dict())
+    assert ng.load_states(new, old.state_dict()) == "narrowgauge"
+    tolerance = 0 if after in ("exact", "float32") else 0.1
+    for p, q in zip(model.parameters(), copied.parameters(), strict=True):
+        for name in ("weight", *MOMENTS):
+            is_word = name == "exp_avg" and after == "exact"  # whose first moment has bfloat16's 8 bits
+            rtol = 2**-8 if is_word else tolerance
+            assert torch.allclose(new.stored(q, name), old.stored(p, name), rtol=rtol, atol=0), name
+        assert new.num_steps(q) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
+def test_torchs_adamw_goes_on_from_full_weights_and_our_state() -> None:
+    """In the bits of a float32 optimizer, whatever the storage was; tied names have one weight."""
+    model, ours = trained("float32")
+    model.register_parameter("tied", model[1].weight)
+    weights = ng.full_weights(model, ours)
+    assert torch.equal(weights["tied"], weights["1.weight"]) and {w.dtype for w in weights.values()} == {torch.float32}
+    copied, theirs = trained("", torch.optim.AdamW)
+    copied.register_parameter("tied", copied[1].weight)
+    copied.load_state_dict(weights)
+    theirs.load_state_dict(ng.to_torch_state(ours))
+    for p, q in zip(copied.parameters(), model.parameters(), strict=True):
+        assert all(torch.equal(theirs.state[p][name], ours.stored(q, name)) for name in MOMENTS)
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    theirs.step(), ours.step()
+    assert all(torch.allclose(p, q, rtol=1e-6) for p, q in zip(copied.parameters(), model.parameters(), strict=True))
+    model, ours = trained("exact")
+    assert torch.equal(ng.full_weights(model, ours)["0.weight"], ours.stored(model[0].weight))
+    with pytest.raises(DataError, match="muon"):
+        ng.to_torch_state(trained("word", ng.Muon)[1])

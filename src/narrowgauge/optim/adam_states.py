@@ -1,4 +1,4 @@
-"""Continue from the Adam or SGD states of another library: ``ng.load_states(optimizer, their_state_dict)``.
+"""States of other libraries and storages, in and out: :func:`load_states`, :func:`to_torch_state`, :func:`full_weights`.
 
 =====================  ===================================================================================================
 torch.optim            moments of any float format, as they are; SGD's ``momentum_buffer`` too
@@ -6,6 +6,7 @@ bitsandbytes           8-bit codes of a map, times the largest value of each blo
 torchao                tensors of its own class: 8-bit or 4-bit codes of a map, or float8, times a scale per block
 FusedAdam              TransformerEngine's and Apex's: one step for a group. TransformerEngine keeps float32 masters, or the
                        16 bits that the bfloat16 weight lacks
+narrowgauge            of any storage and rule
 =====================  ===================================================================================================
 
 Decoding is exact in float32. What a library lost before it saved is not known here.
@@ -13,34 +14,40 @@ Decoding is exact in float32. What a library lost before it saved is not known h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge.errors import DataError
 from narrowgauge.numerics.rounding import at_least_float32
+from narrowgauge.optim.loading import states_of, tensors_of
 from narrowgauge.optim.optimizer import Optimizer, unnamed
+from narrowgauge.optim.validation import known_row
 from narrowgauge.spec.storages import STATE_NAMES
 
 Entry = Mapping[str, Any]
+Moments = dict[str, Tensor | int]
 _8BIT = "__bnb_optimizer_quant_state__"
 _ADVICE = (
     "Give the state of torch's SGD, or of an Adam or AdamW of torch, bitsandbytes, torchao, TransformerEngine or Apex."
 )
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 
 def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
-    """Load weights and moments from the ``state_dict()`` of another library's Adam or AdamW, or of torch's SGD.
+    """Load weights and moments from another library's Adam or AdamW, from torch's SGD, or from another storage.
 
-    Load the model's weights first. If the state knows a weight more precisely (a float32 master), the optimizer takes that
-    weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if both
-    have the same names, otherwise by the order of the groups. Names may differ by a prefix then.
+    Load the model's weights first. If the state knows a weight more precisely (a tail, a float32 master), the optimizer takes
+    that weight. Moments and weights are rounded once, as the storage rounds. Parameters are matched by ``param_names`` if both
+    have the same names, otherwise by the order of the groups. Names may differ by a prefix then. Options stay the optimizer's
+    own, and a warning names those that differ. ``optimizer.load_state_dict(state)`` takes the state's options.
 
     Args:
         optimizer: ours, with the parameters in the same order.
-        state: ``optimizer.state_dict()`` of the other library.
+        state: ``optimizer.state_dict()`` of the other library or storage.
     Returns:
         The name of the library.
     Raises:
@@ -55,10 +62,44 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         >>> ng.load_states(ours, theirs.state_dict())
         'torch.optim'
     """
+    library = _adopt(optimizer, state)
+    differ = {
+        f"{name} {_shown(theirs)}, not {_shown(ours)}"
+        for parameter, _, _, group in _matched(optimizer, state["param_groups"])
+        for name, theirs in group.items()
+        if name in _OPTIONS and _shown(theirs) != _shown(ours := optimizer.group_of(parameter).get(name, theirs))
+    }
+    if differ:
+        warnings.warn(f"The state of {library} was trained with {'; '.join(sorted(differ))}.", stacklevel=2)
+    return library
+
+
+def _shown(option: Any) -> str:
+    return ", ".join(f"{float(number):g}" for number in (option if isinstance(option, tuple | list) else [option]))
+
+
+def resume_from(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load weights, moments and options of another library. This is ``load_state_dict`` of its state.
+
+    Raises:
+        DataError: as :func:`load_states`, or param groups of other sizes.
+    """
+    groups = state["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        raise DataError(
+            "The state's param groups have other sizes than the optimizer's.", "ng.load_states leaves its options out."
+        )
+    _adopt(optimizer, state)
+    for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
+        ours |= {name: theirs[name] for name in (*_OPTIONS, "initial_lr") if name in theirs}
+
+
+def _adopt(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
+    """Store the weights and moments of a foreign state. Return the name of its library."""
     if not {"state", "param_groups"} <= set(state):
         raise DataError("The state has no 'state' and 'param_groups'.", "Give the optimizer's state_dict().")
     values: dict[Tensor, Tensor] = {}
-    moments: dict[Tensor, dict[str, Tensor | int]] = {}
+    moments: dict[Tensor, Moments] = {}
     libraries = set()
     for parameter, name, key, group in _matched(optimizer, state["param_groups"]):
         entry = state["state"].get(key)
@@ -67,12 +108,93 @@ def load_states(optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         entry = {**{name: value for name, value in entry.items() if name != _8BIT}, **entry.get(_8BIT, {})}
         library = _library(entry, group)
         libraries.add(library)
-        moments[parameter] = _moments(library, entry, group, parameter, name)
-        values[parameter] = _weight(entry, optimizer, parameter)
+        if library == "narrowgauge":
+            values[parameter], moments[parameter] = _of_narrowgauge(entry, group, optimizer, parameter)
+        else:
+            moments[parameter] = _moments(library, entry, group, parameter, name)
+            values[parameter] = _weight(entry, optimizer, parameter)
     if state["state"] and not moments:
         raise DataError("The keys of the state's 'state' are no numbers of its parameters.", _ADVICE)
     optimizer.adopt(values, moments)
     return next(iter(libraries - {"torch.optim"}), "torch.optim")  # others leave small tensors to torch
+
+
+def _of_narrowgauge(entry: Entry, group: Entry, optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, Moments]:
+    """Return the weight and the states of another storage. They are read over the same visible weight."""
+    tensors, dtype = tensors_of(entry), getattr(torch, known_row(group["storage"]).visible)
+    if tensors.keys() == {"step", *STATE_NAMES} and tensors["exp_avg"].dtype is torch.float32:
+        dtype = torch.float32  # all in float32, whatever the storage of its group
+    elif torch.float32 not in (dtype, parameter.dtype):
+        dtype = parameter.dtype
+    seen = parameter.detach() if parameter.dtype is dtype else optimizer.stored(parameter).to(dtype)
+    state = states_of(optimizer, group, {seen: tensors})[seen]
+    weight = state.stored("weight") if state.storage.beside else optimizer.stored(parameter)
+    return weight, {"step": state.step, **{name: state.stored(name) for name in state.shapes_of_states}}
+
+
+def to_torch_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the states as the ``state_dict()`` of ``torch.optim.Adam`` or ``AdamW``, with moments in float32.
+
+    Their parameters must be float32, as :func:`full_weights` gives them: torch casts moments to the parameters' format.
+
+    Args:
+        optimizer: ours, of the rule Adam or AdamW.
+    Returns:
+        The state, with the optimizer's options.
+    Raises:
+        DataError: the optimizer has another rule.
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> ours = ng.AdamW([weight], storage="float32")
+        >>> weight.sum().backward(), ours.step()
+        (None, None)
+        >>> theirs = torch.optim.AdamW([weight])
+        >>> theirs.load_state_dict(ng.to_torch_state(ours))
+    """
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}.get(optimizer.rule.name)
+    if kind is None:
+        raise DataError(
+            f"Cannot give the states of rule '{optimizer.rule.name}' to torch.optim.", "Only Adam's have a counterpart."
+        )
+    saved = optimizer.state_dict()
+    defaults = kind([torch.zeros(1)]).state_dict()["param_groups"][0]
+    keys = {*defaults, "initial_lr", "param_names", "swa_lr"}
+    groups = [
+        {**defaults, "maximize": optimizer.maximize, **{name: group[name] for name in keys & group.keys()}}
+        for group in saved["param_groups"]
+    ]
+    numbers = [number for group in groups for number in group["params"]]
+    states = {
+        number: {"step": saved["state"][number]["step"], **{name: optimizer.stored(p, name) for name in STATE_NAMES}}
+        for number, p in zip(numbers, optimizer.parameter_names(), strict=True)
+        if number in saved["state"]
+    }
+    return {"state": states, "param_groups": groups}
+
+
+def full_weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return a model's ``state_dict()`` with the weights that the optimizer has stored, in float32.
+
+    Args:
+        model: with parameters of the optimizer. Its other tensors are as they are.
+        optimizer: ours.
+    Returns:
+        The tensors by name. Tied weights are one tensor under both names.
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Linear(4, 4)
+        >>> before = model.weight.detach().clone()
+        >>> optimizer = ng.AdamW(model.parameters(), storage="exact")
+        >>> torch.equal(ng.full_weights(model, optimizer)["weight"], before)
+        True
+        >>> model.save_pretrained("out", state_dict=ng.full_weights(model, optimizer))  # doctest: +SKIP
+    """
+    optimizer.settle()
+    stored = {parameter: optimizer.stored(parameter) for parameter in optimizer.parameter_names()}
+    weights: dict[str, Tensor] = model.state_dict()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return weights | {name: stored[p] for name, p in named.items() if p in stored and name in weights}
 
 
 def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str, Any, Entry]]:
@@ -99,6 +221,8 @@ def _matched(optimizer: Optimizer, groups: list[Any]) -> list[tuple[Tensor, str,
 
 
 def _library(entry: Entry, group: Entry) -> str:
+    if "storage" in group:
+        return "narrowgauge"
     if "state1" in entry:
         return "bitsandbytes"
     if any(hasattr(entry.get(kind), "codes") for kind in STATE_NAMES):
@@ -115,7 +239,7 @@ _KEYS = {
 }
 
 
-def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> dict[str, Tensor | int]:
+def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str) -> Moments:
     """Return the step and the moments, float32 or float64."""
     if odd := sorted(set(entry) - _KEYS[library]):
         raise DataError(f"The state of '{name}' contains '{odd[0]}'.", _ADVICE)
@@ -124,7 +248,7 @@ def _moments(library: str, entry: Entry, group: Entry, weight: Tensor, name: str
     step = 1 if kinds != STATE_NAMES else (group if library == "FusedAdam" else entry).get("step")
     if step is None:
         raise DataError(f"The state of '{name}' lacks 'step'.", _ADVICE)
-    moments: dict[str, Tensor | int] = {"step": int(step)}
+    moments: Moments = {"step": int(step)}
     for kind in kinds:
         try:
             moment = _moment(library, entry, kind).contiguous()

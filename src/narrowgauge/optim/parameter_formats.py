@@ -1,0 +1,136 @@
+"""The formats of a model's parameters: cast them, or round them to a visible format and return what they were.
+
+An optimizer whose storage holds 16 bits rounds float32 parameters in place when it is made, by ``parameter.data = …``: parameters
+stay the same objects. It keeps the bits that this cuts.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
+from narrowgauge.spec.storages import VISIBLE, Storage
+from narrowgauge.torch_names import was_taken_by_fsdp
+
+_ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the floating-point parameters of a model in place, and leave its buffers.
+
+    ``model.bfloat16()`` and ``model.half()`` round buffers too. Rotary frequencies in bfloat16 turn position 2,048 by up to 2
+    radians.
+
+    Args:
+        model: any module. Tied parameters stay tied. An optimizer's parameters stay the same objects.
+        dtype: such as ``torch.bfloat16``. The running statistics of batch norms get it too: PyTorch multiplies one format only.
+    Returns:
+        The same model.
+    Raises:
+        RecipeError: the dtype is not a floating-point dtype.
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model = torch.nn.Linear(4, 4)
+        >>> model.register_buffer("frequencies", torch.rand(4))
+        >>> model = ng.cast_parameters(model, torch.bfloat16)
+        >>> model.weight.dtype, model.frequencies.dtype
+        (torch.bfloat16, torch.float32)
+    """
+    if not getattr(dtype, "is_floating_point", False):
+        raise RecipeError(
+            f"Cannot cast parameters to {dtype!r}.", "Take a floating-point dtype such as torch.bfloat16."
+        )
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    cast_statistics(model, lambda values: values.to(dtype))
+    return model
+
+
+def cast_statistics(model: nn.Module, cast: Callable[[Tensor], Tensor]) -> None:
+    """Cast the running statistics of batch norms."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
+            module.running_mean, module.running_var = cast(module.running_mean), cast(module.running_var)
+
+
+def rounded(values: Tensor, visible: str) -> Tensor:
+    """Return float32 values rounded to a visible format, and others unchanged, or in float32."""
+    if visible == "float32":
+        return values.float()
+    return _ROUND[visible](values) if values.dtype is torch.float32 else values
+
+
+def round_in_place(parameters: Iterable[Tensor], visible: str) -> dict[Tensor, Tensor]:
+    """Give parameters and their gradients a visible format, as :func:`rounded`. Return the earlier values in float32."""
+    values = {}
+    for parameter in parameters:
+        values[parameter], new = parameter.data.float(), rounded(parameter.data, visible)
+        parameter.data = torch.empty_like(parameter.data, dtype=new.dtype).copy_(new)  # in the strides of the old one
+        if parameter.grad is not None:
+            parameter.grad = rounded(parameter.grad, visible)
+    return values
+
+
+def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) -> str:
+    """Tell what :func:`round_in_place` did to the parameters of an optimizer, and how to keep some as they were."""
+    on_grid = sum((value == parameter.data).all().cpu() * value.numel() for parameter, value in values.items())
+    total, kept = sum(value.numel() for value in values.values()), []
+    for row in sorted(storages, key=lambda row: row.name):
+        lacking = VISIBLE[row.visible][1]
+        bits = min(lacking, math.log2(row.weight.spacings) - (23 - lacking))
+        kept.append(f"'{row.name}' keeps {max(0, int(bits))} of the {lacking} bits cut")
+    note = (
+        f"Rounded {total:,} float32 weights in place: {', '.join(kept)}. To keep some in float32, pass keep_float32=, or a param "
+        "group with storage='float32'."
+    )
+    if on_grid > total / 2:  # new biases and gains are on the grid too
+        note += f" The cut bits of {on_grid:,} were zero, as of a 16-bit checkpoint: low_bits='random' fills them."
+    return note
+
+
+def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
+    """Refuse parameters that cannot change their format, since others hold their memory. ``others`` are of the same optimizer."""
+    keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
+    replicated = _in_ddp() if parameters else set()
+    for parameter in parameters:
+        is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
+        if parameter in replicated or is_flat or local_of(parameter) is not parameter:
+            raise RecipeError(
+                f"Cannot round a float32 parameter of shape {tuple(parameter.shape)} because DistributedDataParallel, FSDP or "
+                "parallelize_module has taken it.",
+                f"Make the optimizer before, call ng.cast_parameters(model, torch.bfloat16) before, {keep}",
+            )
+    spans = sorted(map(_span, {*parameters, *others}), key=lambda span: span[:2])
+    for (_, end, before), (start, _, after) in pairwise(spans):
+        if start < end and not {*parameters}.isdisjoint((before, after)):
+            raise RecipeError(
+                f"Cannot round float32 parameters of shapes {tuple(before.shape)} and {tuple(after.shape)} because they share "
+                "their memory.",
+                f"Tie modules by one Parameter (output.weight = embedding.weight), {keep}",
+            )
+
+
+def _span(parameter: Tensor) -> tuple[int, int, Tensor]:
+    """Return the first address of a parameter and the address after its last element. Nothing of a sharded one counts."""
+    if local_of(parameter) is not parameter or not parameter.numel():
+        return 0, 0, parameter
+    last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.data_ptr(), parameter.data_ptr() + (last + 1) * parameter.element_size(), parameter
+
+
+def _in_ddp() -> set[Tensor]:
+    """Return all parameters that DistributedDataParallel averages. It marks none of them: its hooks are lost silently."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return set()
+    wrappers = [x for x in gc.get_objects() if issubclass(type(x), nn.parallel.DistributedDataParallel)]
+    return {parameter for wrapper in wrappers for parameter in wrapper.parameters()}

@@ -1,0 +1,237 @@
+"""The model that people have: float32, 16-bit and mixed parameters, rounded in place where a storage holds 16 bits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.optim.optimizer import Optimizer
+from tensors import assert_same_bits, parameters_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Rounded:UserWarning")
+
+
+class Model(nn.Module):
+    """A classifier of tokens, so that its layers take each other's formats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.up, self.head = nn.Linear(8, 32), nn.Linear(32, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.up(self.norm(self.embedding(tokens))).relu()).float()  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, autocast: bool = False) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = nn.functional.cross_entropy(model(torch.arange(16)), torch.arange(16))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def stored(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {name: optimizer.stored(p) for p, name in optimizer.parameter_names().items()}
+
+
+@pytest.mark.parametrize("storage", ["word", "exact", "compact", "naive", "float16/split"])
+def test_a_float32_model_trains_as_prepare_trains_it(storage: str) -> None:
+    compute = storage.partition("/")[0] if "/" in storage else "bfloat16"
+    recipe = f"{compute}/{storage.rpartition('/')[2]}"
+    model, twin = Model(), Model()
+    optimizer = ng.AdamW(model.named_parameters(), lr=1e-2, storage=storage, compile=False)
+    _, prepared = ng.prepare(twin, recipe, lr=1e-2, compile=False)
+    prepared.loss_scaler = None
+    assert_same_bits(stored(prepared), stored(optimizer))
+    for step in range(2):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.full_like(p, 0.1 + step)
+            q.grad = p.grad.clone()
+        optimizer.step(), prepared.step()
+    assert_same_bits(stored(prepared), stored(optimizer))
+
+
+def test_what_is_cut_is_kept_and_said() -> None:
+    model, before = Model(), Model()
+    with pytest.warns(UserWarning, match=r"Rounded 944 float32 weights.*'exact' keeps 16 of the 16 bits cut"):
+        optimizer = ng.AdamW(model.parameters(), storage="exact")
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        assert p.dtype is torch.bfloat16 and torch.equal(optimizer.stored(p), q)
+
+
+def test_mixed_formats_step_as_in_optimizers_of_their_own() -> None:
+    """bfloat16 under ``word``, float16 in its counterpart, float32 that stays: by name, by group, frozen at first."""
+    torch.manual_seed(0)
+    formats = {"word": torch.bfloat16, "float16/split": torch.float16, "float32": torch.float32}
+    weights = {storage: nn.Parameter(torch.randn(6, 4).to(dtype)) for storage, dtype in formats.items()}
+    frozen, grouped = (nn.Parameter(weights["float32"].detach().clone(), requires_grad=False) for _ in range(2))
+    frozen.requires_grad_(False), grouped.requires_grad_()
+    alone = {storage: ng.AdamW([copy.deepcopy(weight)], storage=storage) for storage, weight in weights.items()}
+    groups = [
+        {"params": [*weights.items(), ("frozen", frozen)]},
+        {"params": [("grouped", grouped)], "storage": "float32"},
+    ]
+    optimizer = ng.AdamW(groups, keep_float32=lambda name, parameter: name == "float32")
+    frozen.requires_grad_()
+    pairs = [(weights[storage], parameters_of(other)[0], other) for storage, other in alone.items()]
+    pairs += [(frozen, *pairs[-1][1:]), (grouped, *pairs[-1][1:])]
+    for step in range(2):
+        for p, q, _ in pairs:
+            p.grad = torch.full_like(p, 0.3 + step)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        for other in alone.values():
+            other.step()
+    for p, q, other in pairs:
+        assert torch.equal(optimizer.stored(p), other.stored(q)) and optimizer.storage_of(p) == other.storage_of(q)
+
+
+def test_random_low_bits_of_a_16_bit_checkpoint_in_float32() -> None:
+    """No visible weight changes, and each keeps bits that the model does not see."""
+    model = ng.cast_parameters(ng.cast_parameters(Model(), torch.bfloat16), torch.float32)
+    before = [p.bfloat16() for p in model.parameters()]
+    with pytest.warns(UserWarning, match="of 944 were zero"):
+        optimizer = ng.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, low_bits="random")
+    train(model, optimizer, 1)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not torch.equal(optimizer.stored(model.up.weight), model.up.weight.float())
+
+
+def test_tied_strided_frozen_weights_and_gradients_that_exist() -> None:
+    model = Model()
+    model.head.weight = nn.Parameter(torch.randn(32, 16).t())  # by columns, as channels_last is
+    model.up.weight = nn.Parameter(torch.randn(32, 8))
+    model.embedding.weight.grad = torch.ones(16, 8)
+    model.norm.weight.requires_grad_(False)
+    model.register_parameter("tied", model.up.weight)
+    optimizer = ng.AdamW(model.parameters(), lr=1e-2)
+    optimizer.step()
+    assert model.tied is model.up.weight and model.head.weight.stride() == (1, 16)
+    assert model.norm.weight.dtype is torch.float32 and model.embedding.weight.dtype is torch.bfloat16
+    unfrozen = Model().norm.weight
+    optimizer.add_param_group({"params": [unfrozen]})
+    assert unfrozen.dtype is torch.bfloat16
+
+
+def test_autocast_and_a_grad_scaler_train_it() -> None:
+    """Losses stay within 0.01 of torch's AdamW on the float32 model, under autocast as in nanoGPT's loop."""
+    model, theirs = Model(), Model()
+    losses = train(model, ng.AdamW(model.parameters(), lr=1e-2), 20, autocast=True)
+    reference = train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20, autocast=True)
+    assert losses[-1] < losses[0] - 1 and losses == pytest.approx(reference, abs=1e-2)
+    model = Model()
+    optimizer, scaler = ng.AdamW(model.parameters(), lr=1e-2, storage="float16/split"), torch.amp.GradScaler("cpu")
+    before = [optimizer.stored(p) for p in model.parameters()]
+    with torch.autocast("cpu", torch.float16):
+        loss = nn.functional.cross_entropy(model(torch.arange(16)), torch.arange(16))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    assert all((optimizer.stored(p) - q).abs().max() < 0.011 for p, q in zip(model.parameters(), before, strict=True))
+
+
+# ── refused ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def in_ddp(model: Model) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def in_fsdp(model: Model) -> nn.Module:
+    torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    return model
+
+
+def in_old_fsdp(model: Model) -> nn.Module:
+    return torch.distributed.fsdp.FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def on_one_memory(model: Model) -> nn.Module:
+    model.up.weight = nn.Parameter(model.head.weight.detach().t()[:, :8])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reason"),
+    [
+        (in_ddp, "DistributedDataParallel"),
+        (in_fsdp, "FSDP"),
+        (in_old_fsdp, "FSDP"),
+        (on_one_memory, "share their memory"),
+    ],
+)
+def test_parameters_whose_memory_others_hold_are_refused(
+    one_rank: None, wrap: Callable[[Model], nn.Module], reason: str
+) -> None:
+    """Nothing is changed, and a storage of float32 takes them."""
+    model = wrap(Model())
+    first = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(ng.errors.RecipeError, match=reason):
+        ng.AdamW([{"params": [first]}, {"params": list(model.parameters())}])
+    assert {p.dtype for p in (first, *model.parameters())} == {torch.float32}
+    ng.AdamW(model.parameters(), storage="float32")
+    ng.AdamW(model.parameters(), keep_float32=lambda name, parameter: True)
+
+
+# ── torch's habits ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("kind", [ng.AdamW, ng.Muon, ng.SGD])
+def test_a_copy_goes_on_with_the_same_bits(copied: Callable[[Any], Any], kind: Any) -> None:
+    model = Model()
+    optimizer = kind(model.named_parameters(), lr=1e-2, max_grad_norm=1.0, seed=3)
+    train(model, optimizer)
+    model_copy, optimizer_copy = copied((model, optimizer))
+    assert train(model, optimizer) == train(model_copy, optimizer_copy)
+    assert_same_bits(stored(optimizer), stored(optimizer_copy))
+    assert type(optimizer_copy) is kind and optimizer_copy.num_calls == optimizer.num_calls
+
+
+def test_maximize_is_the_step_of_the_negated_gradient() -> None:
+    weights = [nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    for weight, sign in zip(weights, (1, -1), strict=True):
+        optimizer = ng.AdamW([weight], lr=0.1, maximize=sign > 0, max_grad_norm=1.0)
+        weight.grad = sign * torch.arange(16.0).view(4, 4).bfloat16()
+        optimizer.step()
+    assert torch.equal(*weights) and weights[0][0, 1] > 1
+
+
+def test_a_state_is_a_mapping() -> None:
+    model = Model()
+    optimizer = ng.AdamW(model.parameters())
+    train(model, optimizer)
+    state = optimizer.state[model.up.weight]
+    assert dict(state).keys() == {"step", "packed"} == set(dict(state.items())) and state["step"] == 3
+    assert "exp_avg" in state and torch.equal(state["exp_avg"], optimizer.stored(model.up.weight, "exp_avg"))
+    assert state.get("momentum") is None
+
+
+def test_a_first_step_in_inference_mode_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = ng.AdamW([weight])
+    with torch.inference_mode(), pytest.raises(ng.errors.RecipeError, match="no_grad"):
+        optimizer.step()
+    optimizer.step()
