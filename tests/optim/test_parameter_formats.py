@@ -216,7 +216,7 @@ def test_maximize_is_the_step_of_the_negated_gradient(kind: Any) -> None:
         optimizer = kind([weight], lr=0.1, maximize=sign > 0, max_grad_norm=1.0)
         weight.grad = sign * torch.arange(16.0).view(4, 4).bfloat16()
         optimizer.step()
-    assert torch.equal(*weights) and weights[0][3, 3] > 1
+    assert torch.equal(*weights) and ((weights[0] - 0.999) * weights[0].grad).sum() > 0  # less a decay
 
 
 def test_a_state_is_a_mapping() -> None:
