@@ -77,8 +77,8 @@ def test_flags_and_defaults_are_torchs(name: str) -> None:
     ours = getattr(ng, name)(parameters("float32"), storage="float32", **off)
     ours.add_param_group({"params": parameters("float32"), **off})
     take_steps(ours, range(1))
-    with pytest.raises(ng.errors.RecipeError, match="maximize = True"):
-        getattr(ng, name)(parameters("word"), maximize=True)
+    with pytest.raises(ng.errors.RecipeError, match="amsgrad = True"):
+        getattr(ng, name)(parameters("word"), amsgrad=True)
     theirs = getattr(torch.optim, name)(parameters("float32")[:1]).defaults if hasattr(torch.optim, name) else {}
     for option in ours.defaults.keys() & theirs.keys() - {"eps", "foreach", "fused"}:
         assert ours.defaults[option] == theirs[option], option
@@ -96,7 +96,7 @@ def test_gradients_are_not_added_up_in_a_cuda_graph(monkeypatch: pytest.MonkeyPa
     ("options", "words"),
     [({"betas": (0.9,)}, "two numbers"), ({"lr": "1"}, "one number"), ({"seed": "x"}, "one integer"),
      ({"audit_every": 1.5}, "one integer"), ({"storage": "bfloat16/word"}, "the storage is 'word'"),
-     ({"storage": "float32"}, "'exact', 'split' take it as it is")],
+     ({"storage": "float32"}, "'word', 'exact' and others take it")],
 )  # fmt: skip
 def test_wrong_options_are_refused_in_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ng.errors.RecipeError, match=words):

@@ -335,9 +335,9 @@ class ParameterState:
 
     def pieces(self) -> Iterator[tuple[list[codes.Lane], list[Tensor]]]:
         """Yield the lanes of some elements at a time, and the words of their planes: a walk that takes little memory."""
+        tensors, _ = self.kernel_tensors()
         if not self.parameter.numel():
             return
-        tensors, _ = self.kernel_tensors()
         first, rows = 2 * self.layout.num_parts, max(1, chunk_size(tensors[0].device) // tensors[0][0].numel())
         end = first + sum(map(self.layout.num_tensors, self.layout.planes))
         for start in range(0, len(tensors[0]), rows):
