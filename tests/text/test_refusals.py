@@ -120,7 +120,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),
     "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),
     "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "mean 'word'"),
-    "another dtype": (lambda: ng.AdamW(weights(torch.float32), storage="word"), RecipeError, "'word'.*float32"),
+    "another dtype": (lambda: ng.AdamW(weights(torch.float64), storage="word"), RecipeError, "'word'.*float64"),
     "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
     "loss scale": (lambda: LossScaler(initial=3.0), RecipeError, r"initial = 3.*power of two"),
     # models
