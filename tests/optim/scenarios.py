@@ -81,7 +81,12 @@ def stall(storage: str, *, seed: int = 1, lr: float = 1e-5, steps: int = 400, si
     cycle = [(0.05 + 0.1 * torch.randn(side, side, generator=generator)).bfloat16() for _ in range(50)]
     weight = torch.nn.Parameter(start.to(visible_dtype(storage), copy=True))
     optimizer = ng.AdamW(
-        [("weight", weight)], lr=lr, betas=(0.9, 0.999), weight_decay=0.0, storage=storage, compile=False,
+        [("weight", weight)],
+        lr=lr,
+        betas=(0.9, 0.999),
+        weight_decay=0.0,
+        storage=storage,
+        compile=False,
         low_bits="zero",
     )
     optimizer.adopt({weight: start.float()})  # where bfloat16 is not yet what the storage holds, the case begins there

@@ -125,7 +125,9 @@ def test_a_matrix_cut_by_rows_has_the_same_bits(rule: str, storage: str) -> None
 @SOME
 def test_gradients_that_are_absent_zero_or_not_finite(rule: str, storage: str) -> None:
     decay = {"weight_decay": 0.0} if rule != "own" else {}
-    optimizer, twin = (build(rule, parameters(storage), storage, max_grad_norm=2.0, low_bits="zero", **decay) for _ in range(2))
+    optimizer, twin = (
+        build(rule, parameters(storage), storage, max_grad_norm=2.0, low_bits="zero", **decay) for _ in range(2)
+    )
     params, start = parameters_of(optimizer), [p.detach().clone() for p in parameters_of(optimizer)]
     for each in (optimizer, twin):
         for p in parameters_of(each):

@@ -24,7 +24,9 @@ def start(storage: str, **options: Any) -> tuple[list[nn.Parameter], ng.AdamW]:
     """Parameters of odd sizes and their optimizer, at a rate of which float32 would round each step."""
     dtype = getattr(torch, STORAGES[storage].visible)
     parameters = [nn.Parameter(gaussian(*shape, seed=k, dtype=dtype)) for k, shape in enumerate(SHAPES)]
-    return parameters, ng.AdamW(parameters, lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1, storage=storage, **{"low_bits": "zero", **options})
+    return parameters, ng.AdamW(
+        parameters, lr=1e-5, betas=(0.9, 0.999), weight_decay=0.1, storage=storage, **{"low_bits": "zero", **options}
+    )
 
 
 def step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, number: int) -> None:
