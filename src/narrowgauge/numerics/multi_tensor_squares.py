@@ -85,7 +85,7 @@ class SquaresTable:
         ``peaks`` holds the magnitudes of the tensors, in the groups' order.
         """
         self._ids = [id(tensor) for _, members in groups for tensor in members]
-        self._tensors = [local_of(tensor.detach()).contiguous() for _, members in groups for tensor in members]
+        self._tensors = [local_of(tensor).contiguous() for _, members in groups for tensor in members]
         device, self._num_groups = self._tensors[0].device, len(groups)
         numbers = [number for number, (_, members) in enumerate(groups) for _ in members]
         sizes = [(x.numel(), number) for x, number in zip(self._tensors, numbers, strict=True)]
@@ -129,9 +129,10 @@ class SquaresTable:
         return flags
 
     def sums(self, scales: Tensor) -> Tensor:
-        """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``."""
+        """Return the squares in steps of the grids of :func:`grid_scales`, int64 ``[groups, 2]``. Drop the tensors."""
         sums = torch.zeros(self._num_groups, SLOTS, 2, dtype=torch.int64, device=scales.device)
         self._launch("squares", scales, sums)
+        self._tensors = []  # the gradients may be freed before the next step
         return sums.sum(1)
 
     def _launch(self, name: str, *arguments: Tensor) -> None:

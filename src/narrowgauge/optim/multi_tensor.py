@@ -441,7 +441,8 @@ class Launches:
             return states
         counts = {state.step + 1 for state in states}
         is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
-        if not is_proven(rule, storage, device, is_audited):
+        # Before an audit prove the step alone too: nothing can be compared later, while a graph captures it.
+        if not all(is_proven(rule, storage, device, audited) for audited in sorted({False, is_audited})):
             return states
         batch, refused = self._batches.setdefault(kernel, _Batch()), []
         places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}

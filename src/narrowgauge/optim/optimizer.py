@@ -22,7 +22,6 @@ from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.multi_tensor_squares import SquaresTable
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
@@ -461,6 +460,7 @@ class Optimizer(torch.optim.Optimizer):
             for group, members in work:
                 Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
             launches.run(control)
+        self.auditor.start_copy()
         for state in states:
             state.step += 1
         may_skip = norm is not None or found_inf is not None
@@ -478,7 +478,7 @@ class Optimizer(torch.optim.Optimizer):
         gradients = [state.owner.grad for state in states if state.owner.grad is not None]
         decision = step_control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
         local = [state.gradient for state in states]
-        self._captured = _Captured(work, local, step_control.table, launches.tables, decision)
+        self._captured = _Captured(work, local, step_control, launches.tables, decision)
         refused = self._captured.take(self.auditor, launches)
         check_captured(states, refused, self.loss_scaler or getattr(self, "found_inf", None))
         launches.run(decision.control, sends=False)
@@ -493,7 +493,8 @@ class Optimizer(torch.optim.Optimizer):
         clipping this waits for the last replay, since a skipped step does not count.
 
         Raises:
-            RecipeError: no graph has captured a step.
+            RecipeError: no graph has captured a step since states were loaded. An option is out of range. A limit is set, and the
+                graph computes no norm.
 
         Example:
             >>> graph = torch.cuda.CUDAGraph()  # doctest: +SKIP
@@ -508,19 +509,26 @@ class Optimizer(torch.optim.Optimizer):
         captured = self._captured
         if captured is None:
             raise RecipeError("Cannot advance because no CUDA graph has captured a step.", "Call step() in the graph.")
+        for group in self.param_groups:
+            check_step(group, self.rule)
+        control, norm, finite = captured.decision
+        if norm is None and not (self.max_grad_norm is None and self.skip_above == math.inf):
+            raise RecipeError(
+                "Cannot advance with max_grad_norm or skip_above because the graph has captured a step without a norm.",
+                "Set them before the capture.",
+            )
         states, launches = [state for _, members in captured.work for state in members], Launches(captured.tables)
         for state, gradient in zip(states, captured.gradients, strict=True):
             state.gradient = gradient
         captured.take(self.auditor, launches)
         with torch.no_grad():
-            launches.run(captured.decision.control, launches=False)
-            captured.squares.send()
+            launches.run(control, launches=False)
+            captured.step_control.send(control.device, self.max_grad_norm, self.skip_above)
         for state in states:
             state.step += 1
             state.gradient = NO_GRADIENT
         self.num_calls += 1
-        skip = None if captured.decision.norm is None else captured.decision.control[1]
-        self._pending = (skip, states, captured.decision.finite)
+        self._pending = (None if norm is None else control[1], states, finite)
 
     def _with_gradient(self, group: Group) -> list[ParameterState]:
         """Set the gradients of a group's states, and return the states that have one."""
@@ -618,6 +626,9 @@ class Optimizer(torch.optim.Optimizer):
         """Replace states and groups. ``load_state_dict`` calls this."""
         super().__setstate__(state)
         self._pending, self.auditor = None, Auditor(join=self.auditor.join)
+        # Both hold the old states.
+        self._captured = None
+        self._tables.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,7 +637,7 @@ class _Captured:
 
     work: list[tuple[Group, list[ParameterState]]]
     gradients: list[Tensor]
-    squares: SquaresTable
+    step_control: StepControl
     tables: dict[Kernel, Table]
     decision: Decision
 
