@@ -281,6 +281,7 @@ def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match="first step"):
         optimizer.step()
+    assert optimizer.state_of(params[0]) is None  # nothing has filled it
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -343,6 +343,7 @@ class Optimizer(torch.optim.Optimizer):
         """Make the states of parameters without one."""
         state = self.state
         if missing := [p for p in parameters if not isinstance(state.get(p), ParameterState)]:
+            check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
@@ -478,9 +479,11 @@ class Optimizer(torch.optim.Optimizer):
         gradients = [state.owner.grad for state in states if state.owner.grad is not None]
         decision = step_control(gradients, device, max_norm=self.max_grad_norm, skip_above=self.skip_above)
         local = [state.gradient for state in states]
-        self._captured = _Captured(work, local, step_control, launches.tables, decision)
-        refused = self._captured.take(self.auditor, launches)
-        check_captured(states, refused, self.loss_scaler or getattr(self, "found_inf", None))
+        captured = _Captured(work, local, step_control, launches.tables, decision)
+        is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
+        is_first = any(state.step == 0 for state in states)
+        check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
+        self._captured = captured
         launches.run(decision.control, sends=False)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         for state in states:
