@@ -130,7 +130,7 @@ def test_an_audit_of_a_large_tensor_reads_each_program_once_in_turn() -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
-    tensors = [gaussian(5, 7, dtype=dtype), gaussian(0, 3, dtype=dtype), gaussian(40, 64, scale=1e3, dtype=dtype).t()]
+    tensors = [gaussian(5, 7), gaussian(0, 3, dtype=dtype), gaussian(40, 64, scale=1e3, dtype=dtype).t()]
     assert multi_tensor_squares.sums_on(tensors)
     table = multi_tensor_squares.SquaresTable()
     for value in (1.0, -torch.inf, torch.nan):
@@ -224,10 +224,12 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_keeps_no_gradient() -> None:
-    """The next forward pass needs their memory."""
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_step_keeps_no_gradient(max_grad_norm: float | None) -> None:
+    """The next forward pass needs their memory. Without a norm, ``found_inf`` asks which were finite."""
     params = parameters("word", [(4, 8)])
-    optimizer = ng.AdamW(params, storage="word", compile=True, max_grad_norm=1.0)
+    optimizer = ng.AdamW(params, storage="word", compile=True, max_grad_norm=max_grad_norm)
+    optimizer.found_inf = torch.zeros(())
     params[0].grad = torch.ones_like(params[0])
     gradient = weakref.ref(params[0].grad.untyped_storage())
     optimizer.step()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
@@ -97,21 +97,22 @@ class StepControl:
         if not needs_norm and scale is found_inf is None:
             return Decision(limits[:2], None, None)
         compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
-        table = self.table if needs_norm and compile and sums_on(gradients) else None
-        peaks = None if device.type == "cpu" or table else largest_magnitudes([local_of(g) for g in gradients])
-        finite = None if peaks is None else lambda: torch.stack(peaks).isfinite().tolist()
+        table = self.table if compile and sums_on(gradients) else None
         no_scale, no_inf, *options = limits.unbind()
         for scalar, default in ((scale, no_scale), (found_inf, no_inf)):
             options.append(default if scalar is None else scalar.to(default).view(()))
-        if not needs_norm:
-            return Decision(decide(options[0].new_zeros(()), options)[:2], None, finite)
-        squares = exact_squares(gradients, peaks=peaks, compile=compile, table=table)
-        if table is not None:
-            finite = table.finite(gradients)
-        decided = decide(sqrt(squares).float(), options)
+        norm = None
+        if needs_norm:
+            norm = sqrt(exact_squares(gradients, compile=compile, table=table)).float()
+        elif table is not None:
+            table.largest(by_group(gradients))
+        finite = None
+        if table is not None or device.type != "cpu":
+            finite = all_finite(gradients) if table is None else table.finite(gradients)
+        decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
         if is_ours and scaler is not None:
             scaler.update_(decided[3])
-        return Decision(decided[:2], decided[2], finite)
+        return Decision(decided[:2], None if norm is None else decided[2], finite)
 
     def send(self, device: torch.device, max_norm: float | None, skip_above: float) -> Tensor:
         """Return 1, 0 and both limits, float32 ``[4]`` on a device. Copy them if they changed.
@@ -158,16 +159,7 @@ class StepControl:
         return ours if grad_scale is None else grad_scale.to(ours.device) * ours, True
 
 
-def largest_magnitudes(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each gradient, float32 0-d. One call reads all; it is 0 if a rank holds no rows.
-
-    Example:
-        >>> largest_magnitudes([torch.tensor([1.0, -3.0]), torch.zeros(0, 4)])
-        [tensor(3.), tensor(0.)]
-    """
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    norms = iter(torch._foreach_norm(filled, math.inf) if filled else ())
-    return [
-        next(norms).float() if gradient.numel() else gradient.new_zeros((), dtype=torch.float32)
-        for gradient in gradients
-    ]
+def all_finite(gradients: Sequence[Tensor]) -> Finite:
+    """Return a function that tells which gradients are finite. It keeps no gradient."""
+    flags = torch.stack([local_of(gradient).isfinite().all() for gradient in gradients])
+    return flags.tolist
