@@ -30,12 +30,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNELS = f"""
 @triton.jit
 def load_values(address, begin, at, numel, DTYPE: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
     if (address | numel * 2) % 16 == 0:
         left = tl.multiple_of(numel - begin, 8)
-        x = tl.load(tl.multiple_of(pointer, 16) + begin + at, mask=at < left, other=0.0)
+        x = tl.load(tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + begin + at, mask=at < left, other=0.0)
     else:
-        x = tl.load(pointer + begin + at, mask=at < numel - begin, other=0.0)
+        x = tl.load(address.to(tl.pointer_type(DTYPE)) + begin + at, mask=at < numel - begin, other=0.0)
     return x.to(tl.float32)
 
 
