@@ -460,7 +460,7 @@ class Optimizer(torch.optim.Optimizer):
             launches = Launches(self._tables)
             for group, members in work:
                 Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
-            launches.run(control)
+            launches.run(control, self.auditor)
         self.auditor.start_copy()
         for state in states:
             state.step += 1
@@ -484,7 +484,7 @@ class Optimizer(torch.optim.Optimizer):
         is_first = any(state.step == 0 for state in states)
         check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
         self._captured = captured
-        launches.run(decision.control, sends=False)
+        launches.run(decision.control, self.auditor, sends=False)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         for state in states:
             state.gradient = NO_GRADIENT
@@ -525,7 +525,7 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = gradient
         captured.take(self.auditor, launches)
         with torch.no_grad():
-            launches.run(control, launches=False)
+            launches.run(control, self.auditor, launches=False)
             captured.step_control.send(control.device, self.max_grad_norm, self.skip_above)
         for state in states:
             state.step += 1
