@@ -104,7 +104,7 @@ class SquaresTable:
     """Sum the squares of tensors of ``DTYPES`` on one device. Keep their addresses between steps."""
 
     def __init__(self) -> None:
-        self._sizes: list[tuple[int, ...]] = []
+        self._sizes: list[tuple[int, int, int]] = []
         self._addresses: list[int] = []
         self._unsent: list[tuple[Tensor, Tensor]] = []
 

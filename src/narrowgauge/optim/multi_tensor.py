@@ -247,17 +247,12 @@ class Table:
         self._numbers = np.zeros((0, 0), np.float32)
 
     def set(
-        self,
-        states: list[ParameterState],
-        numbers: Sequence[Numbers],
-        places: Sequence[int],
-        audits: Sequence[tuple[int, int]] | None = None,
+        self, states: list[ParameterState], numbers: Sequence[Numbers], choices: Sequence[tuple[int, int, int]]
     ) -> None:
         """Set the states of the next step. Their weights and gradients are contiguous.
 
         Args:
-            places: the index in ``numbers`` of each state.
-            audits: the ``period`` and ``phase`` of each state.
+            choices: the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
         if states != self._states or len(numbers) != len(self._numbers):
             self._allocate(states, len(numbers))
@@ -267,9 +262,7 @@ class Table:
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
             row[:-1] = list(map(float, scalars))
             row[-1:].view(np.int32)[0] = seed
-        self._table[:, -3] = places
-        if audits is not None:
-            self._table[:, -2:] = audits
+        self._table[:, -3:] = choices
 
     def _allocate(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the table and the numbers of other states than before."""
@@ -367,7 +360,7 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
         expected, actual = (_cases(rule, storage, place) for place in (torch.device("cpu"), device))
         table, kernel = Table(rule, storage, device), Kernel(rule, storage)
         values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
-        table.set(actual, [(scalars, seed)], [0] * len(actual), [(1, 0)] * len(actual) if audited else None)
+        table.set(actual, [(scalars, seed)], [(0, 1, 0)] * len(actual))
         table.send()
         table.launch(to_device(values[:2], device), audited=audited)
         for state in expected:
@@ -414,8 +407,7 @@ class _Batch:
 
     states: list[ParameterState] = field(default_factory=list)
     numbers: list[Numbers] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    audits: list[tuple[int, int]] = field(default_factory=list)
+    choices: list[tuple[int, int, int]] = field(default_factory=list)
     audited: list[tuple[int, int, float]] = field(default_factory=list)
 
 
@@ -460,8 +452,7 @@ class Launches:
                 elements = num_audited(state, *audit)
                 batch.audited.append((len(batch.states), elements, elements * stepper.audited_spacings(state)))
             batch.states.append(state)
-            batch.places.append(len(batch.numbers) - 1)
-            batch.audits.append(audit)
+            batch.choices.append((len(batch.numbers) - 1, *audit))
         return refused
 
     def run(self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True) -> None:
@@ -476,7 +467,7 @@ class Launches:
             if table is None or table.device != control.device:
                 assert isinstance(kernel.rule, Rule)
                 table = self.tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
-            table.set(batch.states, batch.numbers, batch.places, batch.audits if batch.audited else None)
+            table.set(batch.states, batch.numbers, batch.choices)
             if sends:
                 table.send()
             sums = table.launch(control, audited=bool(batch.audited)) if launches else None
