@@ -169,7 +169,7 @@ def test_a_step_is_one_copy_and_one_launch_whatever_the_tensors_and_groups(
     monkeypatch.setattr(multi_tensor, "is_proven", lambda *args: True)
     monkeypatch.setattr(multi_tensor_squares, "_is_proven", lambda *args: True)
     monkeypatch.setattr(multi_tensor, "functions", lambda *args: launched)
-    monkeypatch.setattr(multi_tensor_squares, "_functions", lambda *args: launched)
+    monkeypatch.setattr(multi_tensor_squares, "functions", lambda *args: launched)
     for module, name in (
         (multi_tensor, "send"),
         (multi_tensor, "to_device"),

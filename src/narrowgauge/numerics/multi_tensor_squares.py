@@ -94,7 +94,8 @@ def squares(table, tiles, scales, sums):
 
 
 @lru_cache(None)
-def _functions(interpret: bool) -> dict[str, Any]:
+def functions(interpret: bool) -> dict[str, Any]:
+    """Return the Triton functions ``largest`` and ``squares``."""
     graph = trace(steps_of_squares, (torch.float32, (8,)), (torch.float64, (2,)))
     lines, (coarse, fine), _ = print_graph(graph, ["x", "v"], "x")
     return load(_KERNELS.format(body="\n        ".join(lines), coarse=coarse, fine=fine), interpret=interpret)
@@ -167,7 +168,7 @@ class SquaresTable:
     def _launch(self, name: str, *arguments: Tensor) -> None:
         if len(self._tiles):
             with torch.cuda.device_of(self._table):
-                kernel = _functions(self._table.is_cpu)[name]
+                kernel = functions(self._table.is_cpu)[name]
                 kernel[(len(self._tiles),)](self._table, self._tiles, *arguments, **LAUNCH)
 
 
