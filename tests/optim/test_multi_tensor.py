@@ -273,6 +273,18 @@ def test_a_graph_reads_the_limits_of_its_replay(monkeypatch: pytest.MonkeyPatch)
     assert limits.tolist() == [1.0, 0.0, 2.0, 3.0]
 
 
+def test_a_replay_refuses_what_a_step_refuses_and_a_limit_without_a_norm() -> None:
+    optimizer = ng.AdamW(parameters("word", [(4, 8)]), storage="word")
+    decision = clip.Decision(torch.zeros(2), None, None)
+    optimizer._captured = SimpleNamespace(decision=decision)  # type: ignore[assignment]
+    optimizer.max_grad_norm = 1.0
+    with pytest.raises(ng.errors.RecipeError, match="without a norm"):
+        optimizer.advance()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ng.errors.RecipeError, match="lr = nan"):
+        optimizer.advance()
+
+
 def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters("word", [(4, 8)])
     optimizer = ng.AdamW(params, storage="word")

@@ -493,7 +493,7 @@ class Optimizer(torch.optim.Optimizer):
         """Prepare the next replay of the CUDA graph that has captured :meth:`step`. The replay is then the next step.
 
         The numbers of the step, such as learning rates and seed, are copied to the device. Steps in a graph are not audited. With
-        clipping this waits for the last replay, since a skipped step does not count.
+        clipping this waits for the last replay, since a skipped step does not count. Read the optimizer after the replay.
 
         Raises:
             RecipeError: no graph has captured a step since states were loaded. An option is out of range. A limit is set, and the
