@@ -40,6 +40,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.compile import compiled_for_pattern
 from narrowgauge.edge_values import edge_values
+from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import multi_tensor
 from narrowgauge.optim.rules import elementwise
@@ -172,49 +173,63 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
 
 
 def compiled_row(rule: Rule, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
-    """Compile the kernel of a step for a GPU, which need not be here, and look for what would change bits or take time."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
+    """Compile the kernel of a step for a GPU, which need not be here."""
     function = multi_tensor.functions(rule, storage, whole, audited, False)["step"]
     types = {"table": "*i64", "tiles": "*i32", "numbers": "*fp32", "control": "*fp32", "sums": "*fp32"}
     types |= {"first_program": "i32"} | ({} if audited else {"sums": "constexpr"})
-    aligned = {(k,): [["tt.divisibility", 16]] for k in range(5 if audited else 4)}
-    text = triton.compiler.ASTSource(function, types, {} if audited else {"sums": None}, aligned)
+    name = f"{rule.name}/{storage.name}, {'whole' if whole else 'odd'}{', audited' if audited else ''}"
+    row, narrow = assembled(name, function, types, architecture)
+    # Sums and scales of rows are single words.
+    if whole and (narrow or not row["128-bit"]):
+        row["passes"] = "NO: narrow accesses"
+    return row
+
+
+def assembled(name: str, function: Any, types: dict[str, str], architecture: int) -> tuple[Row, int]:
+    """Compile a Triton function and look for what would change bits or take time. Return also how many accesses are narrow."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    aligned = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
+    constants = {name: None for name, kind in types.items() if kind == "constexpr"}
+    text = triton.compiler.ASTSource(function, types, constants, aligned)
     began = time.perf_counter()
     kernel = triton.compile(text, target=GPUTarget("cuda", architecture, 32), options=dict(multi_tensor.LAUNCH))
     seconds, ptx = time.perf_counter() - began, kernel.asm["ptx"]
-    name = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
+    target = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
     tools = triton.knobs.nvidia
     tool = tools.ptxas_blackwell if architecture >= 100 else tools.ptxas
-    command = [tool.path, "-v", f"--gpu-name={name}", "-o", os.devnull, "/dev/stdin"]
+    command = [tool.path, "-v", f"--gpu-name={target}", "-o", os.devnull, "/dev/stdin"]
     report = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", report)))
     rounding = sorted(set(re.findall(r"\bfma\S*|\S+\.approx\S*|\S+\.ftz\S*", ptx)))
-    # Sums and scales of rows are single words.
     wide, narrow = (len(re.findall(rf"(?:ld|st)\.global\.{width}\b", ptx)) for width in ("v4.b32", "(?:v2.b32|b16)"))
-    passes = not rounding and not spilled and (not whole or (wide > 0 and not narrow))
-    return {
-        "": f"{rule.name}/{storage.name}, {'whole' if whole else 'odd'}{', audited' if audited else ''}, {name}",
+    row = {
+        "": f"{name}, {target}",
         "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
         "spilled": spilled,
         "128-bit": wide,
         "seconds": seconds,
-        "passes": "yes" if passes else f"NO: {' '.join(rounding)}",
+        "passes": f"NO: {' '.join(rounding)}" if rounding or spilled else "yes",
     }
+    return row, narrow
 
 
 def compile_kernels(report: Report, quick: bool) -> bool:
-    """Compile the steps of all elementwise rules and storages for three architectures; return whether all pass."""
+    """Compile the steps of all elementwise rules and storages, and the norm, for three architectures; return whether all pass."""
+    architectures = (90,) if quick else (80, 90, 100)
     rules = [rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)]
     rows: list[Row] = []
     for storage in ("word",) if quick else STORAGES:
         for rule in rules[:1] if quick or STORAGES[storage].arithmetic == "expansion" else rules:
             row = STORAGES[storage].keeping(rule.kept)
             for whole, audited in ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ():
-                rows += [compiled_row(rule, row, whole, audited, sm) for sm in ((90,) if quick else (80, 90, 100))]
+                rows += [compiled_row(rule, row, whole, audited, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)
-    report.add("steps, compiled for a GPU", rows)
+    for name, types in {"largest": {"peaks": "*i32"}, "squares": {"scales": "*fp64", "sums": "*i64"}}.items():
+        function, types = multi_tensor_squares.functions(False)[name], {"table": "*i64", "tiles": "*i64", **types}
+        rows += [assembled(f"the norm, {name}", function, types, sm)[0] for sm in architectures]
+    report.add("kernels, compiled for a GPU", rows)
     return all(row["passes"] == "yes" for row in rows)
 
 

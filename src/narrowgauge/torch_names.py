@@ -78,7 +78,7 @@ def is_captured() -> bool:
 
 
 class HostCopy:
-    """Copy the current value of a 0-d tensor, for the host to read later.
+    """Copy the current values of a tensor, for the host to read later.
 
     Reading the tensor itself would wait for all work that the device has received since.
     """
@@ -92,11 +92,14 @@ class HostCopy:
             self._done = torch.Event(value.device)
             self._done.record(torch.accelerator.current_stream(value.device))
 
-    def item(self) -> float:
-        """Return the value. Wait only for its copy."""
+    def cpu(self) -> Tensor:
+        """Return the values. Wait only for their copy."""
         if self._done is not None:
             self._done.synchronize()
-        return float(self._value)
+        return self._value
+
+    def item(self) -> float:
+        return float(self.cpu())
 
 
 def is_traced() -> bool:

@@ -37,7 +37,6 @@ _OPERATIONS = {
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
     "isnan": "{0} != {0}", "logical_not": "{0} == 0", "where": "tl.where({0}, {1}, {2})",
     "masked_fill": "tl.where({1}, {2}, {0})",
-    "nan_to_num": "tl.where({0} != {0}, {1}, tl.where({0} == float('inf'), {2}, tl.where({0} == float('-inf'), {3}, {0})))",
     # To even: below 2^52 a float64 has bits below 1, which the sum rounds off.
     "round": "tl.where(tl.abs({0}) >= 2.0**52, {0}, tl.where({0} < 0, {0} - 2.0**52 + 2.0**52, {0} + 2.0**52 - 2.0**52))",
     "view": "{0}.to({type}, bitcast=True)", "_to_copy": "{0}.to({type})",
@@ -51,7 +50,7 @@ LARGEST, TOTAL = "tl.standard._elementwise_max", "tl.standard._sum_combine"
 INTERPRET = False
 """Run kernels on CPU tensors, in Triton's interpreter. Tests set it."""
 _CONSTANTS = {"ones_like": 1, "zeros_like": 0}
-_UNCHANGED = ("detach", "alias", "clone", "expand")
+_UNCHANGED = ("detach", "alias", "clone", "expand", "scalar_tensor")
 _numbers = itertools.count()
 
 
@@ -93,13 +92,6 @@ def print_graph(
         scalar = tensors[0].meta["val"].dtype if dtype is torch.bool and tensors else dtype
         arguments = [a for a in node.args if a is None or isinstance(a, torch.fx.Node | int | float)]
         texts = [names[a] if a in names else literal(a, scalar) for a in arguments]
-        if operation == "nan_to_num":  # its arguments are the values of NaN and of both infinities
-            ends = torch.finfo(dtype)
-            defaults = [literal(value, dtype) for value in (0.0, ends.max, ends.min)]
-            texts[1:] = [
-                *(t if t != "None" else d for t, d in zip(texts[1:], defaults, strict=False)),
-                *defaults[len(texts) - 1 :],
-            ]
         if operation in _UNCHANGED:
             names[node] = texts[0]
         elif operation == "select":
@@ -108,8 +100,6 @@ def print_graph(
             writes.append((texts[0], texts[1]))
         elif operation in _CONSTANTS:
             names[node] = literal(_CONSTANTS[operation], dtype)
-        elif operation == "scalar_tensor":
-            names[node] = texts[0]
         elif operation == "clamp":
             low, high = (*texts[1:], literal(node.kwargs.get("max"), dtype))[:2]
             names[node] = texts[0]
@@ -127,12 +117,10 @@ def print_graph(
 
 def literal(value: Any, dtype: torch.dtype) -> str:
     """Return a number as an argument of an operation in a dtype. An int32 has a sign."""
+    if dtype is torch.int32 and value is not None:
+        return str((int(value) + (1 << 31)) % (1 << 32) - (1 << 31))
     if value is None or not dtype.is_floating_point:
-        return (
-            str((int(value) + (1 << 31)) % (1 << 32) - (1 << 31))
-            if value is not None and dtype is torch.int32
-            else str(value)
-        )
+        return str(value)
     return repr(float(value)) if math.isfinite(value) else f"float('{float(value)}')"
 
 

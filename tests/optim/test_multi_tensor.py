@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -129,7 +130,7 @@ def test_an_audit_of_a_large_tensor_reads_each_program_once_in_turn() -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_norm_has_the_bits_of_the_definition(dtype: torch.dtype) -> None:
-    tensors = [gaussian(5, 7, dtype=dtype), gaussian(0, 3, dtype=dtype), gaussian(40, 64, scale=1e3, dtype=dtype).t()]
+    tensors = [gaussian(5, 7), gaussian(0, 3, dtype=dtype), gaussian(40, 64, scale=1e3, dtype=dtype).t()]
     assert multi_tensor_squares.sums_on(tensors)
     table = multi_tensor_squares.SquaresTable()
     for value in (1.0, -torch.inf, torch.nan):
@@ -168,13 +169,12 @@ def test_a_step_is_one_copy_and_one_launch_whatever_the_tensors_and_groups(
     monkeypatch.setattr(multi_tensor, "is_proven", lambda *args: True)
     monkeypatch.setattr(multi_tensor_squares, "_is_proven", lambda *args: True)
     monkeypatch.setattr(multi_tensor, "functions", lambda *args: launched)
-    monkeypatch.setattr(multi_tensor_squares, "_functions", lambda *args: launched)
-    clip._constants.cache_clear()
+    monkeypatch.setattr(multi_tensor_squares, "functions", lambda *args: launched)
     for module, name in (
         (multi_tensor, "send"),
         (multi_tensor, "to_device"),
         (multi_tensor_squares, "send"),
-        (clip, "to_device"),
+        (clip, "send"),
     ):
         monkeypatch.setattr(module, name, counted("copies", getattr(torch_names, name)))
     for step in range(10):
@@ -223,6 +223,68 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
     assert_same_bits(*results)
 
 
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_step_keeps_no_gradient(max_grad_norm: float | None) -> None:
+    """The next forward pass needs their memory. Without a norm, ``found_inf`` asks which were finite."""
+    params = parameters("word", [(4, 8)])
+    optimizer = ng.AdamW(params, storage="word", compile=True, max_grad_norm=max_grad_norm)
+    optimizer.found_inf = torch.zeros(())
+    params[0].grad = torch.ones_like(params[0])
+    gradient = weakref.ref(params[0].grad.untyped_storage())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert gradient() is None
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_loaded_states_replace_those_that_a_table_or_a_graph_holds() -> None:
+    params = parameters("word", [(4, 8)])
+    optimizer = ng.AdamW(params, storage="word", compile=True)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    before = weakref.ref(optimizer.state_of(params[0]))
+    optimizer._captured = object()  # type: ignore[assignment]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert before() is None
+    with pytest.raises(ng.errors.RecipeError, match="no CUDA graph"):
+        optimizer.advance()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_an_audited_first_step_proves_what_a_graph_may_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters("word", [(4, 8)])
+    optimizer = ng.AdamW(params, storage="word", compile=True, audit_every=1)
+    params[0].grad = torch.ones_like(params[0])
+    proven: list[bool] = []
+    monkeypatch.setattr(multi_tensor, "is_proven", lambda *args: not proven.append(args[-1]))
+    optimizer.step()
+    assert proven == [False, True]
+
+
+def test_a_graph_reads_the_limits_of_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the host's memory in a graph would be repeated from memory that was freed."""
+    control = clip.StepControl(lambda count, device: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(clip, "is_captured", lambda: True)
+        patch.setattr(clip, "send", None)
+        limits = control.send(CPU, 1.0, 9.0)
+    control.send(CPU, 2.0, 3.0)
+    assert limits.tolist() == [1.0, 0.0, 2.0, 3.0]
+
+
+def test_a_replay_refuses_what_a_step_refuses_and_a_limit_without_a_norm() -> None:
+    optimizer = ng.AdamW(parameters("word", [(4, 8)]), storage="word")
+    decision = clip.Decision(torch.zeros(2), None, None)
+    optimizer._captured = SimpleNamespace(decision=decision)  # type: ignore[assignment]
+    optimizer.max_grad_norm = 1.0
+    with pytest.raises(ng.errors.RecipeError, match="without a norm"):
+        optimizer.advance()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ng.errors.RecipeError, match="lr = nan"):
+        optimizer.advance()
+
+
 def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     params = parameters("word", [(4, 8)])
     optimizer = ng.AdamW(params, storage="word")
@@ -233,6 +295,7 @@ def test_a_graph_cannot_hold_a_first_step(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match="first step"):
         optimizer.step()
+    assert optimizer.state_of(params[0]) is None  # nothing has filled it
 
 
 @pytest.mark.usefixtures("interpreted")

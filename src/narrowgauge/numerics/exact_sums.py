@@ -116,7 +116,6 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def exact_squares(
     tensors: Sequence[Tensor],
     *,
-    peaks: Sequence[Tensor] | None = None,
     compile: bool = True,
     table: SquaresTable | None = None,
 ) -> Tensor:
@@ -126,7 +125,6 @@ def exact_squares(
     bits as one process that holds all.
 
     Args:
-        peaks: the largest magnitude of each local tensor, if known.
         compile: compile the second pass for large tensors.
         table: sums all tensors by two launches.
 
@@ -142,14 +140,8 @@ def exact_squares(
         peaks_of_groups = table.largest(groups)
     else:
         pieces = [_pieces([local_of(tensor) for tensor in members]) for _, members in groups]
-        peak_of = dict(zip(map(id, tensors), peaks, strict=True)) if peaks is not None else {}
         zero = torch.zeros((), dtype=torch.float32, device=device)
-        peaks_of_groups = [
-            torch.stack(
-                [zero, *([peak_of[id(m)] for m in members] if peak_of else map(largest_magnitude, parts))]
-            ).amax()
-            for (_, members), parts in zip(groups, pieces, strict=True)
-        ]
+        peaks_of_groups = [torch.stack([zero, *map(largest_magnitude, parts)]).amax() for parts in pieces]
     maxima = [add_up(peak, ranks, "max") for (ranks, _), peak in zip(groups, peaks_of_groups, strict=True)]
     largest = torch.stack(maxima).amax()
     scales = grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))

@@ -1,4 +1,4 @@
-"""The exact sum of squares of many tensors on a GPU: two launches, whatever the number of tensors.
+"""The exact sum of squares of many tensors on a GPU: two launches, whatever the tensors and their dtypes.
 
 The definition is :mod:`narrowgauge.numerics.exact_sums`. Integers are added atomically: their sum does not depend on the order.
 """
@@ -25,14 +25,11 @@ BLOCK, SPAN = 1024, 8192
 """Elements that a program reads at a time, and in all."""
 SLOTS = 128
 """Partial sums: additions to one address wait for each other."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _KERNELS = f"""
 @triton.jit
-def load_block(table, tiles, start, DTYPE: tl.constexpr):
-    program = tl.program_id(0)
-    row = table + tl.load(tiles + program) * 4
-    address, numel, at = tl.load(row), tl.load(row + 2), start + tl.arange(0, {BLOCK})
-    begin = (program - tl.load(row + 1)) * {SPAN}
+def load_values(address, begin, at, numel, DTYPE: tl.constexpr):
     if (address | numel * 2) % 16 == 0:
         left = tl.multiple_of(numel - begin, 8)
         x = tl.load(tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + begin + at, mask=at < left, other=0.0)
@@ -42,40 +39,73 @@ def load_block(table, tiles, start, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def largest(table, tiles, peaks, DTYPE: tl.constexpr):
-    bits = tl.full([{BLOCK}], 0, tl.int32)
-    for start in range(0, {SPAN}, {BLOCK}):
-        bits = tl.maximum(bits, load_block(table, tiles, start, DTYPE).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), tl.reduce(bits, 0, {LARGEST}))
+def find_values(table, tiles):
+    row = table + tl.load(tiles + tl.program_id(0)) * 5
+    begin = (tl.program_id(0) - tl.load(row + 1)) * {SPAN}
+    return tl.load(row), begin, tl.load(row + 2), tl.load(row + 4)
 
 
 @triton.jit
-def squares(table, tiles, scales, sums, DTYPE: tl.constexpr):
-    program = tl.program_id(0)
+def largest_of(address, begin, numel, DTYPE: tl.constexpr):
+    bits = tl.full([{BLOCK}], 0, tl.int32)
+    for start in range(0, {SPAN}, {BLOCK}):
+        x = load_values(address, begin, start + tl.arange(0, {BLOCK}), numel, DTYPE)
+        bits = tl.maximum(bits, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.reduce(bits, 0, {LARGEST})
+
+
+@triton.jit
+def largest(table, tiles, peaks):
+    address, begin, numel, dtype = find_values(table, tiles)
+    if dtype == 0:
+        bits = largest_of(address, begin, numel, tl.bfloat16)
+    elif dtype == 1:
+        bits = largest_of(address, begin, numel, tl.float16)
+    else:
+        bits = largest_of(address, begin, numel, tl.float32)
+    tl.atomic_max(peaks + tl.load(tiles + tl.program_id(0)), bits)
+
+
+@triton.jit
+def squares_of(address, begin, numel, scales, DTYPE: tl.constexpr):
     v_0, v_1 = tl.load(scales), tl.load(scales + 1)
     coarse, fine = tl.full([{BLOCK}], 0, tl.int64), tl.full([{BLOCK}], 0, tl.int64)
     for start in range(0, {SPAN}, {BLOCK}):
-        x = load_block(table, tiles, start, DTYPE)
+        x = load_values(address, begin, start + tl.arange(0, {BLOCK}), numel, DTYPE)
         {{body}}
         coarse, fine = coarse + {{coarse}}, fine + {{fine}}
-    slot = sums + (tl.load(table + tl.load(tiles + program) * 4 + 3) * {SLOTS} + program % {SLOTS}) * 2
-    tl.atomic_add(slot, tl.reduce(coarse, 0, {TOTAL}))
-    tl.atomic_add(slot + 1, tl.reduce(fine, 0, {TOTAL}))
+    return tl.reduce(coarse, 0, {TOTAL}), tl.reduce(fine, 0, {TOTAL})
+
+
+@triton.jit
+def squares(table, tiles, scales, sums):
+    address, begin, numel, dtype = find_values(table, tiles)
+    if dtype == 0:
+        coarse, fine = squares_of(address, begin, numel, scales, tl.bfloat16)
+    elif dtype == 1:
+        coarse, fine = squares_of(address, begin, numel, scales, tl.float16)
+    else:
+        coarse, fine = squares_of(address, begin, numel, scales, tl.float32)
+    group = tl.load(table + tl.load(tiles + tl.program_id(0)) * 5 + 3)
+    slot = sums + (group * {SLOTS} + tl.program_id(0) % {SLOTS}) * 2
+    tl.atomic_add(slot, coarse)
+    tl.atomic_add(slot + 1, fine)
 """
 
 
 @lru_cache(None)
-def _functions(interpret: bool) -> dict[str, Any]:
+def functions(interpret: bool) -> dict[str, Any]:
+    """Return the Triton functions ``largest`` and ``squares``."""
     graph = trace(steps_of_squares, (torch.float32, (8,)), (torch.float64, (2,)))
     lines, (coarse, fine), _ = print_graph(graph, ["x", "v"], "x")
     return load(_KERNELS.format(body="\n        ".join(lines), coarse=coarse, fine=fine), interpret=interpret)
 
 
 class SquaresTable:
-    """Sum the squares of tensors of one dtype and device. Keep their addresses between steps."""
+    """Sum the squares of tensors of ``DTYPES`` on one device. Keep their addresses between steps."""
 
     def __init__(self) -> None:
-        self._sizes: list[tuple[int, int]] = []
+        self._sizes: list[tuple[int, int, int]] = []
         self._addresses: list[int] = []
         self._unsent: list[tuple[Tensor, Tensor]] = []
 
@@ -85,12 +115,12 @@ class SquaresTable:
         ``peaks`` holds the magnitudes of the tensors, in the groups' order.
         """
         self._ids = [id(tensor) for _, members in groups for tensor in members]
-        self._tensors = [local_of(tensor.detach()).contiguous() for _, members in groups for tensor in members]
+        self._tensors = [local_of(tensor).contiguous() for _, members in groups for tensor in members]
         device, self._num_groups = self._tensors[0].device, len(groups)
         numbers = [number for number, (_, members) in enumerate(groups) for _ in members]
-        sizes = [(x.numel(), number) for x, number in zip(self._tensors, numbers, strict=True)]
+        sizes = [(x.numel(), k, DTYPES.index(x.dtype)) for x, k in zip(self._tensors, numbers, strict=True)]
         if sizes != self._sizes:
-            counts = np.array([-(-numel // SPAN) for numel, _ in sizes], np.int64)
+            counts = np.array([-(-numel // SPAN) for numel, *_ in sizes], np.int64)
             self._sizes, self._first, self._addresses = sizes, np.cumsum(counts) - counts, []
             self._tiles = self._put(np.repeat(np.arange(len(sizes)), counts), device)
         addresses = [x.data_ptr() for x in self._tensors]
@@ -119,7 +149,8 @@ class SquaresTable:
         self._unsent = []
 
     def finite(self, tensors: Sequence[Tensor]) -> Callable[[], list[bool]]:
-        """Return a function that tells which of the last tensors were finite. It keeps no tensor, and waits for the device."""
+        """Drop the last tensors. Return a function that tells which of them were finite, and waits for the device."""
+        self._tensors = []
         ids, peaks, order = self._ids, self.peaks, list(map(id, tensors))
 
         def flags() -> list[bool]:
@@ -135,27 +166,26 @@ class SquaresTable:
         return sums.sum(1)
 
     def _launch(self, name: str, *arguments: Tensor) -> None:
-        import triton.language as tl
-
-        dtype = getattr(tl, str(self._tensors[0].dtype).removeprefix("torch."))
         if len(self._tiles):
             with torch.cuda.device_of(self._table):
-                kernel = _functions(self._table.is_cpu)[name]
-                kernel[(len(self._tiles),)](self._table, self._tiles, *arguments, dtype, **LAUNCH)
+                kernel = functions(self._table.is_cpu)[name]
+                kernel[(len(self._tiles),)](self._table, self._tiles, *arguments, **LAUNCH)
 
 
 def sums_on(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a :class:`SquaresTable` sums the squares of tensors: on a GPU, all of one dtype."""
-    device, dtypes = local_of(tensors[0]).device, {tensor.dtype for tensor in tensors}
-    return triton_printer.launches_on(device) and len(dtypes) == 1 and _is_proven(dtypes.pop(), device)
+    """Return whether a :class:`SquaresTable` sums the squares of tensors: on a GPU."""
+    device = local_of(tensors[0]).device
+    is_possible = triton_printer.launches_on(device) and {tensor.dtype for tensor in tensors} <= {*DTYPES}
+    return is_possible and _is_proven(device)
 
 
 @lru_cache(None)
-def _is_proven(dtype: torch.dtype, device: torch.device) -> bool:
+def _is_proven(device: torch.device) -> bool:
     """Return whether the launches give the bits of the definition. Warn once if not."""
 
     def compare() -> bool:
-        cases = [draw(dtype, (size,), edges=edges, seed=size) for size in (1, SPAN + 9) for edges in (False, True)]
+        kinds = [(dtype, size, edges) for dtype in DTYPES for size in (1, SPAN, SPAN + 9) for edges in (False, True)]
+        cases = [draw(dtype, (size,), edges=edges, seed=size) for dtype, size, edges in kinds]
         table = SquaresTable()
         actual = exact_squares([case.to(device) for case in cases], table=table).cpu()
         peaks = torch.stack([largest_magnitude(case) for case in cases])

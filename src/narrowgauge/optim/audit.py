@@ -23,6 +23,7 @@ from narrowgauge.numerics.dtensor import add_up, by_group, local_of
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.storages import Storage
 from narrowgauge.spec.tables import Column, Table
+from narrowgauge.torch_names import HostCopy
 
 WINDOW = 20
 """Audited steps in a window."""
@@ -123,7 +124,7 @@ def edq_and_error(windows: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor
     return edq, (spread * counts / (counts - 1)).sqrt() / dd.sum(-1)
 
 
-Sums = tuple[list[Tensor], Tensor]
+Sums = tuple[list[Tensor], Tensor | HostCopy]
 """Tensors, and for each its ``UPDATE_SUMS`` of one step, float64 ``[tensors, 10]``. They may still be in flight on a device."""
 
 
@@ -162,11 +163,19 @@ class Auditor:
         """Return the window of each audited tensor."""
         return {parameter: self.window(parameter) for parameter in self._rows}
 
+    def start_copy(self) -> None:
+        """Join the new sums and begin to copy them to the host, which later waits for the copy alone."""
+        if self.fresh:
+            members, tables = zip(*self.fresh, strict=True)
+            self.fresh = [
+                ([parameter for parameters in members for parameter in parameters], HostCopy(torch.cat(tables)))
+            ]
+
     def collect(self) -> Tensor:
-        """Move the new sums into the windows and return their total. The host waits for the device here."""
+        """Move the new sums into the windows and return their total."""
         if not self.fresh:
             return self._sums.new_zeros(NUM_SUMS)
-        table = torch.cat([sums for _, sums in self.fresh]).cpu()
+        table = torch.cat([sums.cpu() for _, sums in self.fresh])
         places = self._places([parameter for parameters, _ in self.fresh for parameter in parameters])
         self._sums[places, self._counts[places] % WINDOW] = table
         self._counts[places] += 1

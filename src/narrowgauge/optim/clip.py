@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.numerics.multi_tensor_squares import SquaresTable, sums_on
 from narrowgauge.numerics.rounding import reciprocal, sqrt
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.torch_names import to_device
+from narrowgauge.torch_names import is_captured, send
 
 Finite = Callable[[], list[bool]]
 """Returns which gradients of a step were finite, without storing the gradients. It waits for the device."""
@@ -42,12 +41,6 @@ class Decision(NamedTuple):
     def negated(self) -> Decision:
         """Return the decision of a step along the gradients."""
         return self._replace(control=self.control * _constants(self.control.device, -1.0, 1.0))
-
-
-@lru_cache(16)
-def _constants(device: torch.device, *values: float) -> Tensor:
-    """Return float32 constants on a device. They are copied once."""
-    return to_device(torch.tensor(values, dtype=torch.float32, device="cpu"), device)
 
 
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
@@ -76,6 +69,8 @@ class StepControl:
         self._worth_compiling = worth_compiling
         self._request: object = None
         self.table = SquaresTable()
+        self._sent: list[float] = []
+        self._limits: Tensor | None = None
 
     @torch.no_grad()
     def __call__(
@@ -102,26 +97,41 @@ class StepControl:
         """
         scale, is_ours = self._scale_of_loss(gradients, scaler, grad_scale, found_inf)
         needs_norm = not (max_norm is None and scaler is None and skip_above == math.inf)
+        limits = self.send(device, max_norm, skip_above)
         if not needs_norm and scale is found_inf is None:
-            return Decision(_constants(device, 1.0, 0.0), None, None)
+            return Decision(limits[:2], None, None)
         compile = self._worth_compiling(sum(g.numel() for g in gradients), device)
-        table = self.table if needs_norm and compile and sums_on(gradients) else None
-        peaks = None if device.type == "cpu" or table else largest_magnitudes([local_of(g) for g in gradients])
-        finite = None if peaks is None else lambda: torch.stack(peaks).isfinite().tolist()
-        limits = [math.inf if max_norm is None else max_norm, skip_above, 1.0, 0.0]
-        options = list(_constants(device, *limits).unbind())
-        for place, scalar in ((2, scale), (3, found_inf)):
-            if scalar is not None:
-                options[place] = scalar.to(options[place]).view(())
-        if not needs_norm:
-            return Decision(decide(options[0].new_zeros(()), options)[:2], None, finite)
-        squares = exact_squares(gradients, peaks=peaks, compile=compile, table=table)
-        if table is not None:
-            finite = table.finite(gradients)
-        decided = decide(sqrt(squares).float(), options)
+        table = self.table if compile and sums_on(gradients) else None
+        no_scale, no_inf, *options = limits.unbind()
+        for scalar, default in ((scale, no_scale), (found_inf, no_inf)):
+            options.append(default if scalar is None else scalar.to(default).view(()))
+        norm = None
+        if needs_norm:
+            norm = sqrt(exact_squares(gradients, compile=compile, table=table)).float()
+        elif table is not None:
+            table.largest(by_group(gradients))
+        finite = None
+        if table is not None or device.type != "cpu":
+            finite = all_finite(gradients) if table is None else table.finite(gradients)
+        decided = decide(options[0].new_zeros(()) if norm is None else norm, options)
         if is_ours and scaler is not None:
             scaler.update_(decided[3])
-        return Decision(decided[:2], decided[2], finite)
+        return Decision(decided[:2], None if norm is None else decided[2], finite)
+
+    def send(self, device: torch.device, max_norm: float | None, skip_above: float) -> Tensor:
+        """Return 1, 0 and both limits, float32 ``[4]`` on a device. Copy them if they changed.
+
+        A CUDA graph reads this memory in each replay. It does not hold the copy: :meth:`send` again before a replay.
+        """
+        limits = [1.0, 0.0, math.inf if max_norm is None else max_norm, skip_above]
+        if self._limits is None or self._limits.device != device:
+            self._limits, self._sent = torch.empty(4, dtype=torch.float32, device=device), []
+        if not is_captured():
+            if limits != self._sent:
+                send(torch.tensor(limits, dtype=torch.float32, device="cpu"), self._limits)
+                self._sent = limits
+            self.table.send()
+        return self._limits
 
     def _scale_of_loss(
         self,
@@ -153,16 +163,7 @@ class StepControl:
         return ours if grad_scale is None else grad_scale.to(ours.device) * ours, True
 
 
-def largest_magnitudes(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each gradient, float32 0-d. One call reads all; it is 0 if a rank holds no rows.
-
-    Example:
-        >>> largest_magnitudes([torch.tensor([1.0, -3.0]), torch.zeros(0, 4)])
-        [tensor(3.), tensor(0.)]
-    """
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    norms = iter(torch._foreach_norm(filled, math.inf) if filled else ())
-    return [
-        next(norms).float() if gradient.numel() else gradient.new_zeros((), dtype=torch.float32)
-        for gradient in gradients
-    ]
+def all_finite(gradients: Sequence[Tensor]) -> Finite:
+    """Return a function that tells which gradients are finite. It keeps no gradient."""
+    flags = torch.stack([local_of(gradient).isfinite().all() for gradient in gradients])
+    return flags.tolist

@@ -141,6 +141,11 @@ def _moved(x: Tensor, places: int) -> Tensor:
     return x << places if places > 0 else x >> -places if places < 0 else x
 
 
+def finite_bound(bound: Tensor) -> Tensor:
+    """Return magnitudes with a large number for infinity and NaN."""
+    return torch.where(bound < math.inf, bound, 3e38)
+
+
 def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
     """Return the powers of two that take rows into the window of a scaled code and back: float32, shaped like ``bound``.
 
@@ -148,7 +153,7 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
     that end still fit. A code that begins at ``2**lowest`` of its end has its largest window at ``2**-lowest``.
     """
     # Round the exponent up: everything but a power of two carries. Both results must be normal float32 values.
-    exponent = ((bits_of(bound.nan_to_num(nan=3e38, posinf=3e38)) + 0x7FFFFF) >> 23) - 127
+    exponent = ((bits_of(finite_bound(bound)) + 0x7FFFFF) >> 23) - 127
     exponent = (exponent + _scale(code)).clamp(-126, 126)
     return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
 

@@ -32,6 +32,7 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of
 from narrowgauge.optim import codes
+from narrowgauge.optim.audit import Auditor
 from narrowgauge.optim.kernel import CONTROL, Kernel, make_step
 from narrowgauge.optim.layout import lanes_of_weight, layout_of
 from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
@@ -246,17 +247,12 @@ class Table:
         self._numbers = np.zeros((0, 0), np.float32)
 
     def set(
-        self,
-        states: list[ParameterState],
-        numbers: Sequence[Numbers],
-        places: Sequence[int],
-        audits: Sequence[tuple[int, int]] | None = None,
+        self, states: list[ParameterState], numbers: Sequence[Numbers], choices: Sequence[tuple[int, int, int]]
     ) -> None:
         """Set the states of the next step. Their weights and gradients are contiguous.
 
         Args:
-            places: the index in ``numbers`` of each state.
-            audits: the ``period`` and ``phase`` of each state.
+            choices: the index in ``numbers``, the ``period`` and the ``phase`` of each state.
         """
         if states != self._states or len(numbers) != len(self._numbers):
             self._allocate(states, len(numbers))
@@ -266,9 +262,7 @@ class Table:
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
             row[:-1] = list(map(float, scalars))
             row[-1:].view(np.int32)[0] = seed
-        self._table[:, -3] = places
-        if audits is not None:
-            self._table[:, -2:] = audits
+        self._table[:, -3:] = choices
 
     def _allocate(self, states: list[ParameterState], num_numbers: int) -> None:
         """Lay out the table and the numbers of other states than before."""
@@ -366,7 +360,7 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
         expected, actual = (_cases(rule, storage, place) for place in (torch.device("cpu"), device))
         table, kernel = Table(rule, storage, device), Kernel(rule, storage)
         values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
-        table.set(actual, [(scalars, seed)], [0] * len(actual), [(1, 0)] * len(actual) if audited else None)
+        table.set(actual, [(scalars, seed)], [(0, 1, 0)] * len(actual))
         table.send()
         table.launch(to_device(values[:2], device), audited=audited)
         for state in expected:
@@ -409,12 +403,12 @@ def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[Parameter
 
 @dataclass(slots=True)
 class _Batch:
-    """Hold the states of one kernel in a step. ``audited`` maps the place of a state to its stepper and the audit's number."""
+    """Hold the states of one kernel in a step. ``audited`` has a state's place, and how many elements and ulps are audited."""
 
     states: list[ParameterState] = field(default_factory=list)
     numbers: list[Numbers] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
-    audited: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    choices: list[tuple[int, int, int]] = field(default_factory=list)
+    audited: list[tuple[int, int, float]] = field(default_factory=list)
 
 
 class Launches:
@@ -429,62 +423,56 @@ class Launches:
 
     def take(self, stepper: Any, states: Sequence[ParameterState]) -> list[ParameterState]:
         """Take states of the param group of a :class:`narrowgauge.optim.step.Stepper`. Return those that it must step itself."""
-        alike: dict[Kernel, list[ParameterState]] = {}
+        alike: dict[tuple[Kernel, int], list[ParameterState]] = {}
         for state in states:
-            alike.setdefault(state.kernel, []).append(state)
-        return [state for kernel, members in alike.items() for state in self._take(stepper, kernel, members)]
+            alike.setdefault((state.kernel, state.step + 1), []).append(state)
+        return [state for key, members in alike.items() for state in self._take(stepper, *key, members)]
 
-    def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
+    def _take(self, stepper: Any, kernel: Kernel, count: int, states: list[ParameterState]) -> list[ParameterState]:
+        """Take states of one kernel and step number."""
         rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
         device = states[0].parameter.device
         if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
             return states
-        counts = {state.step + 1 for state in states}
-        is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
-        if not is_proven(rule, storage, device, is_audited):
+        is_audited = audit_every > 0 and count % audit_every == 0
+        # Before an audit prove the step alone too: nothing can be compared later, while a graph captures it.
+        if not all(is_proven(rule, storage, device, audited) for audited in sorted({False, is_audited})):
             return states
         batch, refused = self._batches.setdefault(kernel, _Batch()), []
-        places = {count: len(batch.numbers) + k for k, count in enumerate(counts)}
-        batch.numbers += [(rule.prepare(group, count), step_seed(group["seed"], count)) for count in counts]
+        batch.numbers.append((rule.prepare(group, count), step_seed(group["seed"], count)))
         for state in states:
             is_contiguous = state.parameter.is_contiguous() and state.gradient.is_contiguous()
             # Ranks that split columns bound their rows together.
             if not is_contiguous or (state.scales and state.column_groups):
                 refused.append(state)
                 continue
-            count = state.step + 1
-            if is_audited and count % audit_every == 0:
-                batch.audited[len(batch.states)] = stepper, count // audit_every
+            audit = NO_AUDIT
+            if is_audited:
+                audit = audit_of(state, count // audit_every)
+                elements = num_audited(state, *audit)
+                batch.audited.append((len(batch.states), elements, elements * stepper.audited_spacings(state)))
             batch.states.append(state)
-            batch.places.append(places[count])
+            batch.choices.append((len(batch.numbers) - 1, *audit))
         return refused
 
-    def run(self, control: Tensor, *, sends: bool = True, launches: bool = True) -> None:
+    def run(self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True) -> None:
         """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.
 
         A captured step only ``launches``. Before each replay the host only ``sends``.
         """
         for kernel, batch in self._batches.items():
-            states, table = batch.states, self.tables.get(kernel)
-            if not states:
+            if not batch.states:
                 continue
+            table = self.tables.get(kernel)
             if table is None or table.device != control.device:
                 assert isinstance(kernel.rule, Rule)
                 table = self.tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
-            audits = [NO_AUDIT] * len(states)
-            for place, (_, turn) in batch.audited.items():
-                audits[place] = audit_of(states[place], turn)
-            table.set(states, batch.numbers, batch.places, audits if batch.audited else None)
+            table.set(batch.states, batch.numbers, batch.choices)
             if sends:
                 table.send()
             sums = table.launch(control, audited=bool(batch.audited)) if launches else None
             kernel.ran_compiled = True
             if sums is not None:
-                auditor = next(iter(batch.audited.values()))[0].auditor
-                host_sums = []
-                for place, (stepper, _) in batch.audited.items():
-                    elements = num_audited(states[place], *audits[place])
-                    host_sums.append((place, elements, elements * stepper.audited_spacings(states[place])))
-                host = to_device(torch.tensor(host_sums, dtype=torch.float64, device="cpu"), control.device)
+                host = to_device(torch.tensor(batch.audited, dtype=torch.float64, device="cpu"), control.device)
                 rows = torch.cat([sums[host[:, 0].long()], host[:, 1:]], 1)
-                auditor.fresh.append(([states[place].owner for place in batch.audited], rows))
+                auditor.fresh.append(([batch.states[place].owner for place, *_ in batch.audited], rows))

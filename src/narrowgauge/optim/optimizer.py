@@ -23,7 +23,6 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.hashing import step_seed
-from narrowgauge.numerics.multi_tensor_squares import SquaresTable
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.audit import Alarm, Auditor, joined_over_ranks, warn_of
 from narrowgauge.optim.clip import Decision, Finite, StepControl
@@ -386,6 +385,7 @@ class Optimizer(torch.optim.Optimizer):
         """Make the states of parameters without one."""
         state = self.state
         if missing := [p for p in parameters if not isinstance(state.get(p), ParameterState)]:
+            check_captured(is_possible=not is_captured())  # a graph would fill new states in a replay alone
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
@@ -504,7 +504,8 @@ class Optimizer(torch.optim.Optimizer):
             launches = Launches(self._tables)
             for group, members in work:
                 Stepper(group, control, self.auditor, self.audit_every, launches).step(members)
-            launches.run(control)
+            launches.run(control, self.auditor)
+        self.auditor.start_copy()
         for state in states:
             state.step += 1
         may_skip = norm is not None or found_inf is not None
@@ -524,10 +525,12 @@ class Optimizer(torch.optim.Optimizer):
         if self.maximize:
             decision = decision.negated()
         local = [state.gradient for state in states]
-        self._captured = _Captured(work, local, step_control.table, launches.tables, decision)
-        refused = self._captured.take(self.auditor, launches)
-        check_captured(states, refused, self.loss_scaler or getattr(self, "found_inf", None))
-        launches.run(decision.control, sends=False)
+        captured = _Captured(work, local, step_control, launches.tables, decision)
+        is_scaled = self.loss_scaler is not None or getattr(self, "found_inf", None) is not None
+        is_first = any(state.step == 0 for state in states)
+        check_captured(is_possible=not (is_scaled or is_first or captured.take(self.auditor, launches)))
+        self._captured = captured
+        launches.run(decision.control, self.auditor, sends=False)
         self.grad_norm = self.grad_norm if decision.norm is None else decision.norm
         for state in states:
             state.gradient = NO_GRADIENT
@@ -536,10 +539,11 @@ class Optimizer(torch.optim.Optimizer):
         """Prepare the next replay of the CUDA graph that has captured :meth:`step`. The replay is then the next step.
 
         The numbers of the step, such as learning rates and seed, are copied to the device. Steps in a graph are not audited. With
-        clipping this waits for the last replay, since a skipped step does not count.
+        clipping this waits for the last replay, since a skipped step does not count. Read the optimizer after the replay.
 
         Raises:
-            RecipeError: no graph has captured a step.
+            RecipeError: no graph has captured a step since states were loaded. An option is out of range. A limit is set, and the
+                graph computes no norm.
 
         Example:
             >>> graph = torch.cuda.CUDAGraph()  # doctest: +SKIP
@@ -554,19 +558,26 @@ class Optimizer(torch.optim.Optimizer):
         captured = self._captured
         if captured is None:
             raise RecipeError("Cannot advance because no CUDA graph has captured a step.", "Call step() in the graph.")
+        for group in self.param_groups:
+            check_step(group, self.rule)
+        control, norm, finite = captured.decision
+        if norm is None and not (self.max_grad_norm is None and self.skip_above == math.inf):
+            raise RecipeError(
+                "Cannot advance with max_grad_norm or skip_above because the graph has captured a step without a norm.",
+                "Set them before the capture.",
+            )
         states, launches = [state for _, members in captured.work for state in members], Launches(captured.tables)
         for state, gradient in zip(states, captured.gradients, strict=True):
             state.gradient = gradient
         captured.take(self.auditor, launches)
         with torch.no_grad():
-            launches.run(captured.decision.control, launches=False)
-            captured.squares.send()
+            launches.run(control, self.auditor, launches=False)
+            captured.step_control.send(control.device, self.max_grad_norm, self.skip_above)
         for state in states:
             state.step += 1
             state.gradient = NO_GRADIENT
         self.num_calls += 1
-        skip = None if captured.decision.norm is None else captured.decision.control[1]
-        self._pending = (skip, states, captured.decision.finite)
+        self._pending = (None if norm is None else control[1], states, finite)
 
     def _with_gradient(self, group: Group) -> list[ParameterState]:
         """Set the gradients of a group's states, and return the states that have one."""
@@ -678,6 +689,9 @@ class Optimizer(torch.optim.Optimizer):
         """Replace states and groups. ``load_state_dict`` calls this."""
         super().__setstate__(state)
         self._pending, self.auditor = None, Auditor(join=self.auditor.join)
+        # Both hold the old states.
+        self._captured = None
+        self._tables.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,7 +700,7 @@ class _Captured:
 
     work: list[tuple[Group, list[ParameterState]]]
     gradients: list[Tensor]
-    squares: SquaresTable
+    step_control: StepControl
     tables: dict[Kernel, Table]
     decision: Decision
 

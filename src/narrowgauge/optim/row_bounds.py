@@ -36,7 +36,7 @@ def new_bounds(
     signed = [rule.update(weights, sign * slopes, *moments, scalars)[1:] for sign in (1.0, -1.0)]
     new = {
         # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
-        name: torch.maximum(plus.abs(), minus.abs()).nan_to_num(nan=3e38, posinf=3e38)
+        name: codes.finite_bound(torch.maximum(plus.abs(), minus.abs()))
         for name, plus, minus in zip(rule.states, *signed, strict=True)
         if name in old
     }

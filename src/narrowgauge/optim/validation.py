@@ -94,9 +94,9 @@ def refuse_capture() -> None:
         )
 
 
-def check_captured(states: Sequence[ParameterState], refused: Sequence[ParameterState], scaler: object) -> None:
-    """Refuse a step that a CUDA graph cannot repeat. No launch takes the ``refused`` states."""
-    if refused or scaler is not None or any(state.step == 0 for state in states):
+def check_captured(*, is_possible: bool) -> None:
+    """Refuse a step that a CUDA graph cannot repeat."""
+    if not is_possible:
         raise RecipeError(
             "Cannot capture a parameter's first step, or a step that is more than one launch: of a matrix rule, of a scaled "
             "loss, of columns that ranks split, or uncompiled.",
