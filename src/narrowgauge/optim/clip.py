@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 
     def negated(self) -> Decision:
         """Return the decision of a step along the gradients."""
-        return self._replace(control=self.control * _constants(self.control.device, -1.0, 1.0))
+        return self._replace(control=torch.cat([-self.control[:1], self.control[1:]]))
 
 
 def decide(norm: Tensor, options: Iterable[Tensor]) -> Tensor:
