@@ -1,6 +1,6 @@
 """The step of matrix rules: one rank computes the step of a parameter, and every rank writes its shard.
 
-A batch has one parameter for each rank. The largest come first:
+A batch has one parameter for each rank, or a stack of equal ones. The largest come first:
 
 1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
 2. The parameter is gathered on its rank, which computes ``MatrixRule.direction`` of its matrix, or of each in its stack.
@@ -8,6 +8,7 @@ A batch has one parameter for each rank. The largest come first:
 
 A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
 are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
+On a GPU one launch averages a batch, and one writes it (:mod:`narrowgauge.optim.multi_tensor`).
 Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along the one axis of a mesh. Other
 DTensors are gathered and stepped on every rank.
 """
@@ -15,7 +16,7 @@ DTensors are gathered and stepped on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,46 +26,75 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import PIECE
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes
-from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import lanes_of
+from narrowgauge.optim.kernel import CONTROL, Numbers, average, lanes_of
 from narrowgauge.optim.layout import Layout
-from narrowgauge.optim.rules.matrix import MatrixRule, Options, decay_of, matrix_shape
+from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
+from narrowgauge.triton_printer import launches_on
+
+STACK_BYTES = 1 << 26
+"""The float32 gradients of a stack that shares each product on a GPU, at most. A larger matrix keeps a GPU busy alone."""
+Launch = Callable[[Sequence[ParameterState], bool], Sequence[ParameterState]]
+"""Average the gradients of states into their changes (``True``), or write the changes. Return the states that it cannot take."""
 
 
 def step_matrices(
-    states: Iterable[ParameterState], options: Options, numbers_of: Callable[[ParameterState], Any]
+    states: Iterable[ParameterState], options: Options, numbers_of: Callable[[ParameterState], Numbers], launch: Launch
 ) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step the matrices of one param group. Yield the audited ones, each with its sums.
+    """Step the matrices of one param group. Yield those that were audited without a launch, each with its sums.
 
-    ``numbers_of`` returns the scalars of a state's step, see :class:`narrowgauge.optim.step.Numbers`.
+    ``numbers_of`` returns the scalars of a state's step.
     """
     for ranks, members in _by_ranks(states):
-        members.sort(key=lambda state: -state.owner.numel())
-        count = 1 if ranks is None or ranks.has_stacks else ranks.count
-        for first in range(0, len(members), count):
-            batch = members[first : first + count]
-            yield from _step_batch(ranks, [MatrixStep(s, options, numbers_of(s)) for s in batch])
+        members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
+        while members:
+            first, count = members[0], 1
+            shape = matrix_shape(first.owner.shape)
+            if ranks is not None and not ranks.has_stacks:
+                count = ranks.count
+            elif first.owner is first.parameter and len(shape) == 2:
+                most = stack_size(first.kernel.rule, shape, first.owner.device)
+                count = next((k for k, s in enumerate(members[:most]) if matrix_shape(s.owner.shape) != shape), most)
+            batch, members = members[:count], members[count:]
+            yield from _step_batch(ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch)
 
 
-def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step at most one parameter per rank. All ranks compute between the last gather and the first scatter."""
+def stack_size(rule: Any, shape: Sequence[int], device: torch.device) -> int:
+    """Return how many matrices of one shape to step together. A CPU gains nothing: it does not wait for launches."""
+    return max(1, STACK_BYTES // (4 * math.prod(shape))) if rule.stacks and launches_on(device) else 1
+
+
+def _step_batch(
+    ranks: Ranks | None, batch: Mapping[ParameterState, MatrixStep], launch: Launch
+) -> Iterator[tuple[ParameterState, Tensor]]:
+    """Step one parameter per rank, or a stack. All ranks compute between the last gather and the first scatter."""
+    steps = list(batch.values())
     measures: list[list[Tensor] | None] = []
     for place, step in enumerate(steps):
         measure = step.rule.measure(step.options)
         weight = None if measure is None else _gather(ranks, place, step.owner, step.weight())
         measures.append(None if measure is None or weight is None else [measure(x) for x in _matrices(weight)])
         del weight
-    gradients = [_gather(ranks, place, step.owner, step.averaged()) for place, step in enumerate(steps)]
+    for state in batch:
+        state.change = torch.empty(state.parameter.shape, dtype=torch.float32, device=state.parameter.device)
+    for state in launch(list(batch), True):
+        batch[state].average()
+    gradients: list[Tensor | None] = []
     changes: list[Tensor | None] = []
-    for place, step in enumerate(steps):
+    if ranks is None and len(steps) > 1:
+        stack = torch.stack([state.change.view(matrix_shape(state.change.shape)) for state in batch])
+        changes += steps[0].direction(stack, None, 0)
+    for place, state in enumerate(batch if not changes else ()):
+        gradients.append(_gather(ranks, place, state.owner, state.change))
+        state.change = None
+    for place, step in enumerate(steps[len(changes) :]):
         gradient = gradients.pop(0)
         first = 0 if ranks is None or not ranks.has_stacks else ranks.rank * ranks.height(len(step.owner))
         changes.append(None if gradient is None else step.direction(gradient, measures[place], first))
         del gradient
     for place, step in enumerate(steps):
         change, changes[place] = changes[place], None
-        part = _scatter(ranks, place, step.owner, change)
+        step.state.change = _scatter(ranks, place, step.owner, change)
         del change
         if ranks is not None:
             for tensor in step.state.tensors_of_extras().values():
@@ -72,9 +102,12 @@ def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tu
                 for source, values in parts:
                     # Neither gloo nor NCCL sends integers of 16 bits.
                     torch.distributed.broadcast(values.view(-1).view(torch.uint8), group=ranks.group, group_src=source)
-        sums = step.write(part)
+    for state in launch(list(batch), False):
+        sums = batch[state].write()
         if sums is not None:
-            yield step.state, sums
+            yield state, sums
+    for state in batch:
+        state.change = None
 
 
 # ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -97,8 +130,11 @@ class Ranks:
         return -(-rows // self.count)
 
 
-def _matrices(values: Tensor) -> Sequence[Tensor]:
-    return values.unbind(0) if values.ndim == 3 else (values,)
+def _matrices(values: Tensor, size: int = 1) -> Sequence[Tensor]:
+    """Return a matrix, or those of a stack: alone, or ``size`` together."""
+    if values.ndim == 2:
+        return (values,)
+    return values.unbind(0) if size == 1 else values.split(size)
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
@@ -205,35 +241,36 @@ class Piece:
 class MatrixStep:
     """Step this rank's shard of one parameter."""
 
-    def __init__(self, state: ParameterState, options: Options, numbers: Any) -> None:
+    def __init__(self, state: ParameterState, options: Options, numbers: Numbers) -> None:
         assert isinstance(state.kernel.rule, MatrixRule)
         self.state, self.options, self.numbers = state, options, numbers
         self.owner, self.storage = state.owner, state.storage
         self.kernel, self.rule = state.kernel, state.kernel.rule
         self.skip: Tensor = numbers.values[1] != 0
+        self.scalars = dict(zip((*CONTROL, *self.rule.scalars), numbers.values.unbind(), strict=True))
 
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
-        weight = self._empty()
+        weight = torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
         for chunk in self._pieces():
             chunk.fill(
                 weight, [codes.read_weight(self.storage, lane) for lane in lanes_of(self.storage, chunk.tensors, ())]
             )
         return weight
 
-    def averaged(self) -> Tensor:
-        """Return the direction's gradient for this rank's shard."""
-        gradient = self._empty()
+    def average(self) -> None:
+        """Write the direction's gradient for this rank's shard into ``state.change``."""
         for chunk in self._pieces():
-            chunk.fill(gradient, [self._average(lane)[0] for lane in lanes_of(self.storage, chunk.tensors, ())])
-        return gradient
+            lanes = lanes_of(self.storage, chunk.tensors, ())
+            chunk.fill(self.state.change, [average(self.rule, self.storage, lane, self.scalars)[0] for lane in lanes])
 
     def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
         """Return the step of whole matrices, in the gradient's memory. Store the states that are not beside the weight.
 
         ``first`` is the number of the first matrix in its stack.
         """
-        for place, matrix in enumerate(_matrices(gradient)):
+        size = stack_size(self.rule, gradient.shape[-2:], gradient.device)
+        for place, matrix in enumerate(_matrices(gradient, size)):
             index = (first + place,) if gradient.ndim == 3 else ()
             measure = None if measures is None else measures[place]
             states = {name: self.state.extra(name, index) for name in self.state.extras}
@@ -243,32 +280,15 @@ class MatrixStep:
             matrix.copy_(change)
         return gradient
 
-    def write(self, part: Tensor) -> Tensor | None:
-        """Write this rank's shard. Return the sums of its audit, if it is audited and this rank has elements."""
-        decay, totals = decay_of(self.options), []
+    def write(self) -> Tensor | None:
+        """Write ``state.change``. Return the sums of the audit, if it is audited and this rank has elements."""
+        totals, numbers = [], self.numbers
         for chunk in self._pieces():
-            decided: list[Tensor] = []
-            for change, lane in zip(chunk.pick(part), lanes_of(self.storage, chunk.tensors, ()), strict=True):
-                if self.rule.decay:
-                    change = change - codes.read_weight(self.storage, lane) * decay
-                states = self._average(lane)[1] if self.rule.beside else {}
-                decided += [change, *(states[name] for name in self.rule.beside)]
-            tensors, numbers = [*chunk.tensors, *decided], self.numbers
+            tensors = [*chunk.tensors, *chunk.pick(self.state.change)]
             if numbers.audited:
                 totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
             self.kernel.run(tensors, numbers.values, numbers.seed)
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
-
-    def _average(self, lane: Lane) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the direction's gradient, and the new states beside the weight."""
-        gradient = codes.gradient_value(self.storage.visible, lane.gradient) * self.numbers.values[0]
-        if self.rule.average is None:
-            return gradient, {}
-        states = {name: codes.read_state(self.storage, lane, name) for name in self.rule.beside}
-        return self.rule.average(gradient, states, self.options)
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
 
     def _pieces(self) -> Iterator[Piece]:
         """Yield the shard in pieces. The rule and the kernel make many temporaries of each."""
