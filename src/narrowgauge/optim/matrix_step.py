@@ -1,6 +1,6 @@
 """The step of matrix rules: one rank computes the step of a parameter, and every rank writes its shard.
 
-A batch has one parameter for each rank, or a stack of equal ones. The largest come first:
+A batch has one parameter for each rank, or some of one process. The largest come first:
 
 1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
 2. The parameter is gathered on its rank, which computes ``MatrixRule.direction`` of its matrix, or of each in its stack.
@@ -8,13 +8,15 @@ A batch has one parameter for each rank, or a stack of equal ones. The largest c
 
 A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
 are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
-On a GPU one launch averages a batch, and one writes it (:mod:`narrowgauge.optim.multi_tensor`).
+On a GPU one launch averages a batch, and one writes it (:mod:`narrowgauge.optim.multi_tensor`). There equal shapes share each
+product of Muon.
 Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along the one axis of a mesh. Other
 DTensors are gathered and stepped on every rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +34,8 @@ from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.triton_printer import launches_on
 
-STACK_BYTES = 1 << 26
-"""The float32 gradients of a stack that shares each product on a GPU, at most. A larger matrix keeps a GPU busy alone."""
+MOST_TOGETHER = 1 << 24
+"""Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
 Launch = Callable[[Sequence[ParameterState], bool], Sequence[ParameterState]]
 """Average the gradients of states into their changes (``True``), or write the changes. Return the states that it cannot take."""
 
@@ -48,26 +50,26 @@ def step_matrices(
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
         while members:
-            first, count = members[0], 1
-            shape = matrix_shape(first.owner.shape)
-            if ranks is not None and not ranks.has_stacks:
-                count = ranks.count
-            elif first.owner is first.parameter and len(shape) == 2:
-                most = stack_size(first.kernel.rule, shape, first.owner.device)
-                count = next((k for k, s in enumerate(members[:most]) if matrix_shape(s.owner.shape) != shape), most)
+            count = ranks.count if ranks is not None and not ranks.has_stacks else _num_together(members)
             batch, members = members[:count], members[count:]
             yield from _step_batch(ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch)
 
 
-def stack_size(rule: Any, shape: Sequence[int], device: torch.device) -> int:
-    """Return how many matrices of one shape to step together. A CPU gains nothing: it does not wait for launches."""
-    return max(1, STACK_BYTES // (4 * math.prod(shape))) if rule.stacks and launches_on(device) else 1
+def _num_together(members: Sequence[ParameterState]) -> int:
+    room = _room(members[0].owner.device)
+    sizes = itertools.accumulate(state.owner.numel() for state in members)
+    return max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes)))
+
+
+def _room(device: torch.device) -> int:
+    """Return how many elements to step together. A CPU gains nothing: it does not wait for launches."""
+    return MOST_TOGETHER if launches_on(device) else 0
 
 
 def _step_batch(
     ranks: Ranks | None, batch: Mapping[ParameterState, MatrixStep], launch: Launch
 ) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step one parameter per rank, or a stack. All ranks compute between the last gather and the first scatter."""
+    """Step one parameter per rank, or some of this process. All ranks compute between the last gather and the first scatter."""
     steps = list(batch.values())
     measures: list[list[Tensor] | None] = []
     for place, step in enumerate(steps):
@@ -79,19 +81,21 @@ def _step_batch(
         state.change = torch.empty(state.parameter.shape, dtype=torch.float32, device=state.parameter.device)
     for state in launch(list(batch), True):
         batch[state].average()
-    gradients: list[Tensor | None] = []
-    changes: list[Tensor | None] = []
-    if ranks is None and len(steps) > 1:
-        stack = torch.stack([state.change.view(matrix_shape(state.change.shape)) for state in batch])
-        changes += steps[0].direction(stack, None, 0)
-    for place, state in enumerate(batch if not changes else ()):
+    gradients: list[Any] = []
+    for place, state in enumerate(batch):
         gradients.append(_gather(ranks, place, state.owner, state.change))
         state.change = None
-    for place, step in enumerate(steps[len(changes) :]):
-        gradient = gradients.pop(0)
-        first = 0 if ranks is None or not ranks.has_stacks else ranks.rank * ranks.height(len(step.owner))
-        changes.append(None if gradient is None else step.direction(gradient, measures[place], first))
-        del gradient
+    changes: list[Tensor | None] = []
+    for shape, alike in itertools.groupby(steps, lambda step: matrix_shape(step.owner.shape)):
+        equal = list(alike)
+        if ranks is None and len(equal) > 1 and len(shape) == 2 and equal[0].rule.stacks:
+            changes += equal[0].direction(torch.stack([gradients.pop(0) for _ in equal]), None, 0)
+            continue
+        for step in equal:
+            gradient = gradients.pop(0)
+            first = 0 if ranks is None or not ranks.has_stacks else ranks.rank * ranks.height(len(step.owner))
+            changes.append(None if gradient is None else step.direction(gradient, measures[len(changes)], first))
+            del gradient
     for place, step in enumerate(steps):
         change, changes[place] = changes[place], None
         step.state.change = _scatter(ranks, place, step.owner, change)
@@ -246,8 +250,6 @@ class MatrixStep:
         self.state, self.options, self.numbers = state, options, numbers
         self.owner, self.storage = state.owner, state.storage
         self.kernel, self.rule = state.kernel, state.kernel.rule
-        self.skip: Tensor = numbers.values[1] != 0
-        self.scalars = dict(zip((*CONTROL, *self.rule.scalars), numbers.values.unbind(), strict=True))
 
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
@@ -260,23 +262,25 @@ class MatrixStep:
 
     def average(self) -> None:
         """Write the direction's gradient for this rank's shard into ``state.change``."""
+        scalars = dict(zip((*CONTROL, *self.rule.scalars), self.numbers.values, strict=True))
         for chunk in self._pieces():
             lanes = lanes_of(self.storage, chunk.tensors, ())
-            chunk.fill(self.state.change, [average(self.rule, self.storage, lane, self.scalars)[0] for lane in lanes])
+            chunk.fill(self.state.change, [average(self.rule, self.storage, lane, scalars)[0] for lane in lanes])
 
     def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
         """Return the step of whole matrices, in the gradient's memory. Store the states that are not beside the weight.
 
         ``first`` is the number of the first matrix in its stack.
         """
-        size = stack_size(self.rule, gradient.shape[-2:], gradient.device)
+        skip = self.numbers.values[1] != 0
+        size = max(1, _room(gradient.device) // math.prod(gradient.shape[-2:])) if self.rule.stacks else 1
         for place, matrix in enumerate(_matrices(gradient, size)):
             index = (first + place,) if gradient.ndim == 3 else ()
             measure = None if measures is None else measures[place]
             states = {name: self.state.extra(name, index) for name in self.state.extras}
             change, new = self.rule.direction(matrix, measure, states, self.options, self.state.step + 1)
             for name, values in new.items():
-                self.state.put_extra(name, values, self.numbers.seed, self.skip, index)
+                self.state.put_extra(name, values, self.numbers.seed, skip, index)
             matrix.copy_(change)
         return gradient
 
