@@ -43,7 +43,7 @@ from narrowgauge.edge_values import edge_values
 from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import multi_tensor
 from narrowgauge.optim.rules import elementwise
-from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 
@@ -171,7 +171,7 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     return all(row["passes"] == "yes" for row in rows)
 
 
-def compiled_row(rule: Rule, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
+def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
     """Compile the kernel of a step for a GPU, which need not be here, and look for what would change bits or take time."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -205,12 +205,14 @@ def compiled_row(rule: Rule, storage: Storage, whole: bool, audited: bool, archi
 
 
 def compile_kernels(report: Report, quick: bool) -> bool:
-    """Compile the steps of all elementwise rules and storages for three architectures; return whether all pass."""
-    rules = [rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)]
+    """Compile the steps of elementwise rules and Muon in all storages for three architectures; return whether all pass."""
+    rules = [*(rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)), MUON]
     rows: list[Row] = []
     for storage in ("word",) if quick else STORAGES:
         for rule in rules[:1] if quick or STORAGES[storage].arithmetic == "expansion" else rules:
             row = STORAGES[storage].keeping(rule.kept)
+            if rule is MUON and row.scaled:
+                continue  # refused
             for whole, audited in ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ():
                 rows += [compiled_row(rule, row, whole, audited, sm) for sm in ((90,) if quick else (80, 90, 100))]
                 print(rows[-1], file=sys.stderr, flush=True)

@@ -8,8 +8,7 @@ A batch has one parameter for each rank, or some of one process. The largest com
 
 A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
 are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
-On a GPU one launch averages a batch, and one writes it (:mod:`narrowgauge.optim.multi_tensor`). There equal shapes share each
-product of Muon.
+On a GPU one launch averages a batch, and one writes it. There equal shapes share each product of Muon.
 Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along the one axis of a mesh. Other
 DTensors are gathered and stepped on every rank.
 """
@@ -36,29 +35,32 @@ from narrowgauge.triton_printer import launches_on
 
 MOST_TOGETHER = 1 << 24
 """Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
-Launch = Callable[[Sequence[ParameterState], bool], Sequence[ParameterState]]
-"""Average the gradients of states into their changes (``True``), or write the changes. Return the states that it cannot take."""
 
 
 def step_matrices(
-    states: Iterable[ParameterState], options: Options, numbers_of: Callable[[ParameterState], Numbers], launch: Launch
+    states: Iterable[ParameterState],
+    options: Options,
+    numbers_of: Callable[[ParameterState], Numbers],
+    launch: Callable[[list[ParameterState], bool], list[ParameterState]],
 ) -> Iterator[tuple[ParameterState, Tensor]]:
     """Step the matrices of one param group. Yield those that were audited without a launch, each with its sums.
 
-    ``numbers_of`` returns the scalars of a state's step.
+    Args:
+        numbers_of: returns the scalars of a state's step.
+        launch: averages the gradients of states into their changes (``True``), or writes the changes, and returns the states
+            that it cannot take.
     """
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
         while members:
-            count = ranks.count if ranks is not None and not ranks.has_stacks else _num_together(members)
+            if ranks is None or ranks.has_stacks:
+                sizes = itertools.accumulate(state.owner.numel() for state in members)
+                room = _room(members[0].owner.device)
+                count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes)))
+            else:
+                count = ranks.count
             batch, members = members[:count], members[count:]
             yield from _step_batch(ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch)
-
-
-def _num_together(members: Sequence[ParameterState]) -> int:
-    room = _room(members[0].owner.device)
-    sizes = itertools.accumulate(state.owner.numel() for state in members)
-    return max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes)))
 
 
 def _room(device: torch.device) -> int:
@@ -67,7 +69,7 @@ def _room(device: torch.device) -> int:
 
 
 def _step_batch(
-    ranks: Ranks | None, batch: Mapping[ParameterState, MatrixStep], launch: Launch
+    ranks: Ranks | None, batch: Mapping[ParameterState, MatrixStep], launch: Callable[..., list[ParameterState]]
 ) -> Iterator[tuple[ParameterState, Tensor]]:
     """Step one parameter per rank, or some of this process. All ranks compute between the last gather and the first scatter."""
     steps = list(batch.values())

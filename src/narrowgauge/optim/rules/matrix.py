@@ -165,7 +165,7 @@ def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor
     lengths = _lengths(matrix.unbind() if is_stack else [matrix]).float().clamp(min=TINY)
     x = matrix.div_(lengths.view(-1, 1, 1) if is_stack else lengths).to(dtype)
     if is_stack and not _multiplies_stacks(tuple(x.shape), dtype, x.device):
-        return torch.stack([_newton_schulz(matrix, iterations) for matrix in x]).float()
+        return torch.stack([_newton_schulz(matrix.clone(), iterations) for matrix in x]).float()
     return _newton_schulz(x, iterations).float()
 
 
