@@ -53,12 +53,12 @@ def step_matrices(
     for ranks, members in _by_ranks(states):
         members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
         while members:
-            if ranks is None or ranks.has_stacks:
-                sizes = itertools.accumulate(state.owner.numel() for state in members)
-                room = _room(members[0].owner.device)
-                count = max(1, sum(1 for _ in itertools.takewhile(lambda size: size <= room, sizes)))
-            else:
+            count, room = 1, _room(members[0].owner.device) - members[0].owner.numel()
+            if ranks is not None and not ranks.has_stacks:
                 count = ranks.count
+            else:
+                while count < len(members) and (room := room - members[count].owner.numel()) >= 0:
+                    count += 1
             batch, members = members[:count], members[count:]
             yield from _step_batch(ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch)
 
@@ -88,8 +88,8 @@ def _step_batch(
         gradients.append(_gather(ranks, place, state.owner, state.change))
         state.change = None
     changes: list[Tensor | None] = []
-    for shape, alike in itertools.groupby(steps, lambda step: matrix_shape(step.owner.shape)):
-        equal = list(alike)
+    for shape, group in itertools.groupby(steps, lambda step: matrix_shape(step.owner.shape)):
+        equal = list(group)
         if ranks is None and len(equal) > 1 and len(shape) == 2 and equal[0].rule.stacks:
             changes += equal[0].direction(torch.stack([gradients.pop(0) for _ in equal]), None, 0)
             continue
