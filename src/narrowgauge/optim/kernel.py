@@ -99,9 +99,8 @@ def advance(
     assert change is not None
     if rule.decay:
         change = change + codes.read_weight(storage, lane) * scalars[rule.decay]
-    return codes.write(
-        storage, lane, codes.read(storage, lane, ()), change, average(rule, storage, lane, scalars)[1], seed
-    )
+    states = average(rule, storage, lane, scalars)[1]
+    return codes.write(storage, lane, codes.read(storage, lane, ()), change, states, seed)
 
 
 def least_decay(storage: Storage) -> float:

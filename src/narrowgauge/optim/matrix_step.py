@@ -140,7 +140,7 @@ def _matrices(values: Tensor, size: int = 1) -> Sequence[Tensor]:
     """Return a matrix, or those of a stack: alone, or ``size`` together."""
     if values.ndim == 2:
         return (values,)
-    return values.unbind(0) if size == 1 else values.split(size)
+    return values.unbind(0) if size == 1 or not len(values) else values.split(size)
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:

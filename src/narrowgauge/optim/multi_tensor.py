@@ -180,10 +180,8 @@ def source(rule: Rule | MatrixRule, storage: Storage, *, whole: bool, audited: b
 
 
 @lru_cache(4)
-def _graph(
-    rule: Any, storage: Storage, summarize: Any, averages: bool, num_words: int, num_scales: int
-) -> torch.fx.Graph:
-    layout = layout_of(storage)
+def _graph(rule: Any, storage: Storage, summarize: Any, averages: bool, *counts: int) -> torch.fx.Graph:
+    layout, (num_words, num_scales) = layout_of(storage), counts
     shape = (4, 8) if layout.by_rows else (8,)
     arguments = [(torch.int32, shape)] * num_words + [(torch.float32, (4, 1))] * num_scales
     arguments += [(torch.float32, shape)] * (layout.num_lanes if isinstance(rule, MatrixRule) else 0)
@@ -481,12 +479,8 @@ class Launches:
     def _take(self, stepper: Any, kernel: Kernel, states: list[ParameterState]) -> list[ParameterState]:
         rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
         device = states[0].parameter.device
-        # A step that a CUDA graph captures has no changes of matrices.
-        if (
-            not launches_on(device)
-            or not kernel.compiles_for(device)
-            or (kernel.is_matrix and states[0].change is None)
-        ):
+        is_captured = kernel.is_matrix and states[0].change is None  # a graph has no place for the products of matrices
+        if not launches_on(device) or not kernel.compiles_for(device) or is_captured:
             return states
         counts = {state.step + 1 for state in states}
         is_audited = audit_every > 0 and any(count % audit_every == 0 for count in counts)
