@@ -44,7 +44,7 @@ from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.quantization import padded, quantize, random_words
 from narrowgauge.optim import multi_tensor
 from narrowgauge.optim.rules import elementwise
-from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import MUON
 from narrowgauge.spec.computes import COMPUTES, Cast
 from narrowgauge.spec.storages import STORAGES, Storage
 
@@ -172,7 +172,7 @@ def correctness(report: Report, device: torch.device, quick: bool) -> bool:
     return all(row["passes"] == "yes" for row in rows)
 
 
-def compiled_row(rule: Rule, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
+def compiled_row(rule: Any, storage: Storage, whole: bool, audited: bool, architecture: int) -> Row:
     """Compile the kernel of a step for a GPU, which need not be here."""
     function = multi_tensor.functions(rule, storage, whole, audited, False)["step"]
     types = {"table": "*i64", "tiles": "*i32", "numbers": "*fp32", "control": "*fp32", "sums": "*fp32"}
@@ -216,13 +216,15 @@ def assembled(name: str, function: Any, types: dict[str, str], architecture: int
 
 
 def compile_kernels(report: Report, quick: bool) -> bool:
-    """Compile the steps of all elementwise rules and storages, and the norm, for three architectures; return whether all pass."""
+    """Compile the steps of elementwise rules and Muon in all storages, and the norm. Return whether all pass."""
     architectures = (90,) if quick else (80, 90, 100)
-    rules = [rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)]
+    rules = [*(rule for rule in vars(elementwise).values() if isinstance(rule, elementwise.Rule)), MUON]
     rows: list[Row] = []
     for storage in ("word",) if quick else STORAGES:
         for rule in rules[:1] if quick or STORAGES[storage].arithmetic == "expansion" else rules:
             row = STORAGES[storage].keeping(rule.kept)
+            if rule is MUON and row.scaled:
+                continue  # refused
             for whole, audited in ((True, False), (False, False), (True, True)) if row.arithmetic != "float64" else ():
                 rows += [compiled_row(rule, row, whole, audited, sm) for sm in architectures]
                 print(rows[-1], file=sys.stderr, flush=True)

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import narrowgauge as ng
 from narrowgauge import torch_names, triton_printer
 from narrowgauge.numerics import multi_tensor_squares
 from narrowgauge.numerics.exact_sums import exact_squares
 from narrowgauge.optim import clip, multi_tensor
+from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import STORAGES
@@ -28,18 +30,20 @@ pytest.importorskip("triton", reason="the kernels of a GPU are printed for Trito
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
 
 CPU = torch.device("cpu")
-# Nesterov's momentum is a scalar of "sgd". A user's own rule meets one storage of each kind.
+# Nesterov's momentum is a scalar of "sgd". A user's own rule meets one storage of each kind. So do matrix rules but Muon: their
+# states have shapes of their own, and only the decay is left.
 OWN = ("word", "compact", "float16/split")
 KERNELS = [
     (rule, storage)
     for rule, storage in PAIRS
-    if not RULES[rule].matrix and STORAGES[storage].arithmetic != "float64"
-    if rule != "nesterov" and (rule != "own" or storage in OWN)
+    if STORAGES[storage].arithmetic != "float64"
+    if rule != "nesterov" and (rule not in ("own", "adafactor", "galore", "gradnorm_lorp") or storage in OWN)
 ]
 FEW = [("adamw", "word"), ("adam", "compact"), ("lion", "float32-states8"), ("adamw", "float16/collage-plus")]
+FEW += [("muon", "word"), ("galore", "compact"), ("adafactor", "exact"), ("gradnorm_lorp", "kahan")]
 
 
-def kernel_of(rule: str, storage: str) -> tuple[Rule, Any]:
+def kernel_of(rule: str, storage: str) -> tuple[Any, Any]:
     row = build(rule, parameters(storage, [(2, 2)]), storage).rule
     return row, STORAGES[storage].keeping(row.kept)
 
@@ -50,7 +54,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton_printer, "INTERPRET", True)
     monkeypatch.setattr(multi_tensor, "BLOCK", 32)
     monkeypatch.setattr("narrowgauge.optim.kernel.compiled", lambda *args, **options: None)
-    caches = multi_tensor.functions, multi_tensor.is_proven
+    caches = multi_tensor.functions, multi_tensor.is_proven, matrix._multiplies_stacks
     for cache in caches:
         cache.cache_clear()
     yield
@@ -104,10 +108,10 @@ def test_steps_of_an_optimizer_are_the_same(rule: str, storage: str) -> None:
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("storage", ["word", "states8"])
-def test_an_audit_reads_the_same_and_changes_no_bit(storage: str) -> None:
+@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("adamw", "states8"), ("muon", "word")])
+def test_an_audit_reads_the_same_and_changes_no_bit(rule: str, storage: str) -> None:
     """NaNs and infinities are left alone, since sums of them say nothing."""
-    ours, theirs = (train("adamw", storage, compiled=compiled, steps=2, audit_every=1) for compiled in (True, False))
+    ours, theirs = (train(rule, storage, compiled=compiled, steps=2, audit_every=1) for compiled in (True, False))
     assert_same_bits(everything(ours), everything(theirs))
     for name, reading in ng.audit(theirs).items():
         assert ng.audit(ours)[name].edq == pytest.approx(reading.edq, abs=1e-4, nan_ok=True), name
@@ -189,6 +193,49 @@ def test_a_step_is_one_copy_and_one_launch_whatever_the_tensors_and_groups(
 
 
 @pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_equal_matrices_share_two_launches_and_each_product(monkeypatch: pytest.MonkeyPatch, is_tried: bool) -> None:
+    """The products are shared if a stack has the bits of its matrices. A stack of experts is one already."""
+    if not is_tried:
+        monkeypatch.setattr(matrix, "_multiplies_stacks", lambda *args: False)
+    alike = {n: matrix._multiplies_stacks((n, 8, 16), torch.float32, CPU) for n in (5, 3)}
+    launches: Counter[bool] = Counter()
+    launch = multi_tensor.Table.launch
+
+    def counted(*args: Any, averages: bool, **options: Any) -> Any:
+        launches[averages] += 1
+        return launch(*args, averages=averages, **options)
+
+    products: Counter[str] = Counter()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products[function.overloadpacket.__name__] += 1
+            return function(*args, **(kwargs or {}))
+
+    results = []
+    for compiled in (True, False):
+        triton_printer.INTERPRET = compiled
+        params = parameters("word", [(8, 16)] * 5 + [(3, 8, 16)])
+        optimizer = ng.Muon(params, storage="word", compile=compiled, ns_steps=3, ns_dtype="float32")
+        for step in range(2):
+            for k, p in enumerate(params):
+                p.grad = gaussian(*p.shape, seed=10 * step + k, dtype=p.dtype)
+            launches.clear()
+            products.clear()
+            with monkeypatch.context() as patch, Products():
+                if step == 1:
+                    patch.setattr(multi_tensor.Table, "launch", counted)
+                optimizer.step()
+            if compiled and step == 1:
+                assert launches == {True: 1, False: 1}
+                assert products["bmm"] == 3 * sum(alike.values())
+                assert products["mm"] == 3 * sum(n for n in alike if not alike[n])
+        results.append(everything(optimizer))
+    assert_same_bits(*results)
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is here the list of launches: without a GPU none can be captured."""
     results = []
@@ -209,7 +256,7 @@ def test_replays_of_a_captured_step_are_steps(monkeypatch: pytest.MonkeyPatch) -
                     patch.setattr(
                         multi_tensor.Table,
                         "launch",
-                        lambda *args, audited, graph=graph: graph.append(args),
+                        lambda *args, audited, averages, graph=graph: graph.append(args),
                     )
                     optimizer.step()
                 assert optimizer.num_steps(params[0]) == 1
@@ -339,7 +386,7 @@ def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not multi_tensor.is_proven(*kernel_of("adamw", "word"), CPU, False)
 
 
-@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("lion", "states8")])
+@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("lion", "states8"), ("muon", "word")])
 def test_a_gpu_rounds_every_operation_and_moves_16_bytes_at_a_time(rule: str, storage: str) -> None:
     """Compiled without a GPU. ``./dev gpu --compile`` compiles all pairs, for three architectures."""
     row = benchmark_module("gpu").compiled_row(*kernel_of(rule, storage), True, False, 90)

@@ -162,7 +162,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a [rows, contraction] · b [contraction, columns]`` in their own dtype, on any processor."""
+    """Return ``a [rows, contraction] · b [contraction, columns]`` in their own dtype, on any processor.
+
+    A processor that multiplies this dtype also takes stacks. So does :func:`add_product`.
+    """
     if not is_widened(a.dtype, a.device.type):
         return a @ b
     product: Tensor = multiply_plain(a, b, None, a.dtype)
@@ -172,7 +175,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 def add_product(x: Tensor, a: Tensor, b: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """Return ``beta x + alpha a · b`` of matrices in one dtype, rounded once, on any processor."""
     if not is_widened(x.dtype, x.device.type):
-        return torch.addmm(x, a, b, beta=beta, alpha=alpha)
+        return (torch.addmm if x.ndim == 2 else torch.baddbmm)(x, a, b, beta=beta, alpha=alpha)
     wide, result = b.float(), torch.empty_like(x)
     results = row_pieces(result)
     sizes = [len(rows) for rows in results]

@@ -2,13 +2,15 @@
 
 :func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An elementwise rule
 runs between reading and writing. It computes in float32 or float64. In a storage of Collage, AdamW runs in the published
-expansions, which round every operation to the visible format. A matrix rule runs outside the kernel, on whole matrices. The
-kernel only writes its result. Eager, this code is the reference. Compiled, it is one fused loop over 32-bit words.
+expansions, which round every operation to the visible format. A matrix rule runs outside the kernel, on whole
+matrices. Before it, :func:`make_average` averages the gradients. After it, the step writes its change. Eager, this code is the
+reference. Compiled, it is one fused loop over 32-bit words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -27,11 +29,25 @@ from narrowgauge.optim.rules.collage import collage_adamw
 from narrowgauge.optim.rules.elementwise import Rule, Scalars
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.storages import Storage
+from narrowgauge.triton_printer import launches_on
 
 Step = Callable[..., Tensor]
 Summarize = Callable[[Sequence[Tensor]], Tensor]
 CONTROL = ("gradient_scale", "skip")
 """The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
+
+    ``values`` are the scalars of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is the seed of the random bits, 0-d
+    int32.
+    """
+
+    values: Tensor
+    seed: Tensor
+    audited: bool
 
 
 # ── the step of one lane ────────────────────────────────────────────────────────────────────────────────────────────
@@ -65,14 +81,25 @@ ARITHMETICS: dict[str, Callable[..., Written]] = {
 }
 
 
+def average(rule: MatrixRule, storage: Storage, lane: Lane, scalars: Scalars) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a lane's gradient for a matrix rule's direction, and the new states beside the weight."""
+    gradient = codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    if rule.average is None:
+        return gradient, {}
+    states = {name: codes.read_state(storage, lane, name) for name in rule.beside}
+    return rule.average(gradient, states, scalars)
+
+
 def advance(
-    rule: Rule | MatrixRule, storage: Storage, lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor
+    rule: Rule | MatrixRule, storage: Storage, lane: Lane, change: Tensor | None, scalars: Scalars, seed: Tensor
 ) -> Written:
-    """Step one lane: run an elementwise rule, or write what a matrix rule has ``decided``, its change and new states."""
+    """Step one lane: run an elementwise rule, or write the ``change`` of a matrix rule, with its average and decay."""
     if isinstance(rule, Rule):
         return ARITHMETICS[storage.arithmetic](rule, storage, lane, scalars, seed)
-    change, *new = decided
-    states = {name: value for (name, _), value in zip(storage.states, new, strict=True)}
+    assert change is not None
+    if rule.decay:
+        change = change + codes.read_weight(storage, lane) * scalars[rule.decay]
+    states = average(rule, storage, lane, scalars)[1]
     return codes.write(storage, lane, codes.read(storage, lane, ()), change, states, seed)
 
 
@@ -88,7 +115,7 @@ def weight_decay(
     rule: Rule | MatrixRule,
     storage: Storage,
     lane: Lane,
-    decided: Sequence[Tensor],
+    change: Tensor | None,
     scalars: Scalars,
     seed: Tensor,
     written: Written,
@@ -99,13 +126,9 @@ def weight_decay(
     """
     factor = scalars[rule.decay]
     audited = torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
-    if isinstance(rule, Rule):
-        intended = codes.read(storage, lane, ()).weight * audited
-        scalars = {**scalars, rule.decay: factor - audited}
-    else:
-        intended = codes.read_weight(storage, lane) * audited
-        decided = [decided[0] - intended, *decided[1:]]
-    without = advance(rule, storage, lane, decided, scalars, seed)
+    weight = codes.read(storage, lane, ()).weight if isinstance(rule, Rule) else codes.read_weight(storage, lane)
+    intended = weight * audited
+    without = advance(rule, storage, lane, change, {**scalars, rule.decay: factor - audited}, seed)
     return intended, written.changes[1] - without.changes[1]
 
 
@@ -146,29 +169,26 @@ def make_step(
             step without an audit. Terms of the decay are left out if the rule has none.
         writes: ``False`` makes an audit alone: it writes nothing.
     Returns:
-        ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32 (of a float64 int64), all of one shape
+        ``step(*words, *scales, *changes, values, seed) -> Tensor``. The words are int32 (of a float64 int64), all of one shape
         (:meth:`narrowgauge.optim.layout.Layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
         plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
-        the code's window and back. ``decided`` holds a matrix rule's float32 tensors of the first lane, then of the next. On a
+        the code's window and back. ``changes`` holds a matrix rule's change of each lane, float32. On a
         CPU the step does not skip: the caller does. The result is the audit, empty without one.
     """
     layout = layout_of(storage)
     parts, names = layout.num_parts, (*CONTROL, *rule.scalars)
-    num_decided = 1 + len(storage.states) if isinstance(rule, MatrixRule) else 0
     num_words = 2 * parts + sum(map(layout.num_tensors, layout.planes))
-    num_scales = 2 * len(storage.scaled) * parts
-    ends = num_words + num_scales, num_words + num_scales + num_decided * layout.num_lanes
+    end = num_words + 2 * len(storage.scaled) * parts
 
     def step(*arguments: Tensor) -> Tensor:
-        words, decided = arguments[:num_words], arguments[ends[0] : ends[1]]
-        values, seed = arguments[ends[1] :]
+        words, (*changes, values, seed) = arguments[:num_words], arguments[end:]
         numbers = {name: values[index] for index, name in enumerate(names)}
         done, decayed = [], []
-        for k, lane in enumerate(lanes_of(storage, words, arguments[num_words : ends[0]])):
-            values_decided = decided[k * num_decided : (k + 1) * num_decided]
-            done.append(advance(rule, storage, lane, values_decided, numbers, seed))
+        for k, lane in enumerate(lanes_of(storage, words, arguments[num_words:end])):
+            change = changes[k] if changes else None
+            done.append(advance(rule, storage, lane, change, numbers, seed))
             if summarize is not None and rule.decay:
-                decay = weight_decay(rule, storage, lane, values_decided, numbers, seed, done[k])
+                decay = weight_decay(rule, storage, lane, change, numbers, seed, done[k])
                 decayed.append(decay_terms(*decay))
         if writes:
             new = words_of_weight(storage.visible, [d.visible for d in done])
@@ -186,6 +206,20 @@ def make_step(
     return step
 
 
+def make_average(rule: MatrixRule, storage: Storage) -> Step:
+    """Return the part before a direction. It takes the arguments of :func:`make_step`, and writes ``changes`` alone."""
+    num_lanes, names = layout_of(storage).num_lanes, (*CONTROL, *rule.scalars)
+
+    def step(*arguments: Tensor) -> Tensor:
+        *words, values, _ = arguments
+        numbers = {name: values[index] for index, name in enumerate(names)}
+        for lane, into in zip(lanes_of(storage, words[:-num_lanes], ()), words[-num_lanes:], strict=True):
+            into.copy_(average(rule, storage, lane, numbers)[0])
+        return values.new_zeros(0)
+
+    return step
+
+
 @lru_cache(None)
 def steps_of(rule: Rule | MatrixRule, storage: Storage) -> tuple[Step, Step]:
     """Return the step and its audit. Return the same function objects each time, so that they are compiled once."""
@@ -196,7 +230,7 @@ class Kernel:
     """Step the words of one (rule, storage): compiled, or eagerly in cache-sized chunks.
 
     Both store the same bits. They add the audit's sums in different orders, so its last digits differ. For a matrix rule it
-    only writes the change and the states that the rule computed on a whole matrix.
+    only averages, and writes the change that the rule computed on a whole matrix.
     """
 
     def __init__(self, rule: Rule | MatrixRule, storage: Storage) -> None:
@@ -218,7 +252,7 @@ class Kernel:
         """Step tensors in place, without gradients.
 
         Args:
-            tensors: tensors of equal length: the words, the multipliers of rows, and the results of a matrix rule.
+            tensors: tensors of equal length: the words, the multipliers of rows, and the changes of a matrix rule.
             values: the scalars of ``CONTROL`` and of the rule, float32 or float64.
             seed: 0-d int32.
         """
@@ -252,7 +286,7 @@ class Kernel:
         Float64 is a reference, and runs eagerly. On a CPU a matrix rule's own products take longer than its write. On a GPU that
         would be some eighty small operations for each matrix.
         """
-        return self.compile and self.storage.arithmetic != "float64" and not (self.is_matrix and device.type == "cpu")
+        return self.compile and self.storage.arithmetic != "float64" and (launches_on(device) or not self.is_matrix)
 
     def _compiled(
         self, function: Step, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, **options: bool

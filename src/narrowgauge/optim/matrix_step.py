@@ -1,6 +1,6 @@
 """The step of matrix rules: one rank computes the step of a parameter, and every rank writes its shard.
 
-A batch has one parameter for each rank. The largest come first:
+A batch has one parameter for each rank, or some of one process. The largest come first:
 
 1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
 2. The parameter is gathered on its rank, which computes ``MatrixRule.direction`` of its matrix, or of each in its stack.
@@ -8,14 +8,16 @@ A batch has one parameter for each rank. The largest come first:
 
 A stack that is sharded by its first dim is not gathered: every rank steps its own matrices, and broadcasts their states. The bits
 are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
+On a GPU one launch averages a batch, and one writes it. There equal shapes share each product of Muon.
 Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along the one axis of a mesh. Other
 DTensors are gathered and stepped on every rank.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,46 +27,80 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import PIECE
 from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
 from narrowgauge.optim import codes
-from narrowgauge.optim.codes import Lane
-from narrowgauge.optim.kernel import lanes_of
+from narrowgauge.optim.kernel import CONTROL, Numbers, average, lanes_of
 from narrowgauge.optim.layout import Layout
-from narrowgauge.optim.rules.matrix import MatrixRule, Options, decay_of, matrix_shape
+from narrowgauge.optim.rules.matrix import MatrixRule, Options, matrix_shape
 from narrowgauge.optim.state import ParameterState
+from narrowgauge.triton_printer import launches_on
+
+MOST_TOGETHER = 1 << 24
+"""Elements of matrices that share launches on a GPU. A larger matrix keeps a GPU busy alone."""
 
 
 def step_matrices(
-    states: Iterable[ParameterState], options: Options, numbers_of: Callable[[ParameterState], Any]
+    states: Iterable[ParameterState],
+    options: Options,
+    numbers_of: Callable[[ParameterState], Numbers],
+    launch: Callable[[list[ParameterState], bool], list[ParameterState]],
 ) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step the matrices of one param group. Yield the audited ones, each with its sums.
+    """Step the matrices of one param group. Yield those that were audited without a launch, each with its sums.
 
-    ``numbers_of`` returns the scalars of a state's step, see :class:`narrowgauge.optim.step.Numbers`.
+    Args:
+        numbers_of: returns the scalars of a state's step.
+        launch: averages the gradients of states into their changes (``True``), or writes the changes, and returns the states
+            that it cannot take.
     """
     for ranks, members in _by_ranks(states):
-        members.sort(key=lambda state: -state.owner.numel())
-        count = 1 if ranks is None or ranks.has_stacks else ranks.count
-        for first in range(0, len(members), count):
-            batch = members[first : first + count]
-            yield from _step_batch(ranks, [MatrixStep(s, options, numbers_of(s)) for s in batch])
+        members.sort(key=lambda state: (-state.owner.numel(), matrix_shape(state.owner.shape)))
+        while members:
+            count, room = 1, _room(members[0].owner.device) - members[0].owner.numel()
+            if ranks is not None and not ranks.has_stacks:
+                count = ranks.count
+            else:
+                while count < len(members) and (room := room - members[count].owner.numel()) >= 0:
+                    count += 1
+            batch, members = members[:count], members[count:]
+            yield from _step_batch(ranks, {s: MatrixStep(s, options, numbers_of(s)) for s in batch}, launch)
 
 
-def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step at most one parameter per rank. All ranks compute between the last gather and the first scatter."""
+def _room(device: torch.device) -> int:
+    """Return how many elements to step together. A CPU gains nothing: it does not wait for launches."""
+    return MOST_TOGETHER if launches_on(device) else 0
+
+
+def _step_batch(
+    ranks: Ranks | None, batch: Mapping[ParameterState, MatrixStep], launch: Callable[..., list[ParameterState]]
+) -> Iterator[tuple[ParameterState, Tensor]]:
+    """Step one parameter per rank, or some of this process. All ranks compute between the last gather and the first scatter."""
+    steps = list(batch.values())
     measures: list[list[Tensor] | None] = []
     for place, step in enumerate(steps):
         measure = step.rule.measure and step.rule.measure(step.options)
         weight = None if measure is None else _gather(ranks, place, step.owner, step.weight())
         measures.append(None if measure is None or weight is None else [measure(x) for x in _matrices(weight)])
         del weight
-    gradients = [_gather(ranks, place, step.owner, step.averaged()) for place, step in enumerate(steps)]
+    for state in batch:
+        state.change = torch.empty(state.parameter.shape, dtype=torch.float32, device=state.parameter.device)
+    for state in launch(list(batch), True):
+        batch[state].average()
+    gradients: list[Any] = []
+    for place, state in enumerate(batch):
+        gradients.append(_gather(ranks, place, state.owner, state.change))
+        state.change = None
     changes: list[Tensor | None] = []
-    for place, step in enumerate(steps):
-        gradient = gradients.pop(0)
-        first = 0 if ranks is None or not ranks.has_stacks else ranks.rank * ranks.height(len(step.owner))
-        changes.append(None if gradient is None else step.direction(gradient, measures[place], first))
-        del gradient
+    for shape, group in itertools.groupby(steps, lambda step: matrix_shape(step.owner.shape)):
+        equal = list(group)
+        if ranks is None and len(equal) > 1 and len(shape) == 2 and equal[0].rule.stacks:
+            changes += equal[0].direction(torch.stack([gradients.pop(0) for _ in equal]), None, 0)
+            continue
+        for step in equal:
+            gradient = gradients.pop(0)
+            first = 0 if ranks is None or not ranks.has_stacks else ranks.rank * ranks.height(len(step.owner))
+            changes.append(None if gradient is None else step.direction(gradient, measures[len(changes)], first))
+            del gradient
     for place, step in enumerate(steps):
         change, changes[place] = changes[place], None
-        part = _scatter(ranks, place, step.owner, change)
+        step.state.change = _scatter(ranks, place, step.owner, change)
         del change
         if ranks is not None:
             for tensor in step.state.tensors_of_extras().values():
@@ -72,9 +108,12 @@ def _step_batch(ranks: Ranks | None, steps: Sequence[MatrixStep]) -> Iterator[tu
                 for source, values in parts:
                     # Neither gloo nor NCCL sends integers of 16 bits.
                     torch.distributed.broadcast(values.view(-1).view(torch.uint8), group=ranks.group, group_src=source)
-        sums = step.write(part)
+    for state in launch(list(batch), False):
+        sums = batch[state].write()
         if sums is not None:
-            yield step.state, sums
+            yield state, sums
+    for state in batch:
+        state.change = None
 
 
 # ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -97,8 +136,11 @@ class Ranks:
         return -(-rows // self.count)
 
 
-def _matrices(values: Tensor) -> Sequence[Tensor]:
-    return values.unbind(0) if values.ndim == 3 else (values,)
+def _matrices(values: Tensor, size: int = 1) -> Sequence[Tensor]:
+    """Return a matrix, or those of a stack: alone, or ``size`` together."""
+    if values.ndim == 2:
+        return (values,)
+    return values.unbind(0) if size == 1 or not len(values) else values.split(size)
 
 
 def _gather(ranks: Ranks | None, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
@@ -205,70 +247,54 @@ class Piece:
 class MatrixStep:
     """Step this rank's shard of one parameter."""
 
-    def __init__(self, state: ParameterState, options: Options, numbers: Any) -> None:
+    def __init__(self, state: ParameterState, options: Options, numbers: Numbers) -> None:
         assert isinstance(state.kernel.rule, MatrixRule)
         self.state, self.options, self.numbers = state, options, numbers
         self.owner, self.storage = state.owner, state.storage
         self.kernel, self.rule = state.kernel, state.kernel.rule
-        self.skip: Tensor = numbers.values[1] != 0
 
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
-        weight = self._empty()
+        weight = torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
         for chunk in self._pieces():
             chunk.fill(
                 weight, [codes.read_weight(self.storage, lane) for lane in lanes_of(self.storage, chunk.tensors, ())]
             )
         return weight
 
-    def averaged(self) -> Tensor:
-        """Return the direction's gradient for this rank's shard."""
-        gradient = self._empty()
+    def average(self) -> None:
+        """Write the direction's gradient for this rank's shard into ``state.change``."""
+        scalars = dict(zip((*CONTROL, *self.rule.scalars), self.numbers.values, strict=True))
         for chunk in self._pieces():
-            chunk.fill(gradient, [self._average(lane)[0] for lane in lanes_of(self.storage, chunk.tensors, ())])
-        return gradient
+            lanes = lanes_of(self.storage, chunk.tensors, ())
+            chunk.fill(self.state.change, [average(self.rule, self.storage, lane, scalars)[0] for lane in lanes])
 
     def direction(self, gradient: Tensor, measures: Sequence[Tensor] | None, first: int) -> Tensor:
         """Return the step of whole matrices, in the gradient's memory. Store the states that are not beside the weight.
 
         ``first`` is the number of the first matrix in its stack.
         """
-        for place, matrix in enumerate(_matrices(gradient)):
+        skip = self.numbers.values[1] != 0
+        size = max(1, _room(gradient.device) // math.prod(gradient.shape[-2:])) if self.rule.stacks else 1
+        for place, matrix in enumerate(_matrices(gradient, size)):
             index = (first + place,) if gradient.ndim == 3 else ()
             measure = None if measures is None else measures[place]
             states = {name: self.state.extra(name, index) for name in self.state.extras}
             change, new = self.rule.direction(matrix, measure, states, self.options, self.state.step + 1)
             for name, values in new.items():
-                self.state.put_extra(name, values, self.numbers.seed, self.skip, index)
+                self.state.put_extra(name, values, self.numbers.seed, skip, index)
             matrix.copy_(change)
         return gradient
 
-    def write(self, part: Tensor) -> Tensor | None:
-        """Write this rank's shard. Return the sums of its audit, if it is audited and this rank has elements."""
-        decay, totals = decay_of(self.options), []
+    def write(self) -> Tensor | None:
+        """Write ``state.change``. Return the sums of the audit, if it is audited and this rank has elements."""
+        totals, numbers = [], self.numbers
         for chunk in self._pieces():
-            decided: list[Tensor] = []
-            for change, lane in zip(chunk.pick(part), lanes_of(self.storage, chunk.tensors, ()), strict=True):
-                if self.rule.decay:
-                    change = change - codes.read_weight(self.storage, lane) * decay
-                states = self._average(lane)[1] if self.rule.beside else {}
-                decided += [change, *(states[name] for name in self.rule.beside)]
-            tensors, numbers = [*chunk.tensors, *decided], self.numbers
+            tensors = [*chunk.tensors, *chunk.pick(self.state.change)]
             if numbers.audited:
                 totals.append(self.kernel.audit(tensors, numbers.values, numbers.seed).sum(1))
             self.kernel.run(tensors, numbers.values, numbers.seed)
         return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
-
-    def _average(self, lane: Lane) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the direction's gradient, and the new states beside the weight."""
-        gradient = codes.gradient_value(self.storage.visible, lane.gradient) * self.numbers.values[0]
-        if self.rule.average is None:
-            return gradient, {}
-        states = {name: codes.read_state(self.storage, lane, name) for name in self.rule.beside}
-        return self.rule.average(gradient, states, self.options)
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
 
     def _pieces(self) -> Iterator[Piece]:
         """Yield the shard in pieces. The rule and the kernel make many temporaries of each."""

@@ -12,6 +12,9 @@ row of each part. Where rows have scales, it reads the row's gradient twice: for
 
 A tensor is *whole* if its rows are multiples of 16 bytes and begin at multiples of 16 bytes. The others are read in elements, by
 a second launch. An audited launch also sums the terms of each program. One more launch adds them by tensor, in order.
+
+A matrix rule has one more address, of its float32 change. One launch averages gradients into it, before the rule reads whole
+matrices. A second launch writes it.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.numerics.rounding import MAGNITUDE, bits_of
 from narrowgauge.optim import codes
 from narrowgauge.optim.audit import Auditor
-from narrowgauge.optim.kernel import CONTROL, Kernel, make_step
+from narrowgauge.optim.kernel import CONTROL, Kernel, Numbers, make_average, make_step
 from narrowgauge.optim.layout import lanes_of_weight, layout_of
+from narrowgauge.optim.matrix_step import MatrixStep
 from narrowgauge.optim.row_bounds import bound_rows, scales_of_rows
 from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.state import ParameterState, allocate_all
 from narrowgauge.spec.storages import Storage
 from narrowgauge.torch_names import send, to_device
@@ -79,18 +84,24 @@ def add_up(table, sums, totals, WIDTH: tl.constexpr):
 """
 
 
-def num_columns(storage: Storage) -> int:
-    """Return the columns of the table: the addresses of weight, gradient, planes and scales, and the sizes."""
-    return 2 + len(layout_of(storage).planes) + len(storage.scaled) + len(SIZES)
+def num_inputs(rule: Rule | MatrixRule) -> int:
+    """Return the columns of the table whose addresses change: of the weight, the gradient and a matrix rule's change."""
+    return 3 if isinstance(rule, MatrixRule) else 2
 
 
-def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
-    """Return the text of the Triton functions ``step`` and ``add_up``."""
-    layout, num_scalars, num_addresses = layout_of(storage), len(rule.scalars), num_columns(storage) - len(SIZES)
+def num_columns(rule: Rule | MatrixRule, storage: Storage) -> int:
+    """Return the columns of the table: the addresses of the inputs, planes and scales, and the sizes."""
+    return num_inputs(rule) + len(layout_of(storage).planes) + len(storage.scaled) + len(SIZES)
+
+
+def source(rule: Rule | MatrixRule, storage: Storage, *, whole: bool, audited: bool) -> str:
+    """Return the text of the Triton functions ``step``, ``add_up`` and, for a matrix rule, ``average``."""
+    width, first_plane = num_columns(rule, storage), num_inputs(rule)
+    layout, num_scalars, num_addresses = layout_of(storage), len(rule.scalars), width - len(SIZES)
     parts, per_word = layout.num_parts, layout.per_word
     lines = [
         "program = first_program + tl.program_id(0)",
-        f"row = table + tl.load(tiles + program).to(tl.int64) * {num_columns(storage)}",
+        f"row = table + tl.load(tiles + program).to(tl.int64) * {width}",
         *(f"{name} = tl.load(row + {num_addresses + k})" for k, name in enumerate(SIZES)),
         *(f"v_{k} = tl.load(control + {k})" for k in range(len(CONTROL))),
         f"scalars = numbers + number * {num_scalars + 1}",
@@ -108,9 +119,11 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
         ]
     if whole:
         lines += ["columns, span = tl.multiple_of(columns, 4), tl.multiple_of(span, 4)"]
-    loads, stores = [], []
-    tensors = [("weight", parts), ("gradient", parts), *((p.name, layout.num_tensors(p)) for p in layout.planes)]
-    for column, (name, count) in enumerate(tensors):
+    loads: list[str] = []
+    changes: list[str] = []
+    stores: dict[str, str] = {}
+    planes = ((k, p.name, layout.num_tensors(p)) for k, p in enumerate(layout.planes, first_plane))
+    for column, name, count in [(0, "weight", parts), (1, "gradient", parts), *planes]:
         is_plane = column > 1
         by_halves = not (whole or is_plane or per_word == 1)
         address = f"tl.load(row + {column}).to(tl.pointer_type({'tl.int16' if by_halves else 'tl.int32'}))"
@@ -119,23 +132,34 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
             inside = "inside" if is_plane or whole else f"inside & ({line} < rows)"
             if by_halves:
                 lines += [f"{p} = {address} + ({line} * elements + {per_word} * origin)"]
+                stores[f"w{len(loads)}"] = f"store_halves({p}, at, {{}}, {inside}, left)"
                 loads += [f"load_halves({p}, at, {inside}, left)"]
-                stores += [f"store_halves({p}, at, {{}}, {inside}, left)"]
             else:
                 lines += [
                     f"{p} = {f'tl.multiple_of({address}, 16)' if whole else address} + ({line} * columns + origin)"
                 ]
+                stores[f"w{len(loads)}"] = f"tl.store({p} + at, {{}}, mask={inside})"
                 loads += [f"tl.load({p} + at, mask={inside}, other=0)"]
-                stores += [f"tl.store({p} + at, {{}}, mask={inside})"]
-    if storage.scaled:
+    for k in range(parts if isinstance(rule, MatrixRule) else 0):
+        place = f"({k} * group + line) * elements + {per_word} * origin"
+        lines += [f"change_at{k} = tl.load(row + 2).to(tl.pointer_type(tl.float32)) + ({place})"]
+        for lane in range(per_word):
+            at = f"{per_word} * at + {lane}"
+            there = f"change_at{k} + {at}, {{}}mask=inside & ({at} < left) & ({k} * group + line < rows)"
+            stores[f"d{len(changes)}"] = f"tl.store({there.format('{}, ')})"
+            changes += [f"tl.load({there.format('')}, other=0.0)"]
+    if isinstance(rule, Rule) and storage.scaled:
         lines += _bounds(rule, storage, loads, num_addresses - len(storage.scaled))
 
-    def loop(summarize: Callable[..., Any] | None) -> str:
+    def loop(summarize: Callable[..., Any] | None, *, averages: bool = False) -> str:
         scales = [f"{way}_{name}{k}" for name in storage.scaled for k in range(parts) for way in ("into", "back")]
-        graph = _graph(rule, storage, summarize, len(loads), len(scales))
-        body, terms, writes = print_graph(graph, [*(f"w{k}" for k in range(len(loads))), *scales, "v", "seed"], "x")
-        body = [f"w{k} = {text}" for k, text in enumerate(loads)] + body
-        body += [stores[int(word[1:])].format(value) for word, value in writes]
+        graph = _graph(rule, storage, summarize, averages, len(loads), len(scales))
+        texts = {f"w{k}": text for k, text in enumerate(loads)} | {f"d{k}": text for k, text in enumerate(changes)}
+        names = list(texts)
+        names[len(loads) : len(loads)] = scales
+        body, terms, writes = print_graph(graph, [*names, "v", "seed"], "x")
+        body = [f"{name} = {text}" for name, text in texts.items()] + body
+        body += [stores[word].format(value) for word, value in writes]
         body += [f"sum{k} += tl.reduce(tl.where(inside, {term}, 0.0), 0, {TOTAL})" for k, term in enumerate(terms)]
         sums = range(SUMS if summarize else 0)
         ends = [f"tl.store(sums + program * {SUMS} + {k}, sum{k})" for k in sums]
@@ -145,16 +169,25 @@ def source(rule: Rule, storage: Storage, *, whole: bool, audited: bool) -> str:
     if audited:
         watched, body = indent(loop(list), "    "), indent(body, "    ")
         body = f"if place % period == phase:\n{watched}\nelse:\n{body}"
-    text = "\n".join([*lines, body])
-    head = "@triton.jit(do_not_specialize=['first_program'])\ndef step(table, tiles, numbers, control, sums, first_program):"
-    return f"{HELPERS}\n\n{head}\n{indent(text, '    ')}\n"
+    bodies = {"step": body}
+    if isinstance(rule, MatrixRule):
+        bodies["average"] = loop(None, averages=True)
+    text = HELPERS
+    for name, body in bodies.items():
+        head = f"def {name}(table, tiles, numbers, control, sums, first_program):"
+        body = indent("\n".join([*lines, body]), "    ")
+        text += f"\n\n@triton.jit(do_not_specialize=['first_program'])\n{head}\n{body}\n"
+    return text
 
 
 @lru_cache(4)
-def _graph(rule: Rule, storage: Storage, summarize: Any, num_words: int, num_scales: int) -> torch.fx.Graph:
-    words, rows = [(torch.int32, (4, 8) if layout_of(storage).by_rows else (8,))] * num_words, [(torch.float32, (4, 1))]
-    values = [(torch.float32, (len(CONTROL) + len(rule.scalars),)), (torch.int32, ())]
-    return trace(make_step(rule, storage, summarize), *words, *rows * num_scales, *values)
+def _graph(rule: Any, storage: Storage, summarize: Any, averages: bool, *counts: int) -> torch.fx.Graph:
+    layout, (num_words, num_scales) = layout_of(storage), counts
+    shape = (4, 8) if layout.by_rows else (8,)
+    arguments = [(torch.int32, shape)] * num_words + [(torch.float32, (4, 1))] * num_scales
+    arguments += [(torch.float32, shape)] * (layout.num_lanes if isinstance(rule, MatrixRule) else 0)
+    step = make_average(rule, storage) if averages else make_step(rule, storage, summarize)
+    return trace(step, *arguments, (torch.float32, (len(CONTROL) + len(rule.scalars),)), (torch.int32, ()))
 
 
 def _over_span(body: Sequence[str]) -> str:
@@ -220,12 +253,12 @@ def _graphs_of_bounds(rule: Rule, storage: Storage) -> tuple[torch.fx.Graph, tor
 
 # ── the launch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Numbers = tuple[Sequence[float], int]
+HostNumbers = tuple[Sequence[float], int]
 """The scalars of a rule in one step, and the seed."""
 
 
 @lru_cache(None)
-def functions(rule: Rule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
+def functions(rule: Rule | MatrixRule, storage: Storage, whole: bool, audited: bool, interpret: bool) -> dict[str, Any]:
     """Return the Triton functions of :func:`source`. The first launch compiles them."""
     return load(source(rule, storage, whole=whole, audited=audited), interpret=interpret)
 
@@ -238,7 +271,7 @@ class Table:
         device: of all states.
     """
 
-    def __init__(self, rule: Rule, storage: Storage, device: torch.device) -> None:
+    def __init__(self, rule: Rule | MatrixRule, storage: Storage, device: torch.device) -> None:
         self.rule, self.storage, self.device = rule, storage, device
         self._states: list[ParameterState] = []
         self._addresses: list[int] = []
@@ -247,7 +280,7 @@ class Table:
         self._numbers = np.zeros((0, 0), np.float32)
 
     def set(
-        self, states: list[ParameterState], numbers: Sequence[Numbers], choices: Sequence[tuple[int, int, int]]
+        self, states: list[ParameterState], numbers: Sequence[HostNumbers], choices: Sequence[tuple[int, int, int]]
     ) -> None:
         """Set the states of the next step. Their weights and gradients are contiguous.
 
@@ -256,7 +289,8 @@ class Table:
         """
         if states != self._states or len(numbers) != len(self._numbers):
             self._allocate(states, len(numbers))
-        addresses = [x for state in states for x in (state.parameter.data_ptr(), state.gradient.data_ptr())]
+        inputs = (x for s in states for x in (s.parameter, s.gradient, s.change)[: num_inputs(self.rule)])
+        addresses = [tensor.data_ptr() for tensor in inputs]
         if addresses != self._addresses:
             self._set_addresses(addresses)
         for row, (scalars, seed) in zip(self._numbers, numbers, strict=True):
@@ -275,7 +309,7 @@ class Table:
                 *(state.scales[n] for n in self.storage.scaled),
             ]
             sizes = columns, group, elements, num_rows, 0, num_programs(state), 0, 0, 0
-            rows.append([0, 0, *(x.data_ptr() for x in memory), *sizes])
+            rows.append([*[0] * num_inputs(self.rule), *(x.data_ptr() for x in memory), *sizes])
         size = len(rows) * len(rows[0])
         start = size + size % 2  # the numbers begin at 16 bytes
         self._host = np.zeros(start + -(-num_numbers * width // 2), np.int64)
@@ -287,9 +321,9 @@ class Table:
         self._states, self._addresses, self._is_whole = list(states), [], None
 
     def _set_addresses(self, addresses: list[int]) -> None:
-        """Set the addresses of weights and gradients, and find the programs of each tensor."""
+        """Set the addresses of the inputs, and find the programs of each tensor."""
         layout, table, self._addresses = layout_of(self.storage), self._table, addresses
-        table[:, :2] = np.array(addresses, np.int64).reshape(-1, 2)
+        table[:, : num_inputs(self.rule)] = np.array(addresses, np.int64).reshape(len(table), -1)
         columns, group, elements, rows, _, counts = table[:, -len(SIZES) : -3].T
         is_whole = (table[:, :2] % 16 == 0).all(1) & (columns % 4 == 0)
         is_whole &= (elements == layout.per_word * columns) & (rows == layout.num_parts * group)
@@ -308,8 +342,8 @@ class Table:
             self._new_tiles = None
         send(torch.from_numpy(self._host), self._buffer)
 
-    def launch(self, control: Tensor, *, audited: bool) -> Tensor | None:
-        """Step the states in place, with what was sent.
+    def launch(self, control: Tensor, *, audited: bool, averages: bool = False) -> Tensor | None:
+        """Step the states in place, with what was sent, or write the averages of a matrix rule into their changes.
 
         ``control`` holds the scalars of ``CONTROL``, float32 ``[2]`` on the device. Return the audit, float64 ``[states,
         KERNEL_SUMS]``, if ``audited``.
@@ -320,7 +354,7 @@ class Table:
             for whole, first, count in ((True, 0, self._counts[0]), (False, *self._counts)):
                 if count:
                     compiled = functions(self.rule, self.storage, whole, audited, control.is_cpu)
-                    compiled["step"][(count,)](*arguments, first, **LAUNCH)
+                    compiled["average" if averages else "step"][(count,)](*arguments, first, **LAUNCH)
             if sums is None:
                 return None
             totals = torch.empty(len(self._states), SUMS, dtype=torch.float64, device=self.device)
@@ -352,7 +386,7 @@ def num_audited(state: ParameterState, period: int, phase: int) -> int:
 
 
 @lru_cache(None)
-def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool) -> bool:
+def is_proven(rule: Rule | MatrixRule, storage: Storage, device: torch.device, audited: bool) -> bool:
     """Return whether a launch gives the bits of the definition, which runs on the CPU. Warn once if not."""
 
     def compare() -> bool:
@@ -362,15 +396,23 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
         values = torch.tensor([1.0, 0.0, *scalars], dtype=torch.float32)
         table.set(actual, [(scalars, seed)], [(0, 1, 0)] * len(actual))
         table.send()
-        table.launch(to_device(values[:2], device), audited=audited)
+        control, numbers = to_device(values[:2], device), Numbers(values, torch.tensor(seed, dtype=torch.int32), False)
+        if kernel.is_matrix:
+            table.launch(control, audited=False, averages=True)
+        table.launch(control, audited=audited)
         for state in expected:
+            if kernel.is_matrix:
+                step = MatrixStep(state, {}, numbers)
+                step.average()
+                step.write()
+                continue
             if storage.scaled:
                 bound_rows(kernel, [state], values)
             tensors, weight = state.kernel_tensors()
-            kernel.run(tensors, values, torch.tensor(seed, dtype=torch.int32))
+            kernel.run(tensors, values, numbers.seed)
             state.write_back(weight)
         ours, theirs = (
-            [x for s in states for x in (s.parameter, *s.in_parameter_order().values())]
+            [x for s in states for x in (s.parameter, s.change, *s.in_parameter_order().values())]
             for states in (actual, expected)
         )
         return all(same_numbers(one.cpu(), other) for one, other in zip(ours, theirs, strict=True))
@@ -379,7 +421,7 @@ def is_proven(rule: Rule, storage: Storage, device: torch.device, audited: bool)
     return is_possible and proves(f"the step of all tensors of {rule.name}/{storage.name}", compare)
 
 
-def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[ParameterState]:
+def _cases(rule: Rule | MatrixRule, storage: Storage, device: torch.device) -> list[ParameterState]:
     """Draw a whole tensor and another one. Their last two rows have edge values."""
     kernel, dtype, states = Kernel(rule, storage), getattr(torch, storage.visible), []
 
@@ -394,7 +436,7 @@ def _cases(rule: Rule, storage: Storage, device: torch.device) -> list[Parameter
         state.begin()
         values = {name: drawn(x.dtype, x.shape, 3) for name, x in state.in_parameter_order().items()}
         state.take({name: x.abs() if x.is_floating_point() else x for name, x in values.items()})
-        state.gradient = gradient.to(device)
+        state.gradient, state.change = gradient.to(device), torch.zeros(shape, dtype=torch.float32, device=device)
     return states
 
 
@@ -406,7 +448,7 @@ class _Batch:
     """Hold the states of one kernel in a step. ``audited`` has a state's place, and how many elements and ulps are audited."""
 
     states: list[ParameterState] = field(default_factory=list)
-    numbers: list[Numbers] = field(default_factory=list)
+    numbers: list[HostNumbers] = field(default_factory=list)
     choices: list[tuple[int, int, int]] = field(default_factory=list)
     audited: list[tuple[int, int, float]] = field(default_factory=list)
 
@@ -432,7 +474,8 @@ class Launches:
         """Take states of one kernel and step number."""
         rule, storage, group, audit_every = kernel.rule, kernel.storage, stepper.group, stepper.audit_every
         device = states[0].parameter.device
-        if not launches_on(device) or kernel.is_matrix or not kernel.compiles_for(device):
+        is_captured = kernel.is_matrix and states[0].change is None  # a graph has no place for the products of matrices
+        if not launches_on(device) or not kernel.compiles_for(device) or is_captured:
             return states
         is_audited = audit_every > 0 and count % audit_every == 0
         # Before an audit prove the step alone too: nothing can be compared later, while a graph captures it.
@@ -455,22 +498,24 @@ class Launches:
             batch.choices.append((len(batch.numbers) - 1, *audit))
         return refused
 
-    def run(self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True) -> None:
+    def run(
+        self, control: Tensor, auditor: Auditor, *, sends: bool = True, launches: bool = True, averages: bool = False
+    ) -> None:
         """Step all states that were taken, and pass the audits on. ``control`` is the step's, ``[2]``.
 
-        A captured step only ``launches``. Before each replay the host only ``sends``.
+        A captured step only ``launches``. Before each replay the host only ``sends``. Matrices are first averaged.
         """
         for kernel, batch in self._batches.items():
             if not batch.states:
                 continue
             table = self.tables.get(kernel)
             if table is None or table.device != control.device:
-                assert isinstance(kernel.rule, Rule)
                 table = self.tables[kernel] = Table(kernel.rule, kernel.storage, control.device)
+            is_audited = bool(batch.audited) and not averages
             table.set(batch.states, batch.numbers, batch.choices)
             if sends:
                 table.send()
-            sums = table.launch(control, audited=bool(batch.audited)) if launches else None
+            sums = table.launch(control, audited=is_audited, averages=averages) if launches else None
             kernel.ran_compiled = True
             if sums is not None:
                 host = to_device(torch.tensor(batch.audited, dtype=torch.float64, device="cpu"), control.device)

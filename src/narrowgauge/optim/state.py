@@ -56,6 +56,7 @@ class ParameterState:
         extra_bounds: the largest magnitude of each row of a separate state whose code is scaled by row, float32 ``[…, rows, 1]``.
         step: number of steps taken.
         gradient: set during a step.
+        change: of a matrix rule, float32 in the parameter's shape: during a step the averaged gradient, then the change.
         requested: the storage name in its param group.
         bucket: shared with other small parameters.
     """
@@ -78,6 +79,7 @@ class ParameterState:
         self.scales: dict[str, Tensor] = {}
         self.bucket: Bucket | None = None
         self.step, self.gradient = 0, NO_GRADIENT
+        self.change: Any = None
         self._extra_codes: dict[str, Code] = {}
         self.extras: dict[str, Tensor] = {}
         self.extra_bounds: dict[str, Tensor] = {}

@@ -9,7 +9,6 @@ A storage scaled by row gets new bounds for its rows before the step (:mod:`narr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.numerics.metrics import KERNEL_SUMS
 from narrowgauge.optim import codes
 from narrowgauge.optim.audit import Auditor
-from narrowgauge.optim.kernel import Kernel, least_decay
+from narrowgauge.optim.kernel import Kernel, Numbers, least_decay
 from narrowgauge.optim.layout import Bucket, buckets_of
 from narrowgauge.optim.low_bits import fill_states
 from narrowgauge.optim.matrix_step import step_matrices
@@ -27,19 +26,6 @@ from narrowgauge.optim.multi_tensor import Launches
 from narrowgauge.optim.row_bounds import bound_rows
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.torch_names import to_device
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
-    """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
-
-    ``values`` are the scalars of ``CONTROL`` and of the rule, in the rule's dtype. ``seed`` is the seed of the random bits, 0-d
-    int32.
-    """
-
-    values: Tensor
-    seed: Tensor
-    audited: bool
 
 
 def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,7 +76,7 @@ class Stepper:
         alone = [state for state in states if state.bucket is None and not state.kernel.is_matrix]
         alone = self._launches.take(self, alone)
         for state, sums in step_matrices(
-            (state for state in states if state.kernel.is_matrix), self.group, self.numbers
+            (state for state in states if state.kernel.is_matrix), self.group, self.numbers, self._launch
         ):
             self.note([state], sums.unsqueeze(0), sums.new_full((1,), state.parameter.numel()))
         for bucket in buckets:
@@ -103,6 +89,13 @@ class Stepper:
                 self._audit(work, tensors, numbers)
             work.kernel.run(tensors, numbers.values, numbers.seed)
             work.write_back(weight)
+
+    def _launch(self, states: Sequence[ParameterState], averages: bool) -> list[ParameterState]:
+        """Step matrices by one launch, or average them. Return the states that have none."""
+        launches = Launches(self._launches.tables)
+        refused = launches.take(self, states)
+        launches.run(self.control, self.auditor, averages=averages)
+        return refused
 
     def _audit(self, work: ParameterState | Bucket, tensors: Sequence[Tensor], numbers: Numbers) -> None:
         """Pass the sums of each member over some of its rows to the auditor, before they are stepped."""

@@ -27,8 +27,9 @@ from torch import Tensor
 from narrowgauge.numerics.chunks import row_pieces
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import add_product, matmul
-from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule
+from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule, Scalars
 from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed
+from narrowgauge.triton_printer import launches_on
 
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
@@ -59,29 +60,26 @@ class MatrixRule:
         states: ``((rows, cols), options) -> states by name``.
         direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new states)``; steps count from
             1. The gradient may be overwritten, states may not.
+        scalars, prepare: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`, of ``average`` and of the decay.
         decay: as in :class:`~narrowgauge.optim.rules.elementwise.Rule`. With it, ``lr · weight_decay · weight`` is subtracted
             from the step.
         beside: states with the weight's shape, packed and sharded with the weight in its code for first moments.
-        average: ``(gradient, states, options) -> (gradient for direction, new states)``: an elementwise part that comes
+        average: ``(gradient, states, scalars) -> (gradient for direction, new states)``: an elementwise part that comes
             before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
         measure: ``options -> function of the weight [rows, cols]``, whose value ``direction`` reads.
+        stacks: whether ``direction`` also takes a stack ``[number, rows, cols]``. It has neither states nor a measure.
     """
 
     name: str
     states: Callable[[tuple[int, int], Options], dict[str, MatrixState]]
     direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
+    scalars: tuple[str, ...] = ()
+    prepare: Callable[[Options, int], tuple[float, ...]] = lambda options, step: ()
     decay: str = ""
     beside: tuple[str, ...] = ()
-    average: Callable[[Tensor, States, Options], Result] | None = None
+    average: Callable[[Tensor, States, Scalars], Result] | None = None
     measure: Callable[[Options], Callable[[Tensor], Tensor] | None] | None = None
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        """Return the names of the scalars of the write. The rule reads its options itself."""
-        return (self.decay,) if self.decay else ()
-
-    def prepare(self, options: Options, step: int) -> tuple[float, ...]:
-        return (-decay_of(options),) if self.decay else ()
+    stacks: bool = False
 
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
@@ -115,15 +113,16 @@ def decay_of(options: Options) -> float:
     return float(options["lr"]) * float(options["weight_decay"])
 
 
-def _length(matrix: Tensor) -> Tensor:
-    """Return the L2 norm in float64, where squares of float32 values neither overflow nor vanish."""
-    norms = [torch.linalg.vector_norm(rows, dtype=torch.float64) for rows in row_pieces(matrix)]
-    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+def _lengths(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norms of equal shapes in float64, where squares of float32 values neither overflow nor vanish."""
+    # The sum of a tensor in such a list does not depend on the others.
+    norms = torch._foreach_norm([rows for matrix in matrices for rows in row_pieces(matrix)], dtype=torch.float64)
+    pieces = torch.stack(norms).view(len(matrices), -1)
+    return pieces.squeeze(1) if pieces.shape[1] == 1 else torch.stack(torch._foreach_norm(pieces.unbind()))
 
 
 def _root_mean_square(matrix: Tensor) -> Tensor:
-    return _length(matrix) / math.sqrt(matrix.numel())
+    return _lengths([matrix])[0] / math.sqrt(matrix.numel())
 
 
 # ── Muon ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,6 +142,8 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
 def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
     """Return a matrix with the same singular vectors, and all singular values moved towards 1. Overwrite the argument.
 
+    It may be a stack ``[number, rows, cols]``, whose matrices share each product on a GPU that gives both the same bits.
+
     A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is taken
     before anything is rounded, without the usual 1e-7 added: scaling by a power of two changes no bit. Zeros stay zeros.
 
@@ -160,25 +161,49 @@ def orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor
     Source:
         Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
-    x = matrix.div_(_length(matrix).float().clamp(min=TINY)).to(dtype)
+    is_stack = matrix.ndim == 3
+    lengths = _lengths(matrix.unbind() if is_stack else [matrix]).float().clamp(min=TINY)
+    x = matrix.div_(lengths.view(-1, 1, 1) if is_stack else lengths).to(dtype)
+    if is_stack and not _multiplies_stacks(tuple(x.shape), dtype, x.device):
+        return torch.stack([_newton_schulz(matrix.clone(), iterations) for matrix in x]).float()
+    return _newton_schulz(x, iterations).float()
+
+
+def _newton_schulz(x: Tensor, iterations: int) -> Tensor:
     a, b, c = NS_COEFFICIENTS
-    tall = x.shape[0] > x.shape[1]
+    tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     for _ in range(iterations):
         gram = matmul(x, x.mT)
         gram = add_product(gram, gram, gram, b, c)
         x = add_product(x, gram, x, a)
-    return (x.mT if tall else x).float()
+    return x.mT if tall else x
 
 
-def _momentum(g: Tensor, states: States, options: Options) -> Result:
-    momentum, m = options["momentum"], states["momentum_buffer"]
-    m = m + (g - m) * (1 - momentum)
-    return g + (m - g) * momentum if options["nesterov"] else m, {"momentum_buffer": m}
+@functools.lru_cache(None)
+def _multiplies_stacks(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a stack has the bits of its matrices, tried once. Libraries choose a kernel by the number of matrices."""
+    if not launches_on(device):
+        return False  # nothing waits for launches
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+    x = x.div_(math.sqrt(shape[1] * shape[2])).to(dtype)
+    return torch.equal(_newton_schulz(x, 2), torch.stack([_newton_schulz(matrix.clone(), 2) for matrix in x]))
+
+
+def _muon_scalars(options: Options, step: int) -> tuple[float, ...]:
+    momentum = float(options["momentum"])
+    return -decay_of(options), momentum, 1 - momentum, float(options["nesterov"])
+
+
+def _momentum(g: Tensor, states: States, scalars: Scalars) -> Result:
+    m = states["momentum_buffer"]
+    m = m + (g - m) * scalars["one_minus_momentum"]
+    return torch.where(scalars["nesterov"] != 0, g + (m - g) * scalars["momentum"], m), {"momentum_buffer": m}
 
 
 def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
-    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape)
+    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape[-2:])
     return orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(-size), {}
 
 
@@ -305,8 +330,16 @@ def _weight_itself(options: Options) -> Callable[[Tensor], Tensor]:
     return lambda weight: weight
 
 
+def _decay_scalars(options: Options, step: int) -> tuple[float, ...]:
+    return (-decay_of(options),)
+
+
 # By functions with names, by which rules are pickled.
-MUON = MatrixRule("muon", _no_states, _muon, decay=NEGATIVE_DECAY, beside=("momentum_buffer",), average=_momentum)
-ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, decay=NEGATIVE_DECAY, measure=_least_rms)
-GALORE = MatrixRule("galore", _galore_states, _galore, decay=NEGATIVE_DECAY)
+_DECAY: dict[str, Any] = {"scalars": (NEGATIVE_DECAY,), "prepare": _decay_scalars, "decay": NEGATIVE_DECAY}
+_AVERAGE = (NEGATIVE_DECAY, "momentum", "one_minus_momentum", "nesterov")
+MUON = MatrixRule(
+    "muon", _no_states, _muon, _AVERAGE, _muon_scalars, NEGATIVE_DECAY, ("momentum_buffer",), _momentum, stacks=True
+)
+ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, measure=_least_rms, **_DECAY)
+GALORE = MatrixRule("galore", _galore_states, _galore, **_DECAY)
 GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, measure=_weight_itself)
