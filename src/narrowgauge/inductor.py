@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,11 +26,8 @@ def few_instructions() -> Iterator[None]:
     """Make Inductor write some operations on whole vectors of 32-bit values in fewer instructions, with the same bits.
 
     ========================  =====================================================================================
-    a cast of bits            by default through an array on the stack
     a shift by a constant     by default by a vector of counts that is built in each iteration
-    (x >> n) & mask           one shift of another kind if the mask only removes copies of the sign
     where(x != x, a, b)       by default a mask is widened to a vector and converted first: 4 instructions, now 2
-    x · 2^k ± y               one instruction if the product is exact: x is a masked code that cannot overflow
     a load                    prefetches later loads; otherwise memory's latency is added
     ========================  =====================================================================================
     """
@@ -41,13 +37,9 @@ def few_instructions() -> Iterator[None]:
         yield
         return
     replaced: dict[str, Callable[..., str]] = {
-        "to_dtype_bitcast": _cast_bits,
         "bitwise_left_shift": _shift_left,
         "bitwise_right_shift": _shift_right,
-        "bitwise_and": _mask,
         "where": _where_nan,
-        "add": _add,
-        "sub": _subtract,
     }
     before = {name: method for name, method in vars(CppVecOverrides).items() if name in replaced}
     load = vars(CppVecKernel).get("_get_vec_load_line")
@@ -81,30 +73,12 @@ def few_instructions() -> Iterator[None]:
             CppVecKernel._get_vec_load_line = load  # type: ignore[method-assign]
 
 
-def _cast_bits(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
-    names = {torch.float32: "float", torch.int32: "int32_t"}
-    fits = {dtype, src_dtype} == names.keys() and _intrinsic("") != ""
-    return f"at::vec::cast<{names[dtype]}>({x})" if fits else ""
-
-
 def _shift_left(a: Any, b: Any) -> str:
     return _shift("slli", a, _constant(_operands()[1]))
 
 
 def _shift_right(a: Any, b: Any) -> str:
     return _shift("srai", a, _constant(_operands()[1]))
-
-
-def _mask(a: Any, b: Any) -> str:
-    shifted, mask = _operands()
-    if getattr(shifted, "target", "") != "bitwise_right_shift":
-        return ""
-    source, count = shifted.args[1], _constant(shifted.args[2])
-    bits = _constant(mask)
-    if count is None or not isinstance(bits, int) or not 0 <= bits < 1 << (32 - count):
-        return ""
-    moved = _shift("srli", _value(source), count)
-    return f"{moved} & {_value(mask)}" if moved and bits != (1 << (32 - count)) - 1 else moved
 
 
 def _where_nan(condition: Any, nan: Any, rest: Any) -> str:
@@ -123,30 +97,6 @@ def _where_nan(condition: Any, nan: Any, rest: Any) -> str:
         floats = [f"_mm256_castsi256_ps({bits})" for bits in (rest, value)]
         chosen = f"_mm256_castps_si256(_mm256_blendv_ps({', '.join(floats)}, _mm256_cmp_ps({x}, {x}, _CMP_UNORD_Q)))"
     return f"at::vec::Vectorized<int32_t>({chosen})"
-
-
-def _add(a: Any, b: Any) -> str:
-    product = _exact_product(_operands()[0], a)
-    return f"at::vec::Vectorized<float>({_intrinsic('fmadd_ps')}({product}, {b}))" if product else ""
-
-
-def _subtract(a: Any, b: Any) -> str:
-    product = _exact_product(_operands()[1], b)
-    return f"at::vec::Vectorized<float>({_intrinsic('fnmadd_ps')}({product}, {a}))" if product else ""
-
-
-def _exact_product(node: Any, value: Any) -> str:
-    """Return the factors of a masked code times a power of two, which neither rounds nor overflows. Else return nothing."""
-    if value.dtype is not torch.float32 or not _intrinsic("") or getattr(node, "target", "") != "mul":
-        return ""
-    x, factor = node.args[1], _constant(node.args[2])
-    if getattr(x, "target", "") != "to_dtype_bitcast" or getattr(x.args[1], "target", "") != "bitwise_and":
-        return ""
-    mask = _constant(x.args[1].args[2])
-    if not isinstance(factor, float) or not isinstance(mask, int) or factor < 1 or math.frexp(factor)[0] != 0.5:
-        return ""
-    fits = ((mask >> 23) & 255) + math.frexp(factor)[1] - 1 < 254
-    return f"{_value(x)}, at::vec::Vectorized<float>({_value(node.args[2])})" if fits else ""
 
 
 def _shift(name: str, x: Any, count: int | None) -> str:

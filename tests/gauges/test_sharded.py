@@ -128,8 +128,10 @@ def test_what_is_split_over_ranks_is_read_whole(case: str, found: list[Any]) -> 
         for row, alone in zip(result[case][0], rows, strict=True):
             assert row["tensors"].keys() == alone["tensors"].keys()
             for field in (*EXACT, *AUDITED):
-                # In bfloat16 the rms of one tensor has three digits; noise is what is left of sums in float32.
-                near = {"rms": {"rel": 2**-7}, "noise": {"abs": 1e-3}}.get(field, {"rel": 1e-3})
+                # In bfloat16 the rms of one tensor has three digits; noise is what is left of sums in float32. An audit reads
+                # some rows, of a shard others than of the whole.
+                sampled = {name: {"abs": 0.01} for name in ("lost_fraction", "unseen_fraction")}
+                near = {"rms": {"rel": 2**-7}, "noise": {"abs": 5e-3}, **sampled}.get(field, {"rel": 1e-3})
                 assert column(row, field) == pytest.approx(column(alone, field), **near), field
 
 

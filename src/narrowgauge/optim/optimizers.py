@@ -73,11 +73,11 @@ class Adam(Optimizer):
 
     Example:
         >>> import torch, narrowgauge as ng
-        >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
         >>> weight.grad = torch.ones_like(weight)
         >>> ng.Adam([weight], lr=0.5, storage="compact").step()
         >>> weight[0, 0].item()
-        0.5
+        -0.5
 
     Source:
         Kingma & Ba, ICLR 2015 (1412.6980).
@@ -110,11 +110,11 @@ class SGD(Optimizer):
 
     Example:
         >>> import torch, narrowgauge as ng
-        >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+        >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
         >>> weight.grad = torch.ones_like(weight)
         >>> ng.SGD([weight], lr=0.25, momentum=0.9, storage="split").step()
         >>> weight[0, 0].item()
-        0.75
+        -0.25
 
     Source:
         Sutskever et al., ICML 2013.
@@ -315,6 +315,8 @@ class GaLore(Optimizer):
         Zhao et al., ICML 2024 (2403.03507).
     """
 
+    _rule = GALORE
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -331,10 +333,10 @@ class GaLore(Optimizer):
             "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
             "weight_decay": weight_decay,
         }  # fmt: skip
-        super().__init__(params, GALORE, defaults, **options)
+        super().__init__(params, self._rule, defaults, **options)
 
 
-class GradNormLoRP(Optimizer):
+class GradNormLoRP(GaLore):
     """After GradNormLoRP: train column lengths and directions of a weight separately, directions in a low-rank subspace.
 
     The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``, and projects gradients from both sides.
@@ -351,7 +353,7 @@ class GradNormLoRP(Optimizer):
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.eye(8).bfloat16())
-        >>> optimizer = ng.optim.GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, storage="split")
+        >>> optimizer = ng.optim.GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, low_bits="zero")
         >>> weight.grad = torch.eye(8).bfloat16()  # along the columns: they become shorter by lr
         >>> optimizer.step()
         >>> round(optimizer.stored(weight).diagonal().mean().item(), 4)
@@ -361,6 +363,8 @@ class GradNormLoRP(Optimizer):
         Huang et al., AAAI 2025 (2412.19616).
     """
 
+    _rule = GRADNORM_LORP
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -368,13 +372,6 @@ class GradNormLoRP(Optimizer):
         rank: int = 128,
         update_proj_gap: int = 200,
         scale: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
         **options: Any,
     ) -> None:
-        defaults = {
-            "lr": lr, "rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "betas": betas, "eps": eps,
-            "weight_decay": weight_decay,
-        }  # fmt: skip
-        super().__init__(params, GRADNORM_LORP, defaults, **options)
+        super().__init__(params, lr, rank, update_proj_gap, scale, **options)

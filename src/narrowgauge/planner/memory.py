@@ -33,8 +33,6 @@ _LOSS = "log-softmax in float32: its result, its gradient, and the gradient of t
 _SUMS = "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32"
 _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
-CHUNK_LOGITS = 1 << 24
-"""Logits in one chunk of a loss in chunks (Liger's, torchtitan's): 64 MiB in float32. ``narrowgauge train`` keeps all of them."""
 OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),
@@ -232,32 +230,10 @@ class _Rank:
         row = (4 + 2 * widths.stream) * self.a.hidden_size
         value = tokens * row / layout.stream_ranks
         hidden = Term("logits", "input of the head", value, f"{tokens:g} tokens × {row:g} B")
-        if layout.tensor == layout.pipeline == layout.context == 1:
-            return [hidden, *self.chunked_loss(widths.matmul)]
         # A compiled or fused loss keeps only the logits and their gradient, in the matmuls' dtype.
         low, value = (tokens * width * vocab / layout.tensor for width in (2 * widths.matmul, 12.0))
         formula = f"{tokens:g} tokens × {vocab:,} × 12 B / {layout.tensor}: {_LOSS}"
         return [hidden, Term("logits", "logits", value, formula, _LOSS, low=low)]
-
-    def chunked_loss(self, width: float) -> list[Term]:
-        """Return a chunk of logits, and below float32 the head in float32 with its gradient."""
-        logits = self.tokens * self.a.vocab_size
-        count, head = min(CHUNK_LOGITS, logits), self.a.vocab_size * self.a.hidden_size
-        if width == 4:
-            # PyTorch's own chunked loss works in place.
-            chunk = Term(
-                "logits", "a chunk of logits", 4.0 * count, f"{count:,.0f} logits × 4 B", "torch 2.13, counted"
-            )
-            return [chunk, Term("logits", "gradient of the head", 4.0 * head, f"{head:,} × 4 B, made in forward")]
-        # The larger of two moments: log-softmax backward of the chunk, and its head gradient, in both dtypes.
-        earlier = 4 * (count < logits)
-        first, second = 4 + width + earlier, 8 + 2 * width + earlier
-        formula = (
-            f"the larger of {first:g} h + 12 c and {second:g} h + {width:g} c B: h = {head:,} of the head, in float32 and with "
-            f"its gradient, c = {count:,.0f} logits"
-        )
-        value = max(first * head + 12.0 * count, second * head + width * count)
-        return [Term("logits", "a chunk of logits, head in float32", value, formula, "a loss in chunks; not train's")]
 
 
 def _overhead_terms(terms: Terms, layout: Layout) -> list[Term]:
