@@ -112,8 +112,7 @@ def _print(as_json: bool, rows: list[tables.Row], parts: tables.Table | list[tab
 
 
 def _print_table(name: str, as_json: bool) -> None:
-    table = show.table(name)
-    _print(as_json, table.rows, table)
+    _print(as_json, (table := show.table(name)).rows, table)
 
 
 for _name, (_help, *_) in show.TABLES.items():

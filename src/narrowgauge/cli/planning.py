@@ -82,10 +82,9 @@ _optimizer = click.option(
 
 
 @plan_group.command(
-    "run",
-    short_help="What fits, how fast, on which machines.",
+    "run", short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESET_NAMES)}.",
-)
+)  # fmt: skip
 @click.option("--model", metavar="TEXT", required=True, help="A preset, or a Hugging Face config.json.")
 @_recipe
 @_chip
