@@ -372,6 +372,9 @@ class GradNormLoRP(GaLore):
         rank: int = 128,
         update_proj_gap: int = 200,
         scale: float = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
         **options: Any,
     ) -> None:
-        super().__init__(params, lr, rank, update_proj_gap, scale, **options)
+        super().__init__(params, lr, rank, update_proj_gap, scale, betas, eps, weight_decay, **options)

@@ -105,7 +105,7 @@ def state_of(
 def _matrix_state(storage: Storage, optimizer: str, matmul: Matmul, vectors: Bytes, ranks: int) -> Bytes:
     """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
-    beside = row.bytes_per_row * matmul.count * matmul.out_features
+    beside = 3 * row.bytes_per_row * matmul.count * matmul.out_features  # bounds, and the factors into codes and back
     if optimizer == "adafactor":
         beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
     sharded = bytes_per_parameter(row) * matmul.num_elements + Bytes(optimizer=beside)

@@ -252,8 +252,8 @@ class Storage:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes per row of a matrix: for each code a bound, and the factors into its window and back."""
-        return 12 * len(self.scaled)
+        """Bytes of scales per row of a matrix."""
+        return 4 * len(self.scaled)
 
     @property
     def keeps_updates(self) -> bool:
