@@ -78,9 +78,8 @@ class NarrowgaugeCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        self._rate = float(
-            unwrapped(named["optimizer"]).param_groups[0]["lr"]
-        )  # the schedule steps before the step ends
+        # The schedule steps before the step ends.
+        self._rate = float(unwrapped(named["optimizer"]).param_groups[0]["lr"])
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any

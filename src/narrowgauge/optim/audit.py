@@ -339,9 +339,8 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     inner.settle()
     auditor: Auditor = inner.auditor
     names = inner.parameter_names()
-    windows = {
-        p: window for p, window in auditor.windows.items() if p in names
-    }  # a parameter may have left since the last step
+    # A parameter may have left since the last step.
+    windows = {p: window for p, window in auditor.windows.items() if p in names}
     if not windows:
         return Audit({}, None)
     readings = {names[p]: read(window) for p, window in windows.items()}

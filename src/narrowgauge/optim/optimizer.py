@@ -438,8 +438,8 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if there is one.
         Raises:
-            RecipeError: a gradient is sparse or in another format. A parameter's storage, shape, format or device has changed
-                since its state was made. In a first step: parameters were replaced since then, or the model lacks them.
+            RecipeError: a gradient is sparse or in another format. A parameter's storage, shape or format has changed since
+                its state was made. In a first step: parameters were replaced since then, or the model lacks them.
 
         Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
             largest parameter: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.

@@ -100,8 +100,10 @@ def rounding_note(values: Mapping[Tensor, Tensor], storages: Iterable[Storage]) 
 
 def refuse_rounding(parameters: Sequence[Tensor], others: Iterable[Tensor]) -> None:
     """Refuse parameters that cannot change their format, since others hold their memory. ``others`` are of the same optimizer."""
+    if not parameters:
+        return
     keep = "or keep them in float32: keep_float32=, or a param group with storage='float32'."
-    replicated = _in_ddp() if parameters else set()
+    replicated = _in_ddp()
     for parameter in parameters:
         is_flat = getattr(parameter, "_fsdp_flattened", False) or was_taken_by_fsdp(parameter)
         if parameter in replicated or is_flat or local_of(parameter) is not parameter:

@@ -196,8 +196,7 @@ def check_fits(state: ParameterState, storage: str) -> None:
         )
         raise RecipeError(
             f"Cannot step because a parameter is {now}, and its state was made for {then}.",
-            "Change or move a model before its optimizer is built. After a move, "
-            "optimizer.load_state_dict(optimizer.state_dict()) moves the states.",
+            "Change the shapes and formats of a model before its optimizer is built.",
         )
 
 
