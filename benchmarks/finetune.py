@@ -14,7 +14,8 @@ Run: ``./dev bench finetune --add ROW ... [--lr 2e-5] [--steps 100] [--seeds 3]`
 - a storage (``word``, ``compact``), or a recipe (``float8-row/word``): bfloat16 weights of the checkpoint, low bits zero;
 - the same with `` random``: random low bits; with `` float32``: the low bits of the checkpoint's own float32 values;
 - ``autocast``: torch AdamW on float32 copies of the bfloat16 weights, and `` random`` or `` float32`` after it;
-- a peer of ``peers.py`` (``"torch AdamW bfloat16"``).
+- ``lora`` before a storage (``"lora word random"``): adapters of rank 16 on all linear layers, in bfloat16, the rest frozen;
+- a peer of ``peers.py`` (``"torch AdamW bfloat16"``), or a published method by its formula (``published/flashoptim``).
 
 ``--page`` writes the tables of ``docs/fine-tuning.md`` and ``docs/low-bits.md``; ``--picture`` measures how much the forward
 pass sees of equal updates, and draws it. ``--model FOLDER`` takes any Hugging Face folder and ``--text`` other files. A step of
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _others_training import FORMULAS, cut, formula_bytes
 from board import claimed, shown, table, vectors
 from peers import PEERS, bytes_held
 from timing import exit_by
@@ -59,6 +61,12 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BATCH_SIZE, LENGTH, HELD_OUT = 2, 256, 32
 BETAS = (0.9, 0.999)
 EVALUATIONS = (25, 50, 100, 200, 400, 1000)
+SHOWN = {
+    "torch.optim.AdamW": "torch AdamW bfloat16",
+    "float32 master weights": "master",
+    "ng.AdamW": "word random",
+}
+LORA = "lora master"
 MASTER, RANDOM, STOCHASTIC = "master", "word random", "stochastic"
 
 
@@ -141,7 +149,17 @@ def text_blocks(folder: Path, how: dict[str, str], text: str) -> tuple[Tensor, T
 def prepared(row: str, model: nn.Module, lr: float, seed: int, audit_every: int) -> torch.optim.Optimizer:
     """Give the model its dtypes and return the row's optimizer."""
     options: dict[str, Any] = {"lr": lr, "betas": BETAS, "weight_decay": 0.0}
-    name, _, start = row.partition(" ")
+    if row.startswith("lora "):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), model)
+        model.requires_grad_(False)
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in parameter_name)
+    name, _, start = row.removeprefix("lora ").partition(" ")
+    if row in FORMULAS:
+        name = MASTER
     if peer := {peer.name: peer for peer in PEERS}.get(row):
         ng.cast_parameters(model, torch.bfloat16)
         return peer.make(model.parameters(), **options, eps=1e-8)
@@ -180,6 +198,7 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
     model = pretrained(folder, how).to(device).train()
     audited = steps * 3 // 4
     optimizer, autocast, edq = prepared(row, model, lr, seed, audited), row.startswith("autocast"), None
+    formula = FORMULAS.get(row)
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed + 1))
     losses = {"0": validation_loss(model, held_out, autocast)}
     for step in range(steps):
@@ -189,6 +208,8 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
         loss_of(model, train[order[first : first + BATCH_SIZE]], autocast).backward()
         optimizer.step()
         optimizer.zero_grad()
+        if formula is not None:
+            cut(formula, optimizer)
         if step + 1 in (*EVALUATIONS, steps):
             losses[str(step + 1)] = validation_loss(model, held_out, autocast)
             print(row, lr, seed, step + 1, round(losses[str(step + 1)], 4), flush=True)
@@ -196,6 +217,8 @@ def fine_tuned(job: tuple[str, str, float, int, int], folder: Path, how: dict[st
             edq = float(update_metrics(optimizer.last_audit)["edq"])
     is_ours = isinstance(optimizer, ng.AdamW)
     size = optimizer.bytes_per_param() if is_ours else 16.0 if autocast else bytes_held(optimizer)
+    if formula is not None:
+        size, edq = formula_bytes(formula, optimizer), None
     edq = edq if edq is not None and math.isfinite(edq) else None
     date = datetime.now(timezone.utc).date().isoformat()
     return Run(name, row, lr, steps, seed, losses, size, edq, torch.__version__, vectors(), date)
@@ -249,10 +272,12 @@ def table_of_starts(records: Records) -> str:
     return table(header, lines)
 
 
-def table_of_rows(records: Records, model: str, lr: float, steps: int) -> str:
-    """Return what each row keeps of ``master``'s improvement, with the loss less ``master``'s of the same seed."""
-    base, lines = improvements(records, model, MASTER, lr, steps, steps), []
+def table_of_rows(records: Records, model: str, lr: float, steps: int, baseline: str = MASTER) -> str:
+    """Return what each row keeps of the baseline's improvement, with the loss less the baseline's of the same seed."""
+    base, lines = improvements(records, model, baseline, lr, steps, steps), []
     for row in dict.fromkeys(run.row for run in records.values()):
+        if row.startswith("lora ") != baseline.startswith("lora "):
+            continue
         ours = improvements(records, model, row, lr, steps, steps)
         if not (seeds := sorted(ours.keys() & base.keys())):
             continue
@@ -266,7 +291,7 @@ def table_of_rows(records: Records, model: str, lr: float, steps: int) -> str:
         ]
         lines.append((kept, [row, *cells, f"{statistics.fmean(edq):.3f}" if edq else "–"]))
     ordered = [line for _, line in sorted(lines, key=lambda line: -line[0])]
-    return table(["row", "B/param", "improvement kept", "loss less `master`'s", "late EDQ"], ordered)
+    return table(["row", "B/param", "improvement kept", f"loss less `{baseline}`'s", "late EDQ"], ordered)
 
 
 def write_tables(page: str, text: str) -> None:
@@ -293,27 +318,44 @@ def visible_changes(weights: Tensor, lr: float, steps: int, low_bits: str) -> tu
     return changes, moved
 
 
-def drawing(curves: dict[str, list[float]], across: str, up: str) -> str:
-    """Return an SVG of curves over 0, 1, 2, …, each with its name at its end."""
-    width, height, left, low = 480, 300, 60, 40
-    last, top = max(map(len, curves.values())) - 1, max(map(max, curves.values()))
-    x, y = lambda k: left + k * (width - 90) / last, lambda v: height - low - v * (height - 2 * low) / top
-    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13"'
+def drawing(curves: dict[str, dict[float, float]], across: str, up: str) -> str:
+    """Return an SVG of curves, each with its name at its end; a point is ``x: y``."""
+    width, height, left, right, low = 720, 320, 60, 250, 40
+    across_values = sorted({x for curve in curves.values() for x in curve})
+    values = [y for curve in curves.values() for y in curve.values()]
+    bottom, top = min(values), max(values)
+
+    def x(value: float) -> float:
+        return left + (value - across_values[0]) * (width - left - right) / (across_values[-1] - across_values[0])
+
+    def y(value: float) -> float:
+        return low + (top - value) * (height - 2 * low) / (top - bottom)
+
+    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="14"'
     parts = [f'<svg {style} viewBox="0 0 {width} {height}"><rect width="{width}" height="{height}" fill="white"/>']
-    for value in (0, last // 2, last):
-        parts.append(f'<text x="{x(value)}" y="{height - 20}" text-anchor="middle">{value}</text>')
-        parts.append(
-            f'<text x="{left - 8}" y="{y(value * top / last) + 4}" text-anchor="end">{value * top / last:.0f}</text>'
-        )
-    parts.append(f'<text x="{x(last / 2)}" y="{height - 4}" text-anchor="middle">{across}</text>')
+    for value in (across_values[0], across_values[-1]):
+        parts.append(f'<text x="{x(value):.0f}" y="{height - 20}" text-anchor="middle">{value:g}</text>')
+    for value in (bottom, top):
+        parts.append(f'<text x="{left - 8}" y="{y(value) + 5:.0f}" text-anchor="end">{value:.3g}</text>')
+    middle = x((across_values[0] + across_values[-1]) / 2)
+    parts.append(f'<text x="{middle:.0f}" y="{height - 8}" text-anchor="middle">{across}</text>')
     parts.append(f'<text x="8" y="20">{up}</text>')
-    parts.append(f'<path d="M{left} {low / 2}V{height - low}H{width - 20}" fill="none" stroke="#444"/>')
-    colors = ("#888", "#1c7ed6", "#d9480f")
-    for rank, ((name, values), color) in enumerate(zip(curves.items(), colors, strict=False)):
-        points = " ".join(f"{x(k):.1f},{y(value):.1f}" for k, value in enumerate(values))
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts.append(f'<text x="{left + 20}" y="{low + 18 * rank}" fill="{color}">{name}</text>')
+    parts.append(f'<path d="M{left} {low - 10}V{height - low}H{width - right}" fill="none" stroke="#444"/>')
+    colors, free = ("#d9480f", "#868e96", "#1c7ed6"), 0.0
+    from_the_top = sorted(curves.items(), key=lambda item: -list(item[1].values())[-1])
+    for (name, curve), color in zip(from_the_top, colors, strict=False):
+        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve.items())
+        last_x, last_y = list(curve.items())[-1]
+        free = max(y(last_y) + 5, free + 18)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>')
+        parts.append(f'<text x="{x(last_x) + 8:.0f}" y="{free:.0f}" fill="{color}">{name}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def mean_curve(records: Records, row: str, lr: float, steps: int) -> dict[float, float]:
+    """Return the validation loss of a row on SmolLM2 by step, in the mean over its seeds."""
+    chosen = [run for run in records.values() if (run.model, run.row, run.lr, run.steps) == (SMOLLM2, row, lr, steps)]
+    return {float(step): statistics.fmean(run.losses[step] for run in chosen) for step in chosen[0].losses}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -327,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
     flags.add_argument("--file", type=Path, default=FILE)
     flags.add_argument("--threads", type=int, default=1)
-    flags.add_argument("--page", action="store_true", help="write the tables of both pages")
+    flags.add_argument("--page", action="store_true", help="write the tables of both pages and README's picture")
     flags.add_argument("--picture", action="store_true", help="draw docs/images/visible-change.svg")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
@@ -335,14 +377,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         records = runs(options.file)
         write_tables("low-bits.md", table_of_starts(records))
-        write_tables("fine-tuning.md", table_of_rows(records, SMOLLM2, 2e-5, 100))
+        parts = [table_of_rows(records, SMOLLM2, 2e-5, 100)]
+        for lr in (1e-4, 1e-5):
+            parts.append(f"Adapters of rank 16, at {lr:g}:\n\n{table_of_rows(records, SMOLLM2, lr, 100, LORA)}")
+        write_tables("fine-tuning.md", "\n\n".join(parts))
+        curves = {name: mean_curve(records, row, 2e-5, 100) for name, row in SHOWN.items()}
+        (DOCS / "images" / "fine-tune.svg").write_text(drawing(curves, "steps", "validation loss"))
         return 0
     folder, how = source_of(options.model)
     if options.picture:
         weights = torch.cat([p.detach().flatten()[:10000] for p in pretrained(folder, how).parameters() if p.ndim > 1])
-        curves: dict[str, list[float]] = {"sum of updates": [float(step) for step in range(101)]}
+        curves = {"sum of updates": {float(step): float(step) for step in range(101)}}
         for low_bits in ("random", "zero"):
-            curves[f"low bits {low_bits}"], _ = visible_changes(weights.bfloat16().view(1, -1), 5e-6, 100, low_bits)
+            changes, _ = visible_changes(weights.bfloat16().view(1, -1), 5e-6, 100, low_bits)
+            curves[f"low bits {low_bits}"] = dict(enumerate(changes))
             _, moved = visible_changes(weights.bfloat16().view(1, -1), 1e-6, 100, low_bits)
             print(f"low bits {low_bits}: {100 * moved:.2f} % of the weights change in a step at 1e-6")
         drawn = drawing(curves, "steps at a rate of 5e-6", "mean visible change, in updates")

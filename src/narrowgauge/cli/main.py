@@ -87,7 +87,7 @@ def _require_one_process(command: str) -> None:
 @click.version_option(__version__, prog_name="narrowgauge", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Train language models in narrow number formats, know what each costs, and get the same bits again.
+    """bfloat16 memory, float32 training: optimizers and number formats for PyTorch that lose no small updates.
 
     \b
     narrowgauge tokenize text.txt tokens
