@@ -11,10 +11,10 @@ are controls, which must lose.
 
 Run: ``./dev bench board`` with one of
 
-- ``--add all`` or ``--add ROW …``: train what has no record. Rows are storages, recipes (``float8-row/word``), peers of
-  ``peers.py`` (``"optimi AdamW Kahan"``) and published states (``published/coat``). Several processes may share the file. A
-  stopped run resumes from its last checkpoint, or starts again with a peer. A run takes about 65 seconds of a quiet core with
-  AVX512, 4 to 6 minutes with AVX2.
+- ``--add all`` or ``--add ROW …``: train what has no record, with ``--cell 1e-3,0.999`` in one cell alone. Rows are storages,
+  recipes (``float8-row/word``), peers of ``peers.py`` (``"optimi AdamW Kahan"``) and published states (``published/coat``).
+  Several processes may share the file. A stopped run resumes from its last checkpoint, or starts again with a peer. A run takes
+  about 65 seconds of a quiet core with AVX512, 4 to 6 minutes with AVX2.
 - ``--page``: write the tables of ``docs/board.md``.
 
 ``--quick`` trains two rows for six steps in a temporary folder. ``--model llama-8m`` trains the larger model.
@@ -64,6 +64,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "board.md"
 MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 MASTER, WORD = "master", "word"
+NO_DECAY = "master without decay"
+"""Shows what a peer gains whose weight decay rounds to nothing on bfloat16 weights."""
 ONCE = "exact"
 """Has the bits of ``master``: one run proves it."""
 CONTROLS = ("naive", "nearest8", "float8/collage-plus")
@@ -79,8 +81,8 @@ FULL = "float32/float32"
 SIXTEEN_BITS = ("float32", "float16/float32", "naive", "float16/naive")
 """float32 weights with matmuls in bfloat16 and in float16, and 16 bits throughout."""
 OTHERS = (
-    "torch AdamW bfloat16", "torchao AdamW8bit", "torchao AdamW8bit stochastic", "bitsandbytes AdamW8bit", "optimi AdamW Kahan",
-    "heavyball AdamW ecc", "published/coat", "published/fp8-lm", "published/flashoptim",
+    NO_DECAY, "torch AdamW bfloat16", "torchao AdamW8bit", "torchao AdamW8bit stochastic", "bitsandbytes AdamW8bit",
+    "optimi AdamW Kahan", "heavyball AdamW ecc", "published/coat", "published/fp8-lm", "published/flashoptim",
 )  # fmt: skip
 ROWS = (*STORAGES, *COMPUTES, FULL, *SIXTEEN_BITS, *OTHERS)
 
@@ -132,9 +134,11 @@ class Job:
     def config(self) -> TrainConfig:
         """The trainer's settings. A peer steps the model of ``naive``; published states replace those of ``master``."""
         sizes, (lr, beta2) = dict(vars(self.setting)), self.cell
-        stand_in = "naive" if self.row in PEERS else MASTER if self.row in FORMULAS else self.row
+        stand_in = "naive" if self.row in PEERS else MASTER if self.row in (NO_DECAY, *FORMULAS) else self.row
         recipe = parse(stand_in if "/" in stand_in else f"bfloat16/{stand_in}")
         sizes |= {"lr": lr, "min_lr_ratio": sizes.pop("final_lr") / lr, "beta2": beta2, "seed": self.seed}
+        if self.row == NO_DECAY:
+            sizes["weight_decay"] = 0.0
         config = TrainConfig(
             **sizes, recipe=recipe, compile=False, data=self.data, keep_checkpoints=1, gauges_every=0, threads=1
         )
@@ -150,7 +154,8 @@ class Record:
         val_loss: in nats per token; ``None`` if it is not finite.
         unigram, bigram: losses of token frequencies and of bigrams of the training text on the same held-out text.
         bytes_per_param: weight, gradient and states, counted from live tensors.
-        edq: of the audit over the run; ``None`` for a peer and for published states.
+        edq: of the audits of the whole run, in which the large early updates decide; ``None`` for a peer and published states.
+        late_edq: of the audits of the last quarter.
         weights: fingerprint of the stored weights at the end.
         vectors: vector instructions of the processor, or the name of the GPU; bits differ between them.
     """
@@ -177,6 +182,7 @@ class Record:
     python: str
     vectors: str
     date: str
+    late_edq: float | None = None
 
     @property
     def cell(self) -> Cell:
@@ -239,7 +245,7 @@ def trained(job: Job, out: Path) -> Record:
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     data = open_data(config.data or stdlib_tokens(config.model), config.held_out, config.seed)
-    session, edq = build(config, folder, data), None
+    session, edq, late_edq = build(config, folder, data), None, None
     peer, formula = PEERS.get(job.row), FORMULAS.get(job.row)
     if peer is not None:
         optimizer = peer_optimizer(peer, session)
@@ -250,11 +256,15 @@ def trained(job: Job, out: Path) -> Record:
     else:
         if (checkpoint := latest_checkpoint(folder, lambda *_: None)) is not None:
             session.load(checkpoint)
-        audits = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)  # since the last checkpoint that was loaded
+        audits = torch.zeros(
+            2, len(UPDATE_SUMS), dtype=torch.float64
+        )  # early, late; since the last checkpoint that was loaded
         while session.step < config.steps:
             train_step(session)
             if session.optimizer.last_audit is not None:
-                audits += session.optimizer.last_audit.to("cpu", torch.float64)
+                audits[int(4 * session.step > 3 * config.steps)] += session.optimizer.last_audit.to(
+                    "cpu", torch.float64
+                )
             if formula is not None:
                 cut(formula, session.optimizer)
             if session.step % CHECKPOINT_EVERY == 0 and session.step < config.steps:
@@ -262,7 +272,7 @@ def trained(job: Job, out: Path) -> Record:
         session.saver.close()
         weights, size = session.weights_fingerprint(), session.optimizer.bytes_per_param()
         if formula is None:
-            edq = float(update_metrics(audits)["edq"])
+            edq, late_edq = (float(update_metrics(sums)["edq"]) for sums in (audits.sum(0), audits[1]))
         else:  # the audit is of the step before the states were replaced
             size = formula_bytes(formula, session.optimizer)
     loss, (unigram, bigram) = evaluate(session), levels(data, job.setting)
@@ -280,6 +290,7 @@ def trained(job: Job, out: Path) -> Record:
         bigram=bigram,
         bytes_per_param=size,
         edq=edq if edq is not None and math.isfinite(edq) else None,
+        late_edq=late_edq if late_edq is not None and math.isfinite(late_edq) else None,
         weights=weights,
         narrowgauge=peer_version("narrowgauge"),
         torch=torch.__version__,
@@ -409,13 +420,13 @@ def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[C
         if not runs or row in (ONCE, baseline):
             continue
         cost = [differences(records, row, cell, baseline) for cell in cells]
-        edqs = [run.edq for run in runs if run.edq is not None]
-        name = f"{row} ({runs[-1].package})" if row in PEERS else f"`{row}`"
+        edqs = [run.late_edq for run in runs if run.late_edq is not None]
+        name = f"{row} ({runs[-1].package})" if row in PEERS else row if row == NO_DECAY else f"`{row}`"
         edq = f"{statistics.fmean(edqs):.3f}" if edqs else "–"
         figures = [shown([cell]) for cell in cost] + ([shown(cost)] if len(cells) > 1 else [])
         lines.append([name, f"{runs[-1].bytes_per_param:.2f}", edq, *figures])
     over_all = ["all cells"] if len(cells) > 1 else []
-    return table(["row", "B/param", "EDQ", *map(cell_name, cells), *over_all], lines) if lines else ""
+    return table(["row", "B/param", "late EDQ", *map(cell_name, cells), *over_all], lines) if lines else ""
 
 
 def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
@@ -471,6 +482,11 @@ def filled_page(page: str, file: Path = FILE) -> str:
     return "\n\n".join([before + MARKS[0], *sections, MARKS[1] + after])
 
 
+def cell_of(text: str) -> Cell:
+    lr, beta2 = text.split(",")
+    return float(lr), float(beta2)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -478,7 +494,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--page", action="store_true", help="write the tables of docs/board.md")
     flags.add_argument("--quick", action="store_true", help="two rows, six steps; nothing is kept")
     flags.add_argument("--model", choices=SETTINGS, default="llama-1m")
+    flags.add_argument(
+        "--cell", nargs="+", type=cell_of, metavar="LR,BETA2", help="train these cells only (1e-3,0.999)"
+    )
     flags.add_argument("--seeds", type=int, default=3, help="seeds per cell (default 3)")
+    flags.add_argument("--file", type=Path, default=FILE, help="the records")
     flags.add_argument("--data", help="a token map (default: the standard library's source)")
     flags.add_argument("--out", type=Path, default=Path("runs/board"), help="checkpoints (default runs/board)")
     options = flags.parse_args(arguments)
@@ -489,7 +509,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.add and not options.quick:
         rows = ROWS if options.add == ["all"] else (MASTER, *options.add)
-        return int(add(jobs(setting, rows, options.seeds, options.data), options.out) > 0)
+        wanted = jobs(setting, rows, options.seeds, options.data)
+        return int(
+            add([job for job in wanted if job.cell in (options.cell or setting.cells)], options.out, options.file) > 0
+        )
     with tempfile.TemporaryDirectory() as folder:
         short = dataclasses.replace(setting, steps=6, eval_sequences=16)
         wanted = [Job(short, row, short.cells[0], 0) for row in (WORD, "torch AdamW bfloat16")]
