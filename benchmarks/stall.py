@@ -94,7 +94,8 @@ def ours(case: Stall, storage: str, device: str = "cpu", *, compile: bool = Fals
     """A trainee of one of our storages, and its optimizer for the audit."""
     row = STORAGES[storage]
     weight = nn.Parameter(case.start.to(device, getattr(torch, row.visible), copy=True))
-    optimizer = ng.AdamW([("weight", weight)], lr=LR, **OPTIONS, storage=storage, compile=compile)
+    # Random low bits would be a displacement of their own.
+    optimizer = ng.AdamW([("weight", weight)], lr=LR, **OPTIONS, storage=storage, compile=compile, low_bits="zero")
     optimizer.adopt({weight: case.start.to(device).float()})  # a visible format narrower than bfloat16 cuts it
 
     def step() -> None:
