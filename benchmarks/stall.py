@@ -10,9 +10,9 @@ Baseline: the same AdamW in float64. Beside ours: published 8-bit states by thei
 (``benchmarks/_published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
 the same numbers in float16, which holds all but the smallest of them.
 
-Run: ``./dev bench stall [--scale 0.02] [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run goes on where it was
-(``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No times are taken, so ``--rounds`` has no
-effect.
+Run: ``./dev bench stall [--scale 0.02] [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run
+goes on where it was (``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No times are taken,
+so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ def parts(options: argparse.Namespace) -> list[Part]:
         *((f"published {name}", lambda row=row: published_row(case(), row)) for name, row in PUBLISHED.items()),
         *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
     ]
-    return [Part(name, {"side": side, "steps": steps, "scale": options.scale}, make, SECONDS) for name, make in contenders]
+    return [
+        Part(name, {"side": side, "steps": steps, "scale": options.scale}, make, SECONDS) for name, make in contenders
+    ]
 
 
 def flags() -> argparse.ArgumentParser:
