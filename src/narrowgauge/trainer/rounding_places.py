@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from narrowgauge.checkpoints.saving import latest_checkpoint
@@ -36,10 +36,9 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.language_model import loss_sum
 from narrowgauge.trainer.resume_checks import require_same_run, run_of_trainer
 from narrowgauge.trainer.session import Session, build, open_on_ranks
-from narrowgauge.trainer.step import differentiate, losses, train_step
+from narrowgauge.trainer.step import differentiate, train_step
 
 PLACES: dict[str, str] = {
     "inputs": "linear layers cast their inputs, in all their matmuls",
@@ -67,7 +66,6 @@ _OF_ONE_PROCESS: dict[str, Any] = {
 Tensors = dict[str, Tensor]
 Result = tuple[float, Tensors]
 """The mean loss of a step, and its gradients, unclipped and at loss scale 1."""
-Operands = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -160,10 +158,12 @@ def rounding_places(
             mismatch = mismatch or _mismatch(row, reader.row(session.step, columns))
         say("Computing the step in float32, and with each place of rounding alone.")
         wide = replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
-        repeated = _Step(session, build(wide, Path(temporary), data).model)
-        exact, every = repeated.gradients(()), repeated.gradients(PLACES)
-        alone = {name: repeated.gradients((name,)) for name in PLACES}
-        of_run = repeated.gradients_of_run()
+        copy = build(wide, Path(temporary), data)
+        copy.step, copy.sequences, copy.linears = session.step, session.sequences, session.linears
+        copy.optimizer.loss_scaler = session.optimizer.loss_scaler
+        exact, every = (_rounded_result(session, copy, places) for places in ((), PLACES))
+        alone = {name: _rounded_result(session, copy, (name,)) for name in PLACES}
+        of_run = _result(session)
         last = {"step": step, "batch_crc": session.batch_crc, "loss": of_run[0]}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
         bad = None
@@ -215,130 +215,95 @@ def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Step:
-    """Computes the gradients of the next step of a session, in the float32 model ``plain``, with some places ``rounded``."""
+def _result(session: Session) -> Result:
+    """Compute the next step of a session, and drop its gradients."""
+    scaler = session.optimizer.loss_scaler
+    scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
+    loss = float(differentiate(session))
+    named = session.model.named_parameters()
+    tensors = {name: p.grad.detach().float() / scale for name, p in named if p.grad is not None}
+    session.optimizer.zero_grad(set_to_none=True)
+    return loss, tensors
 
-    def __init__(self, session: Session, plain: nn.Module) -> None:
-        self.session, self.plain = session, plain
-        optimizer, scaler = session.optimizer, session.optimizer.loss_scaler
-        self.scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
-        self.parameters: dict[str, nn.Parameter] = dict(session.model.named_parameters())
-        trained = optimizer.parameter_names()
-        self.visible = {name: p.detach().float().clone() for name, p in self.parameters.items()}
-        self.stored = self.visible | {name: optimizer.stored(p) for name, p in self.parameters.items() if p in trained}
-        self.rounded: Collection[str] = ()
-        self.dtype: torch.dtype = getattr(torch, session.config.recipe.dtype)
 
-    def gradients_of_run(self) -> Result:
-        """Compute the gradients as the run does."""
-        loss = float(differentiate(self.session))
-        tensors = {n: p.grad.detach().float() / self.scale for n, p in self.parameters.items() if p.grad is not None}
-        self.session.optimizer.zero_grad(set_to_none=True)
-        return loss, tensors
+def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Result:
+    """Compute the next step of a run in its float32 copy, with rounding at these places alone."""
+    trained, layers = run.optimizer.parameter_names(), {} if run.linears is None else run.linears.layers
+    dtypes = {name: p.dtype for name, p in run.model.named_parameters()}
+    sums_in_bfloat16 = "accumulation" in places and run.config.accumulation_dtype == "bfloat16"
 
-    def gradients(self, rounded: Collection[str]) -> Result:
-        """Compute the gradients with rounding at these places alone."""
-        self.rounded = rounded
-        values = self.visible if "weights" in rounded else self.stored
-        with torch.no_grad():
-            for name, parameter in self.plain.named_parameters():
-                parameter.copy_(values[name])
-        model: Any = self.plain
-        total: Tensors = {}
-        loss = 0.0
-        with self._attached():
-            for share in losses(self.session, lambda tokens: loss_sum(model, tokens)):
-                (share * self.scale).backward()
-                loss += float(share.detach())
-                for name, parameter in self.plain.named_parameters():
-                    if parameter.grad is not None:
-                        gradient, parameter.grad = self._in_weight_format(parameter.grad, name), None
-                        total[name] = self._sum(total[name], gradient, name) if name in total else gradient
-        return loss, {name: self._in_weight_format(gradient, name) / self.scale for name, gradient in total.items()}
+    def cast(values: Any) -> Any:
+        dtype = getattr(torch, run.config.recipe.dtype)
+        return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
 
-    def _in_weight_format(self, gradient: Tensor, name: str) -> Tensor:
-        """Round a gradient to the format in which the run's parameter holds it."""
-        return gradient.to(self.parameters[name].dtype).float() if "weight-gradients" in self.rounded else gradient
+    def round_gradient(dtype: torch.dtype, gradient: Tensor) -> Tensor:
+        return gradient.to(dtype).float() if "weight-gradients" in places else gradient
 
-    def _sum(self, total: Tensor, gradient: Tensor, name: str) -> Tensor:
-        """Add two micro-batches' gradients as the run does."""
-        is_narrow = self.session.config.accumulation_dtype == "bfloat16" and self.parameters[name].element_size() == 2
-        total = total + gradient
-        return total.bfloat16().float() if is_narrow and "accumulation" in self.rounded else total
+    def round_sum(parameter: Any) -> None:
+        parameter.grad = parameter.grad.bfloat16().float()
 
-    @contextmanager
-    def _attached(self) -> Iterator[None]:
-        """Compute linear layers as the recipe does. Cast what enters and leaves each other module."""
-        undo: list[Callable[[], Any]] = []
-        for name, module in self.plain.named_modules():
+    with ExitStack() as undo:
+        for name, parameter in copy.model.named_parameters():
+            visible = run.model.get_parameter(name)
+            is_stored = visible in trained and "weights" not in places
+            parameter.data.copy_(run.optimizer.stored(visible) if is_stored else visible)
+            undo.callback(parameter.register_hook(partial(round_gradient, dtypes[name])).remove)
+            if sums_in_bfloat16 and visible.element_size() == 2:
+                undo.callback(parameter.register_post_accumulate_grad_hook(round_sum).remove)
+        for name, module in copy.model.named_modules():
             if is_linear(module):
-                module.forward = partial(self._linear, name, module)
-                undo.append(partial(delattr, module, "forward"))
-            elif "activations" in self.rounded:
-                undo.append(module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True).remove)
-                undo.append(module.register_forward_hook(self._cast_output).remove)
-        try:
-            yield
-        finally:
-            for remove in undo:
-                remove()
+                module.forward = partial(_linear, module, layers.get(name), places)
+                undo.callback(delattr, module, "forward")
+            elif "activations" in places:
+                hook = module.register_forward_pre_hook(lambda _, *inputs: cast(inputs), with_kwargs=True)
+                undo.callback(hook.remove)
+            if "activations" in places:
+                undo.callback(module.register_forward_hook(lambda _, inputs, output: cast(output)).remove)
+        loss, tensors = _result(copy)
+    return loss, {name: round_gradient(dtypes[name], gradient) for name, gradient in tensors.items()}
 
-    def _cast(self, values: Any) -> Any:
-        """Cast all floating tensors in nested values to the recipe's dtype."""
-        return tree_map(lambda x: x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
 
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._cast((args, kwargs))
+def _linear(module: Any, layer: Any, places: Collection[str], x: Tensor) -> Tensor:
+    """Compute a linear layer with some casts of the run's layer, and sums in float32."""
+    x, weight = x.float(), module.weight.t() if is_transposed(module) else module.weight
+    if not isinstance(layer, Linear) or layer.compute.is_wide:
+        return F.linear(x, weight, module.bias)
+    call = Call(layer.registered_name, layer.keys(), x.shape[-2] if x.ndim > 2 else 1)
 
-    def _cast_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._cast(output)
+    def operands(matmul: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        right_values, outer = _cast_values(right, call, f"{matmul}.right", places)
+        fold = scales_to_fold(outer, call.compute, matmul)
+        return _cast_values(left, call, f"{matmul}.left", places, fold)[0], right_values
 
-    # ── a linear layer with some of its casts ───────────────────────────────────────────────────────────────────────
+    product: Any = _Product
+    y: Tensor = product.apply(x.reshape(-1, x.shape[-1]), weight, module.bias, operands)
+    return y.view(*x.shape[:-1], -1)
 
-    def _linear(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Compute a linear layer as the recipe does, with sums in float32."""
-        layers = {} if self.session.linears is None else self.session.linears.layers
-        layer, weight = layers.get(name), module.weight.t() if is_transposed(module) else module.weight
-        if isinstance(layer, Linear) and not layer.compute.is_wide:
-            operands = partial(self._operands, layer, x.shape[-2] if x.ndim > 2 else 1)
-            product: Any = _Product
-            y: Tensor = product.apply(x.reshape(-1, x.shape[-1]).float(), weight, module.bias, operands)
-            y = y.view(*x.shape[:-1], -1)
-        else:
-            y = F.linear(x.float(), weight, module.bias)
-        return y.to(self.dtype) if "activations" in self.rounded else y
 
-    def _operands(self, layer: Linear, length: int, matmul: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two tensors of a matmul after their casts, in float32. ``length`` is the tokens of a sequence."""
-        right_values, outer = self._values(layer, length, f"{matmul}.right", right)
-        fold = scales_to_fold(outer, layer.compute, matmul)
-        return self._values(layer, length, f"{matmul}.left", left, fold)[0], right_values
-
-    def _values(
-        self, layer: Linear, length: int, slot: str, x: Tensor, fold: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the values of ``x`` after the cast of a slot, and the cast's outer scale. Without a rounding, return ``x``."""
-        compute = layer.compute
-        tensor, slot = SLOTS[slot].tensor, compute.cast_slots[slot]
-        cast, dim = compute.casts[slot], SLOTS[slot].dim
-        if _CAST_AT[tensor] not in self.rounded or cast.is_wide:
-            return x, None
-        operand = cast_to_slot(x, Call(layer.registered_name, layer.keys(), length), slot, fold)
-        values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
-        values = values if operand.outer is None else values * operand.outer
-        if cast.rotation != "none":  # rotate back by the transposed matrix
-            matrix = rotate(torch.eye(ROTATION_SIZE, device=x.device), 1)
-            blocks = values.unflatten(dim, (-1, ROTATION_SIZE)).movedim(dim + 1, -1)
-            values = (blocks @ matrix.t()).movedim(-1, dim + 1).flatten(dim, dim + 1)
-        values = values[: x.shape[0], : x.shape[1]]
-        return values if fold is None else values / fold, operand.outer
+def _cast_values(
+    x: Tensor, call: Call, slot: str, places: Collection[str], fold: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the values of ``x`` after the cast of a slot, and the cast's outer scale. Without a rounding, return ``x``."""
+    tensor, slot = SLOTS[slot].tensor, call.compute.cast_slots[slot]
+    cast, dim = call.compute.casts[slot], SLOTS[slot].dim
+    if _CAST_AT[tensor] not in places or cast.is_wide:
+        return x, None
+    operand = cast_to_slot(x, call, slot, fold)
+    values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
+    values = values if operand.outer is None else values * operand.outer
+    if cast.rotation != "none":  # rotate back by the transposed matrix
+        matrix = rotate(torch.eye(ROTATION_SIZE, device=x.device), 1)
+        blocks = values.unflatten(dim, (-1, ROTATION_SIZE)).movedim(dim + 1, -1)
+        values = (blocks @ matrix.t()).movedim(-1, dim + 1).flatten(dim, dim + 1)
+    values = values[: x.shape[0], : x.shape[1]]
+    return values if fold is None else values / fold, operand.outer
 
 
 class _Product(torch.autograd.Function):
     """``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and its gradients. ``operands`` casts the tensors of a matmul."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.operands, ctx.has_bias = operands, bias is not None
         left, right = operands("output", x, weight)
