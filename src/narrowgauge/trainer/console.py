@@ -12,9 +12,7 @@ _LINE = ("loss", "tokens_per_second", "lr", "edq")
 
 
 class Console:
-    """Print the progress of one run to standard output, or a stream: a line every ``log_every`` steps.
-
-    With ``log_every`` 0 print only notes, as for a run of a comparison. ``is_quiet`` prints nothing.
+    """Print the progress of one run: a line every ``log_every`` steps; with 0 only notes. ``is_quiet`` prints nothing.
 
     Attributes:
         failure: why a line could not be written: its reader has left, or the disk is full. No line follows.

@@ -1,11 +1,10 @@
 """The training loop. It can be interrupted at any moment and resumed with the same bits.
 
-The loop contains no arithmetic and no format. It calls ``prepare`` like any training loop. Each step is recorded before the
-next begins, and checkpoints are written atomically. So a killed run loses only the steps since its last checkpoint and
-repeats them with the same bits.
+Each step is recorded before the next begins, and checkpoints are written atomically. So a killed run loses only the steps since
+its last checkpoint and repeats them with the same bits.
 
-Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the clock or on a signal,
-or the ranks agree, so that all take the same branches. Only rank 0 writes the run folder and prints.
+Several ranks run this loop side by side. Rank 0 decides everything that depends on files, on the clock or on a signal, or the
+ranks agree, so that all take the same branches. Only rank 0 writes the run folder and prints.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
@@ -35,13 +34,8 @@ from narrowgauge.spec.models import MODELS, weights_file
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.resume_checks import (
-    changed_settings,
-    is_over,
-    require_restart,
-    require_same_run,
-    run_to_continue,
-    unfinished_run,
-)
+    changed_settings, is_over, require_restart, require_same_run, run_to_continue, unfinished_run,
+)  # fmt: skip
 from narrowgauge.trainer.session import Session, build, describe, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
@@ -83,7 +77,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
         content["data"]["unigram_loss"] = data.unigram_loss()  # of all tokens, so not again at each resume
         return RunWriter.create(folder, content)
 
-    with _record(config, shown, create) as record:
+    with Record(create, config.recipe, shown.event, shown.row) as record:
         if ranks.is_first and data.tokenizer_path is not None:
             with disk_errors(folder):
                 shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
@@ -108,15 +102,14 @@ def resume(
         restart: begin again at step 0 if the run has lost its checkpoints.
         console: displays the progress; ``None`` for standard output.
     Raises:
-        RecordError: the run is missing or finished, has lost its checkpoints, another process is writing it, or its data or
-            records do not match its checkpoint.
+        RecordError: the run is missing, finished, being written, or without its checkpoints; or its data or records do not match.
     """
     folder, ranks = Path(folder), all_ranks()
     run = unfinished_run(folder)
     config = replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after)
     config.require_agreement(ranks.size)
     shown = console or _console(config)
-    with _record(config, shown, lambda: RunWriter.open(folder)) as record:
+    with Record(lambda: RunWriter.open(folder), config.recipe, shown.event, shown.row) as record:
         damaged: list[str] = []
         checkpoint = latest_checkpoint(
             folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
@@ -135,18 +128,16 @@ def resume(
                 "Name a later step with --stop-after, or leave it out.",
             )
         events = [Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged]
-        changed = changed_settings(state.get("settings", present["config"]), present["config"])
-        # The token map may have moved; its tokens are those of the start.
-        notes = [
-            f"{n} was {old} up to step {step} and is {new} from there on" for n, old, new in changed if n != "data"
-        ]
-        events += [Event("note", step, note, detector="changed-settings") for note in notes]
+        for name, old, new in changed_settings(state.get("settings", present["config"]), present["config"]):
+            if name != "data":  # the token map may have moved; its tokens are those of the start
+                note = f"{name} was {old} up to step {step} and is {new} from there on"
+                events.append(Event("note", step, note, detector="changed-settings"))
         events += [Event("note", step, note, detector="changed-software") for note in differences(run.run, present)]
-        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         _watch(session, record, shown)
         record.go_back(step, digests=state.get("rows"))
         for event in events:
             record.event(event, shown=True)
+        where = f" on {ranks.size} ranks" if ranks.size > 1 else ""
         record.event(Event("resume", step, f"from step {step}{where}"))
         _run(session, record, shown)
     return folder
@@ -154,10 +145,6 @@ def resume(
 
 def _console(config: TrainConfig) -> Console:
     return Console(config.steps, config.log_every, is_quiet=not all_ranks().is_first)
-
-
-def _record(config: TrainConfig, console: Console, open_folder: Callable[[], RunWriter]) -> Record:
-    return Record(open_folder, config.recipe, console.event, console.row)
 
 
 def _watch(session: Session, record: Record, console: Console) -> None:
@@ -255,10 +242,8 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
-        record.event(
-            Event("corruption", session.step, message, tensor, rank=rank, advice=error.advice, detector="replicas")
-        )
+        where = {"tensor": error.tensor, "rank": error.rank, "detector": "replicas"}
+        record.event(Event("corruption", session.step, error.message.rstrip("."), advice=error.advice, **where))
         raise
     finally:
         session.saver.leave()
@@ -271,10 +256,7 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP. A second signal ends the process at once.
-
-    The files on the disk are consistent at any moment.
-    """
+    """Yield a list that receives the first SIGINT, SIGTERM or SIGHUP. A second signal ends the process at once."""
     received: list[int] = []
 
     def receive(number: int, frame: Any) -> None:

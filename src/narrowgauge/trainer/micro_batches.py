@@ -1,8 +1,7 @@
 """Assign the micro-batches of a step to ranks, and sum their losses in one order for any number of ranks.
 
-A micro-batch holds the same sequences for every number of ranks. Micro-batch m runs on rank ``m % ranks``. So each rank does
-``ceil(micro-batches / ranks)`` rounds. A rank that has none left repeats its first and contributes nothing, since every rank
-takes part in every exchange.
+A micro-batch holds the same sequences for every number of ranks. Micro-batch m runs on rank ``m % ranks``. A rank that has none
+left repeats its first and contributes nothing, since every rank takes part in every exchange.
 """
 
 from __future__ import annotations
@@ -18,17 +17,11 @@ from narrowgauge.distributed.exchanges import all_gather
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One round of a rank in a step.
+    """One round of a rank in a step."""
 
-    Args:
-        number: of the micro-batch in the step, over all ranks.
-        is_absent: the rank has no micro-batch left and repeats this one.
-        is_last: the last round of the step.
-    """
-
-    number: int
-    is_absent: bool = False
-    is_last: bool = False
+    number: int  # in the step, over all ranks
+    is_absent: bool = False  # the rank has no micro-batch left and repeats this one
+    is_last: bool = False  # the last round of the step
 
 
 def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) -> list[MicroBatch]:
@@ -46,11 +39,7 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
 
 
 def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
-    """Sum one number per micro-batch, in the order of the micro-batches, whichever rank computed them.
-
-    ``shares`` are the 0-d numbers of this rank's rounds. All ranks call it. The sum is 0-d and has the same bits on every
-    rank and for every number of ranks.
-    """
+    """Sum the 0-d ``shares`` of all ranks' rounds in the order of the micro-batches: the same bits for any number of ranks."""
     table = torch.stack([share.detach() for share in shares])
     if size > 1:
         gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)

@@ -1,6 +1,6 @@
 """Check a run folder before it goes on: whether it is over, and settings that changed since the run began.
 
-Every checkpoint holds the settings of its run. Nothing here needs PyTorch.
+Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -36,12 +36,9 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         [('lr', '0.003', '0.007')]
     """
     first, second = (json_value({**TrainConfig().to_dict(), **table}) for table in (before, now))
-
-    def text(table: Mapping[str, Any], name: str) -> str:
-        return short(table[name]) if name in table else "not set"
-
     names = [name for name in {**first, **second} if name not in _FREE and first.get(name) != second.get(name)]
-    return [(name, text(first, name), text(second, name)) for name in names]
+    texts = ([short(table[name]) if name in table else "not set" for name in names] for table in (first, second))
+    return list(zip(names, *texts, strict=True))
 
 
 def other_settings(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
@@ -54,8 +51,7 @@ def other_settings(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
 def run_to_continue(config: TrainConfig) -> Run | None:
     """Return the run in the folder of checked settings, which then goes on; ``None`` if the folder is free.
 
-    Raises:
-        RecordError: the folder holds something else, or a run with other settings or data.
+    Refuse a folder that holds something else, or a run with other settings or data.
     """
     folder = Path(str(config.out))
     if not is_run(folder):

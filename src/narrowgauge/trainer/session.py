@@ -1,8 +1,7 @@
 """A session: a model, its optimizer and its data at some step. Build, save and load it.
 
-The state of a session is a function of its settings and its checkpoint. The seed gives the initial weights and the order
-of the data. (seed, step) gives the random bits of rounding. No generator state is saved. A restored session
-continues with the same bits as an uninterrupted one.
+Its state is a function of its settings and its checkpoint. The seed gives the initial weights and the order of the data, (seed,
+step) the random bits of rounding. So a restored session continues with the bits of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class Session:
     Args:
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
-        linears: the model's low-precision layers, if its recipe has any.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process with nothing to sum.
         step: optimizer steps done.
         sequences: sequences read by these steps, whatever their batch sizes were.
@@ -119,14 +117,12 @@ class Session:
         c, batch, sums, began = self.config, [], [], time.perf_counter()
         for part in self.micro_batches:
             first = self.sequences + part.number * c.micro_batch_size
-            batch.append(torch.from_numpy(self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)))
-            if not part.is_absent:
-                sums.append(batch_checksum(batch[-1].numpy()))
-        of_ranks = self.here.gather((time.perf_counter() - began, sums))
-        self.loader_seconds = max(seconds for seconds, _ in of_ranks)
-        total = sum(int(checksum, 16) for _, sums_of_rank in of_ranks for checksum in sums_of_rank)
-        self.batch_crc = f"{total % 2**64:016x}"
-        return [tokens.to(self.device) for tokens in batch]
+            tokens = self.data.batch(first, c.micro_batch_size, c.sequence_length, c.seed)
+            batch.append(torch.from_numpy(tokens).to(self.device))
+            sums.append(0 if part.is_absent else int(batch_checksum(tokens), 16))
+        seconds, totals = zip(*self.here.gather((time.perf_counter() - began, sum(sums))), strict=True)
+        self.loader_seconds, self.batch_crc = max(seconds), f"{sum(totals) % 2**64:016x}"
+        return batch
 
     def weights_fingerprint(self) -> str:
         """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
@@ -182,16 +178,12 @@ class Session:
         ``rows`` are the :meth:`~narrowgauge.runs.writer.RunWriter.digests` of the record, on rank 0.
         """
         tensors = state_tensors(self.model.named_parameters(), self.optimizer)
-        scaler = self.optimizer.loss_scaler
         state = {
-            "step": self.step,
-            "sequences": self.sequences,
-            "num_skipped": self.optimizer.num_skipped,
-            "fingerprint": self.weights_fingerprint(),
-            "settings": self.config.to_dict(),
-            "rows": rows,
-            **({} if scaler is None else {"loss_scaler": scaler.state_dict()}),
-        }
+            "step": self.step, "sequences": self.sequences, "num_skipped": self.optimizer.num_skipped,
+            "fingerprint": self.weights_fingerprint(), "settings": self.config.to_dict(), "rows": rows,
+        }  # fmt: skip
+        if (scaler := self.optimizer.loss_scaler) is not None:
+            state["loss_scaler"] = scaler.state_dict()
         self.saver.save(self.step, tensors, state, self.config.keep_checkpoints)
 
     def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -200,23 +192,21 @@ class Session:
         Raises:
             RecordError: it is of another model, or its weights differ from the saved ones.
         """
-        state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
+        state, optimizer, named = checkpoint.state(), self.optimizer, dict(self.model.named_parameters())
 
         def read() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
-                named = self.model.named_parameters()
-                return load_tensors(checkpoint.path, named, self.optimizer, self.config.model)
+                return load_tensors(checkpoint.path, named.items(), optimizer, self.config.model)
 
-        tensors = self.saver.ranks.together(read)
-        restore_tensors(tensors, self.model.named_parameters(), self.optimizer)
-        self.optimizer.num_skipped = state["num_skipped"]
-        if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
-            self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
+        restore_tensors(self.saver.ranks.together(read), named.items(), optimizer)
+        optimizer.num_skipped = state["num_skipped"]
+        if optimizer.loss_scaler is not None and "loss_scaler" in state:
+            optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
         self.step = self.saver.resumed_from = state["step"]
         self.sequences = state.get("sequences", self.step * self.config.batch_size)
-        if state["fingerprint"] != self.weights_fingerprint():
+        if state["fingerprint"] != (fingerprint := self.weights_fingerprint()):
             raise RecordError(
-                f"{where} gives weights {self.weights_fingerprint()}, and {state['fingerprint']} was saved.",
+                f"{checkpoint.path} gives weights {fingerprint}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
         return state
@@ -234,11 +224,17 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         language_model.enable_activation_checkpointing(model)
     optimizer = _optimizer(model, config, here)
     accumulator, reduction = _sums(model, optimizer, config, here)
-    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, reduction, here)
+    summed = language_model.compiled_loss(model) if config.compile else partial(language_model.loss_sum, model)
+
+    def loss(tokens: Tensor) -> Tensor:
+        with compute_scope(config.recipe, tokens.device):
+            return summed(tokens)
+
+    return Session(config, folder, data, model, optimizer, loss, accumulator, reduction, here)
 
 
 def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Optimizer:
-    """Prepare the model, on the ranks' mesh if there are several, and return its optimizer."""
+    """Prepare the model, on the ranks' mesh if there are several."""
     mesh = None
     if here.size > 1:
         axis = "replicate" if config.shard == "none" else "shard"
@@ -247,18 +243,10 @@ def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Opti
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
         _, optimizer = prepare(
-            model,
-            config.recipe,
-            lr=config.lr,
-            **config.optimizer_options,
-            decays=is_matrix,
-            max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
-            audit_every=config.audit_every,
-            mesh=mesh,
-            shard=config.shard,
-            average=False,
-        )
+            model, config.recipe, lr=config.lr, **config.optimizer_options, decays=is_matrix,
+            max_grad_norm=config.max_grad_norm, seed=config.seed, audit_every=config.audit_every,
+            mesh=mesh, shard=config.shard, average=False,
+        )  # fmt: skip
     return cast(Optimizer, optimizer)
 
 
@@ -280,17 +268,6 @@ def _sums(
     return accumulator, reduction
 
 
-def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """Return the summed loss of a batch in the recipe's compute, compiled or not."""
-    summed = language_model.compiled_loss(model) if config.compile else partial(language_model.loss_sum, model)
-
-    def scoped(tokens: Tensor) -> Tensor:
-        with compute_scope(config.recipe, tokens.device):
-            return summed(tokens)
-
-    return scoped
-
-
 def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
     """Refuse weights that belong to another tokenizer than the tokens, where both are known."""
     file, other = Path(config.model) / "tokenizer.json", data.tokenizer_path
@@ -305,33 +282,23 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
 
 def describe(session: Session) -> dict[str, Any]:
     """Return the content of ``run.toml``: settings, versions, machine, data."""
+    config, data = session.config, session.data
     return {
-        "config": session.config.to_dict(),
+        "config": config.to_dict(),
         **describe_process(session.device, session.here.size),
         "data": {
-            "folder": str(session.data.folder),
-            "held_out": session.config.held_out,
-            "seed": session.config.seed,
-            "fingerprint": session.data.fingerprint,
-            "tokens": session.data.num_tokens,
-            "vocab_size": session.data.vocab_size,
-            "end_of_text": session.data.end_of_text,
+            "folder": str(data.folder), "held_out": config.held_out, "seed": config.seed, "fingerprint": data.fingerprint,
+            "tokens": data.num_tokens, "vocab_size": data.vocab_size, "end_of_text": data.end_of_text,
         },
         "model": describe_model(session.model),
-    }
+    }  # fmt: skip
 
 
 # ── data and checkpoints on the disk ────────────────────────────────────────────────────────────────────────────────
 
 
 def open_on_ranks(config: TrainConfig, run: Run | None = None) -> Dataset:
-    """Open the data of the settings on every rank. ``run`` is the run that goes on with them.
-
-    Raises:
-        DataError: they cannot be read, or are too short.
-        RecordError: they are other tokens than those of the run.
-        RankError: ranks have other tokens.
-    """
+    """Open the data of the settings on every rank. Refuse other tokens than those of ``run``, which goes on with them."""
     ranks = all_ranks()
     data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
     data.require(config.sequence_length)
