@@ -95,9 +95,10 @@ class _MicroBatch:
 class _GroupSum:
     """Sum the gradients of a parameter group of FSDP2 by an exchange, as its ``set_custom_reduce_scatter`` asks."""
 
+    _summed: _MicroBatch | None = None
+
     def __init__(self, reduction: GradientReduction, exchange: Exchange) -> None:
         self.reduction, self.exchange = reduction, exchange
-        self._summed: _MicroBatch | None = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -189,10 +190,9 @@ class GradientReduction:
                 micro-batch draws random numbers, if it does not use all parameters of an FSDP2 group, or if FSDP2 is set to
                 keep gradients on a rank.
         """
-        if self.current is not None:
-            raise RuntimeError("micro_batch was entered within another")
-        if self._is_closed:
-            raise RuntimeError("micro_batch was entered of a reduction that is closed")
+        if self.current is not None or self._is_closed:
+            place = "within another" if self.current is not None else "of a reduction that is closed"
+            raise RuntimeError(f"micro_batch was entered {place}")
         self._begin()
         if self._ddp is not None:
             # As in its no_sync(), the sums are taken after the backward pass; but buffers are rank 0's in each forward pass.
@@ -234,10 +234,7 @@ class GradientReduction:
             self._replicated.add()
 
     def accumulate_in(self, accumulator: Any) -> None:
-        """Sum the micro-batches of a step in a :class:`narrowgauge.GradientAccumulator`, and not in autograd and FSDP2.
-
-        An order-invariant reduction sums them itself and ignores it.
-        """
+        """Sum micro-batches in a :class:`narrowgauge.GradientAccumulator`. An order-invariant reduction ignores it."""
         self._accumulator = accumulator
 
     @contextlib.contextmanager
@@ -268,14 +265,14 @@ class GradientReduction:
 
     def seconds(self) -> float:
         """Return how long this rank took for this step's sums: to send, to wait for other ranks, and to add."""
-        total = 0.0
-        for began, ended in (span for exchange in self._exchanges for span in exchange.spans):
+
+        def seconds(began: Any, ended: Any) -> float:
             if isinstance(ended, float):
-                total += ended - began
-            else:
-                ended.synchronize()
-                total += began.elapsed_time(ended) / 1000
-        return total
+                return ended - began
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1000
+
+        return sum(seconds(*span) for exchange in self._exchanges for span in exchange.spans)
 
     @property
     def is_installed(self) -> bool:
@@ -292,10 +289,8 @@ class GradientReduction:
     def require_open(self) -> _MicroBatch:
         """Return the micro-batch whose block is open. Refuse a backward pass outside one."""
         if self.current is None:
-            raise RecipeError(
-                f"Cannot sum gradients by '{self.row.name}' in a backward pass outside micro_batch().",
-                _IN_MICRO_BATCHES,
-            )
+            problem = f"Cannot sum gradients by '{self.row.name}' in a backward pass outside micro_batch()."
+            raise RecipeError(problem, _IN_MICRO_BATCHES)
         return self.current
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -303,6 +298,7 @@ class GradientReduction:
         self._arrived.add(parameter)
 
     def _begin(self) -> None:
+        """Begin a micro-batch. At the first, refuse what would sum wrong gradients."""
         if not self._in_step:
             if any(p.grad is not None for p in self._trainable):
                 raise RecipeError(
@@ -316,10 +312,7 @@ class GradientReduction:
         self._arrived.clear()
 
     def _require_known(self) -> None:
-        """Refuse trainable parameters that were frozen or missing when the reduction was installed.
-
-        Their gradients would not be summed, or summed as another parameter's. Replicas would drift.
-        """
+        """Refuse trainable parameters that were frozen or missing at the start: their replicas would drift."""
         groups = [group for _, group in torch_names.fsdp_groups(self._model)]
         known_ids = {id(p) for p in self._trainable} | {id(p) for g in groups for p in torch_names.fsdp_gathered(g)}
         sharded = [p for group in groups for p in torch_names.fsdp_parameters(group)]
@@ -370,8 +363,8 @@ class ExactReduction(GradientReduction):
         """Return the state of the generators."""
         if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
             raise RecipeError(
-                "Cannot sum gradients exactly because set_requires_gradient_sync(False), or set_requires_all_reduce(False), of "
-                "FSDP2 adds them up on each rank.",
+                "Cannot sum gradients exactly because set_requires_gradient_sync(False) or set_requires_all_reduce(False) of FSDP2 "
+                "adds them up on each rank.",
                 "Leave both True: the sum takes each micro-batch by itself.",
             )
         device = self._fsdp[0][1].device if self._fsdp else next(iter(self._trainable), torch.empty(0)).device
@@ -383,8 +376,7 @@ class ExactReduction(GradientReduction):
         if before and state and state != before:
             raise RecipeError(
                 "a micro-batch drew random numbers from PyTorch's default generator (dropout, sampling, layers left out at "
-                "random), whose state depends on what this rank has computed before: other bits come out on another number of "
-                "ranks.",
+                "random), whose state depends on what this rank has computed before.",
                 "Set the probabilities of dropout to 0, in attention too; or draw within torch.random.fork_rng(), seeded there "
                 "by the step and the micro-batch's own number; or take another reduction.",
             )
@@ -414,12 +406,11 @@ class ExactReduction(GradientReduction):
         """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum once more."""
         for module, group in self._fsdp:
             for parameter in torch_names.fsdp_parameters(group):
-                dtype = torch_names.fsdp_sum_dtype(group, parameter)
-                if dtype != parameter.dtype:
-                    stored = dtype_name(parameter.dtype)
+                summed, stored = (dtype_name(d) for d in (torch_names.fsdp_sum_dtype(group, parameter), parameter.dtype))
+                if summed != stored:
                     raise RecipeError(
-                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {dtype_name(dtype)} "
-                        f"and its parameters are {stored}.",
+                        f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {summed} and its "
+                        f"parameters are {stored}.",
                         f"Take reduce_dtype = {stored} in its MixedPrecisionPolicy; the exact sum needs no wider one.",
                     )
 

@@ -41,17 +41,18 @@ class Replicated:
             return
         gradients = {p: None if is_absent else p.grad for p in self.parameters}
         self._used |= torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu")
-        used = self._used_anywhere() if is_last else {}
+        if is_last and self.grid.size > 1:  # on any rank, in any micro-batch
+            anywhere = self._used.to(self.parameters[0].device)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)
+            self._used = anywhere.cpu()
+        used = dict(zip(self.parameters, self._used.tolist(), strict=True)) if is_last else {}
         for bucket, exchange in self.buckets:
             sizes = [local_of(p).numel() for p in bucket]
             flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
             parts = dict(zip(bucket, flat.split(sizes), strict=True))
             for parameter, part in parts.items():
                 gradient = gradients[parameter]
-                if gradient is None:
-                    part.zero_()
-                else:
-                    part.copy_(_dense(gradient).reshape(-1))
+                part.zero_() if gradient is None else part.copy_(_dense(gradient).reshape(-1))
             exchange.take(flat, flat, is_last=is_last)
             for parameter, part in parts.items():
                 if not used.get(parameter):
@@ -66,14 +67,6 @@ class Replicated:
 
     def discard(self) -> None:
         self._used.zero_()
-
-    def _used_anywhere(self) -> dict[Tensor, bool]:
-        """Return which parameters had a gradient on any rank in any micro-batch."""
-        used = self._used
-        if self.grid.size > 1:
-            used = used.to(self.parameters[0].device)
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=self.grid.group)
-        return dict(zip(self.parameters, used.bool().tolist(), strict=True))
 
 
 def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
