@@ -137,7 +137,6 @@ class NarrowgaugeMonitor(Callback):
 
 
 def _log(trainer: Any, kind: str, row: Row) -> None:
-    """Send the numbers of a row to the Trainer's loggers."""
     numbers = numbers_of(kind, row)
     for logger in trainer.loggers if numbers else ():
         logger.log_metrics(numbers, step=row["step"])

@@ -1,9 +1,7 @@
 """torchtitan: a converter for the model's linear layers, and an optimizer config.
 
-torchtitan 0.3 trains bfloat16 weights with ``training.dtype = "bfloat16"``. It shards and initializes the model, and then
-builds its optimizers. At that point our optimizers are made by name, and the converter's layers are swapped. torchtitan
-converts a model's *config*, and binds each layer's ``forward`` before the weights exist. So the converter puts layers into the
-config that can be swapped later.
+torchtitan 0.3 converts a model's *config*, and binds each layer's ``forward`` before the weights exist. So the converter puts
+layers into the config that can be swapped later: when torchtitan has sharded and initialized the model, and builds its optimizers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs of other frameworks, read from their logs. Values that a log does not hold stay unknown.
 
-Such a run has losses, learning rates and gradient norms at the logged steps. It has no recipe, seed, bytes or audit. It is
-named after its folder. Nothing is guessed from values: a metric under a name that is not in :data:`NAMES` is not read.
+Such a run has losses, learning rates and gradient norms at the logged steps, and is named after its folder. A metric under a name
+that is not in :data:`NAMES` is not read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -96,17 +97,15 @@ def _read_csv(file: Path) -> Series:
 
 
 def _series(rows: list[Row], first: int = 0) -> Series:
-    if not rows:
-        return {}
     names: dict[str, Any] = {}
     for name in (name for row in rows for name in row):
         names.setdefault(str(name).strip().lower(), name)
     step_name = next((names.pop(name) for name in _STEPS if name in names), None)
-    if step_name is None:
+    if rows and step_name is None:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
     series: Series = {}
     for row in rows:
-        step = _number(step_name, row.get(step_name))
+        step = _number(str(step_name), row.get(step_name))
         if step is not None and not is_whole(step):
             raise ValueError(f"column '{step_name}' holds {short(step)}, which is not a whole number")
         for name in names.values():
@@ -130,29 +129,23 @@ def _read_events(file: Path) -> Series:
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
-        raise RecordError(
-            f"Cannot read {file}: the package tensorboard is not installed.", "pip install tensorboard."
-        ) from error
+        problem = f"Cannot read {file}: the package tensorboard is not installed."
+        raise RecordError(problem, "pip install tensorboard.") from error
     records, series = PyRecordReader_New(str(file)), Series()
-    try:
+    with closing(records.file_handle), suppress(errors.OutOfRangeError):
         while True:
-            records.GetNext()
+            try:
+                records.GetNext()
+            except errors.DataLossError as error:
+                if "runcated" in str(error):
+                    break
+                raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
             event = event_pb2.Event.FromString(records.record())
             for value in event.summary.value:
                 array = make_ndarray(value.tensor) if value.HasField("tensor") else np.array(value.simple_value)
                 if value.HasField("simple_value") or (not array.shape and array.dtype.kind in "fiu"):
                     series.setdefault(value.tag, {})[event.step] = float(array)
-    except errors.OutOfRangeError:
-        return series
-    except errors.DataLossError as error:
-        if "runcated" not in str(error):
-            raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
-        return series
-    finally:
-        records.file_handle.close()
-
-
-# ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────
+    return series
 
 
 _READERS: dict[str, Callable[[Path], Series]] = {
@@ -189,9 +182,9 @@ def is_log(path: Path) -> bool:
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
-    """Return the fields of the :class:`narrowgauge.Run` that a log describes. Return ``None`` without a log.
+    """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` without a log.
 
-    The summary has the last losses. It is ``None`` if the log says that the run has not ended.
+    The summary is ``None`` if the log says that the run has not ended.
     """
     with disk_errors(path):
         files = log_files(path)
@@ -234,10 +227,7 @@ def _progress(file: Path) -> tuple[Row, bool]:
 
 
 def _rows(values: Series, columns: Mapping[str, Any]) -> list[Row]:
-    """Return the rows of some columns, ascending. A row lacks the columns not logged at its step.
-
-    Losses that begin at step 0 are of step 1.
-    """
+    """Return the rows of some columns, ascending. Losses that begin at step 0 are of step 1."""
     loss = named(values, "loss")
     first = 1 if loss is not None and min(values[loss]) == 0 else 0
     by_step: dict[int, Row] = {}

@@ -1,8 +1,7 @@
 """Read the lines of a run's files.
 
-One write appends a row and its newline. So a last line without a newline is torn, by a kill or a full disk. It is dropped.
-Any other line that does not parse is damaged and refused. JSON lacks NaN and infinities, so they are stored as
-``"nan"``, ``"inf"`` and ``"-inf"``.
+One write appends a row and its newline. So a last line without a newline is torn, and dropped. Any other line that does not
+parse is refused. JSON lacks NaN and infinities, so they are stored as ``"nan"``, ``"inf"`` and ``"-inf"``.
 """
 
 from __future__ import annotations

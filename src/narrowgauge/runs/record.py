@@ -96,16 +96,11 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run folder, finished or not, even while it is being written.
-
-    Drop a torn last line. Refuse a damaged line anywhere else, and a row with a value of the wrong type. Logs
-    of other frameworks are read too (``runs/foreign_logs.py``). Values that such a log lacks are absent.
+    """Read a run folder, finished or not, even while it is being written. Drop a torn last line.
 
     Args:
         path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
-            or their folder. Or a table (CSV).
-    Returns:
-        Its content.
+            or their folder. Or a table (CSV). Values that such a log lacks are absent.
     Raises:
         RecordError: the run is missing, a file is damaged, or a newer version wrote it.
     Example:
@@ -138,27 +133,24 @@ def read_settings(path: Path) -> Row:
         )
     try:
         run: Row = load_toml(data.decode())
-        require_whole(run)
+        if wrong := wrong_setting(run):
+            raise ValueError(wrong)
     except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
     _require_known(run, path)
     return run
 
 
-def require_whole(run: Row) -> None:
-    """Raise ``ValueError`` if a number in ``run.toml`` that readers count with is not whole."""
+def wrong_setting(run: Row) -> str:
+    """Name a number in ``run.toml`` that readers count with and that is not whole. Empty if all are."""
     config = run["config"] if isinstance(run.get("config"), dict) else {}
     numbers = {"schema_version": run["schema_version"], "seed": config.get("seed", 0), "steps": config.get("steps", 0)}
-    for key, value in numbers.items():
-        if not is_whole(value):
-            raise ValueError(f"its {key} = {short(value)} is not a whole number")
+    wrong = (f"its {key} = {short(value)} is not a whole number" for key, value in numbers.items() if not is_whole(value))
+    return next(wrong, "")
 
 
 def latest_runs(path: Path) -> str:
-    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/`` here. Without runs return ``""``.
-
-    Example of the sentence: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
-    """
+    """Return a sentence with the three newest runs in or beside a folder, or else in ``runs/`` here; empty without runs."""
     for place in (path, path.parent, Path("runs")):
         with suppress(OSError):
             files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)

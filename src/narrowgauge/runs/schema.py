@@ -1,7 +1,7 @@
 """The schema of a run's record: every column of every file in a run folder, defined once in ``data/columns.toml``.
 
-The writer and the reader check rows against these tables. The console and TensorBoard take their formats and tags from them. The
-documentation prints them. Rows may hold further columns, which are not checked.
+The writer and the reader check rows against these tables. The console and the documentation print them. Rows may hold further
+columns, which are not checked.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`::
 
@@ -30,11 +30,9 @@ Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "l
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a record: a row of ``data/columns.toml``, which explains the fields.
+    """One column of a record: a row of ``data/columns.toml``, which explains the fields. ``show`` formats for the console.
 
-    Args:
-        show: formats the value for the console.
-        metrics: the entries of each list of a ``lists`` column, in order.
+    ``metrics`` are the entries of each list of a ``lists`` column, in order.
     """
 
     name: str
@@ -107,18 +105,10 @@ METRICS: dict[str, dict[str, Column]] = {
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
-    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``. Return ``None`` if it is missing.
-
-    Example:
-        >>> metric_of({"step": 1, "moments": {"w": [1.25, 0.0]}}, "moments", "w", "bias")
-        1.25
-    """
+    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` if it is missing."""
     values = row.get(table, {}).get(name)
     place = list(METRICS[table]).index(metric)
     return values[place] if values is not None and place < len(values) else None
-
-
-# ── values of a row ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def number(value: Any) -> float | None:
@@ -162,8 +152,6 @@ _NUMBER: frozenset[type] = frozenset({int, float, bool, type(None)})
 def wrong_value(kind: str, row: Row) -> str:
     """Describe the first value in a row that does not have the type of its column. Empty if all have.
 
-    Non-finite values may be given by name, as in the file.
-
     Example:
         >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
         ("val_loss = 'low', which is not a number", '')
@@ -178,15 +166,16 @@ def wrong_value(kind: str, row: Row) -> str:
 
 
 def _why_wrong(column: Column, value: Any) -> str:
-    if column.type == "text" and not isinstance(value, str | None):
-        return f"{column.name} = {short(value)}, which is not text"
-    if column.type in ("count", "number", "flag") and not _is_number(value):
-        return f"{column.name} = {short(value)}, which is not a number"
-    if column.type != "lists":
-        return ""
-    if not isinstance(value, dict):
-        return f"{column.name} = {short(value)}, which is not a table"
-    for name, numbers in value.items():
+    is_right, word = True, "a number"
+    if column.type == "text":
+        is_right, word = isinstance(value, str | None), "text"
+    elif column.type in ("count", "number", "flag"):
+        is_right = _is_number(value)
+    elif column.type == "lists":
+        is_right, word = isinstance(value, dict), "a table"
+    if not is_right:
+        return f"{column.name} = {short(value)}, which is not {word}"
+    for name, numbers in value.items() if column.type == "lists" else ():
         if not isinstance(numbers, list | None):
             return f"{name} = {short(numbers)} in {column.name}, which is not a list"
         # The first test is of types alone, and ten times as fast.
@@ -227,8 +216,6 @@ def numbers_of(kind: str, row: Row) -> dict[str, float]:
 
     Args:
         kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``. The number of an event is its value, or 1.
-        row: one row of that file.
-
     Example:
         >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "updates": {"w": [1.0]}})
         ({'validation/loss': 2.5}, {'edq/w': 1.0})
