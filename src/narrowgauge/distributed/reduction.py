@@ -22,7 +22,6 @@ from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import ONE_RANK, ExactExchange, Exchange, RankGrid, group_of, of_mesh, replicated
 from narrowgauge.distributed.order_invariance import follow_forwards, generator_state, refuse_norms
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.replicated import Replicated
 from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
@@ -268,7 +267,7 @@ class GradientReduction:
 
         def seconds(began: Any, ended: Any) -> float:
             if isinstance(ended, float):
-                return ended - began
+                return float(ended - began)
             ended.synchronize()
             return float(began.elapsed_time(ended)) / 1000
 
@@ -363,8 +362,8 @@ class ExactReduction(GradientReduction):
         """Return the state of the generators."""
         if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
             raise RecipeError(
-                "Cannot sum gradients exactly because set_requires_gradient_sync(False) or set_requires_all_reduce(False) of FSDP2 "
-                "adds them up on each rank.",
+                "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by set_requires_gradient_sync(False) or "
+                "set_requires_all_reduce(False).",
                 "Leave both True: the sum takes each micro-batch by itself.",
             )
         device = self._fsdp[0][1].device if self._fsdp else next(iter(self._trainable), torch.empty(0)).device
@@ -406,7 +405,8 @@ class ExactReduction(GradientReduction):
         """Refuse sums in another dtype than the parameters': on several ranks FSDP2 would round the sum once more."""
         for module, group in self._fsdp:
             for parameter in torch_names.fsdp_parameters(group):
-                summed, stored = (dtype_name(d) for d in (torch_names.fsdp_sum_dtype(group, parameter), parameter.dtype))
+                summed = dtype_name(torch_names.fsdp_sum_dtype(group, parameter))
+                stored = dtype_name(parameter.dtype)
                 if summed != stored:
                     raise RecipeError(
                         f"Cannot sum gradients of {type(module).__name__} exactly because FSDP2 sums them in {summed} and its "
@@ -455,3 +455,85 @@ def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return replicated(model.process_group)
     return replicated()
+
+
+# ── replicated gradients: of a replicated model, of parameters that FSDP2 ignores, and of a model in DDP ────────────────────
+#
+# They are copied into flat buckets of one dtype, and the buckets are summed. The buckets hold every trainable parameter in the
+# model's order, with a gradient or without. So their layout is the same on all ranks and in all micro-batches.
+
+BUCKET_BYTES = 32 << 20
+"""Bytes that are copied and summed at a time: enough to hide latency, small beside a model."""
+
+
+class Replicated:
+    """Sum the gradients of parameters that every rank holds in full.
+
+    Args:
+        parameters: the replicated ones, in the same order on all ranks.
+        make: makes the exchange of a bucket.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], grid: RankGrid, make: Callable[[RankGrid], Exchange]) -> None:
+        self.parameters, self.grid = list(parameters), grid
+        self.buckets = [(bucket, make(grid)) for bucket in _in_buckets(parameters)]
+        self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device="cpu")
+
+    @torch.no_grad()
+    def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
+        """Add ``p.grad``, unless absent. After the last micro-batch write the sums to it; before, set it to ``None``."""
+        if not self.parameters:
+            return
+        gradients = {p: None if is_absent else p.grad for p in self.parameters}
+        self._used |= torch.tensor([g is not None for g in gradients.values()], dtype=torch.uint8, device="cpu")
+        if is_last and self.grid.size > 1:  # on any rank, in any micro-batch
+            anywhere = self._used.to(self.parameters[0].device)
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=self.grid.group)
+            self._used = anywhere.cpu()
+        used = dict(zip(self.parameters, self._used.tolist(), strict=True)) if is_last else {}
+        for bucket, exchange in self.buckets:
+            sizes = [local_of(p).numel() for p in bucket]
+            flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device)
+            parts = dict(zip(bucket, flat.split(sizes), strict=True))
+            for parameter, part in parts.items():
+                gradient = gradients[parameter]
+                part.zero_() if gradient is None else part.copy_(_dense(gradient).reshape(-1))
+            exchange.take(flat, flat, is_last=is_last)
+            for parameter, part in parts.items():
+                if not used.get(parameter):
+                    parameter.grad = None
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                gradient = local_of(parameter.grad)
+                gradient.copy_(part.view(gradient.shape))
+        if is_last:
+            self._used.zero_()
+
+    def discard(self) -> None:
+        self._used.zero_()
+
+
+def _in_buckets(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters in order, in buckets of one dtype and device, of at most :data:`BUCKET_BYTES` or one parameter."""
+    buckets: list[list[Tensor]] = []
+    open_buckets: dict[Any, tuple[list[Tensor], int]] = {}
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device)
+        size = local_of(parameter).numel() * parameter.element_size()
+        bucket, filled = open_buckets.get(kind, ([], BUCKET_BYTES))
+        if filled + size > BUCKET_BYTES:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_buckets[kind] = (bucket, filled + size)
+    return buckets
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        raise RecipeError(
+            f"a gradient of shape {tuple(gradient.shape)} is sparse, and gradients are summed across ranks in flat buckets.",
+            "Make the embedding with sparse=False.",
+        )
+    return local_of(gradient)

@@ -34,8 +34,8 @@ class NarrowgaugeCallback(TrainerCallback):
     """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings that defeat it.
 
     Each step has a row. The Trainer gives a loss only to its log entries: set ``logging_steps=1`` for each step's own, and
-    ``logging_nan_inf_filter=False`` to see a NaN. A new training never overwrites a record: it takes ``folder-2``, ``folder-3`` ….
-    A resumed training continues in the last.
+    ``logging_nan_inf_filter=False`` to see a NaN. A new training never overwrites a record: it takes ``folder-2`` and so on. A
+    resumed training continues in the last.
 
     Args:
         folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.

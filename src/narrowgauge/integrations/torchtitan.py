@@ -1,7 +1,7 @@
 """torchtitan: a converter for the model's linear layers, and an optimizer config.
 
 torchtitan 0.3 converts a model's *config*, and binds each layer's ``forward`` before the weights exist. So the converter puts
-layers into the config that can be swapped later: when torchtitan has sharded and initialized the model, and builds its optimizers.
+layers into the config that can be swapped later: once the model is sharded and initialized, and torchtitan builds its optimizers.
 """
 
 from __future__ import annotations

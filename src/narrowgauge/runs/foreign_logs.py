@@ -100,12 +100,12 @@ def _series(rows: list[Row], first: int = 0) -> Series:
     names: dict[str, Any] = {}
     for name in (name for row in rows for name in row):
         names.setdefault(str(name).strip().lower(), name)
-    step_name = next((names.pop(name) for name in _STEPS if name in names), None)
-    if rows and step_name is None:
+    step_name = next((names.pop(name) for name in _STEPS if name in names), "")
+    if rows and not step_name:
         raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
     series: Series = {}
     for row in rows:
-        step = _number(str(step_name), row.get(step_name))
+        step = _number(step_name, row.get(step_name))
         if step is not None and not is_whole(step):
             raise ValueError(f"column '{step_name}' holds {short(step)}, which is not a whole number")
         for name in names.values():

@@ -20,8 +20,14 @@ import tomli_w
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import TEMPORARY, disk_errors, hash_of, sync, write_whole
 from narrowgauge.runs.events import Event, emit
-from narrowgauge.runs.lines import ROW_FILES, read_rows, rows_with_lengths, toml_value
-from narrowgauge.runs.record import read_settings, wrong_setting
+from narrowgauge.runs.record import (
+    ROW_FILES,
+    read_rows,
+    read_settings,
+    rows_with_lengths,
+    toml_value,
+    wrong_setting,
+)
 from narrowgauge.runs.schema import STEPWISE, VERSION, Row, wrong_value
 from narrowgauge.spec.tables import json_value
 

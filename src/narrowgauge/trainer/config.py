@@ -16,7 +16,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RankError, RecipeError, require_package, suggestion
+from narrowgauge.errors import (
+    ChipError,
+    DataError,
+    NarrowgaugeError,
+    RankError,
+    RecipeError,
+    require_package,
+    suggestion,
+)
 from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched_off
 from narrowgauge.spec.models import MODELS, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse

@@ -44,8 +44,8 @@ def _write(session: Session, temporary: Path) -> None:
                 table.bos_token_id = table.eos_token_id = end
         model.save_pretrained(temporary, state_dict=weights)
         # Loading casts all weights to the declared dtype: one that changes no value.
-        is_narrow = dtypes <= {torch.bfloat16}
-        model.config.dtype = torch.bfloat16 if is_narrow else max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
+        widest = max(dtypes | {torch.float32}, key=lambda dtype: dtype.itemsize)
+        model.config.dtype = torch.bfloat16 if dtypes <= {torch.bfloat16} else widest
         model.config.save_pretrained(temporary)
         # safetensors gives its files mode 0600. The others follow the umask.
         for file in temporary.glob("*.safetensors"):

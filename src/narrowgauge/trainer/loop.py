@@ -31,11 +31,9 @@ from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS, weights_file
+from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.resume_checks import (
-    changed_settings, is_over, require_restart, require_same_run, run_to_continue, unfinished_run,
-)  # fmt: skip
 from narrowgauge.trainer.session import Session, build, describe, open_on_ranks
 from narrowgauge.trainer.step import evaluate, train_step
 
@@ -62,11 +60,11 @@ def train(config: TrainConfig, console: Console | None = None) -> Path:
     ranks = all_ranks()
     config = ranks.of_first(lambda: config.validated().on_ranks(ranks.size))
     folder, shown = Path(str(config.out)), console or _console(config)
-    if (run := ranks.of_first(lambda: run_to_continue(config))) is not None:
+    if (run := ranks.of_first(lambda: resume_checks.run_to_continue(config))) is not None:
         if run.summary is not None:
             shown.say(f"{folder} is finished: {counted(run.summary['steps'], 'step')}.")
             return folder
-        if is_over(run):
+        if resume_checks.is_over(run):
             raise DivergenceError(f"{folder} stopped: {run.events[-1]['message']}.", GO_BACK)
         return resume(folder, config.stop_after, console=console)
     data = open_on_ranks(config)
@@ -105,7 +103,7 @@ def resume(
         RecordError: the run is missing, finished, being written, or without its checkpoints; or its data or records do not match.
     """
     folder, ranks = Path(folder), all_ranks()
-    run = unfinished_run(folder)
+    run = resume_checks.unfinished_run(folder)
     config = replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), stop_after=stop_after)
     config.require_agreement(ranks.size)
     shown = console or _console(config)
@@ -115,9 +113,9 @@ def resume(
             folder, lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"), ranks
         )
         if checkpoint is not None:
-            require_same_run(run, checkpoint.state()["settings"], config)
+            resume_checks.require_same_run(run, checkpoint.state()["settings"], config)
         elif not restart:
-            require_restart(run, config, "; ".join(damaged))
+            resume_checks.require_restart(run, config, "; ".join(damaged))
         session = build(config, folder, open_on_ranks(config, run))
         present = describe(session)
         state = {} if checkpoint is None else session.load(checkpoint)
@@ -128,7 +126,9 @@ def resume(
                 "Name a later step with --stop-after, or leave it out.",
             )
         events = [Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged]
-        for name, old, new in changed_settings(state.get("settings", present["config"]), present["config"]):
+        for name, old, new in resume_checks.changed_settings(
+            state.get("settings", present["config"]), present["config"]
+        ):
             if name != "data":  # the token map may have moved; its tokens are those of the start
                 note = f"{name} was {old} up to step {step} and is {new} from there on"
                 events.append(Event("note", step, note, detector="changed-settings"))
@@ -242,8 +242,8 @@ def _ended(session: Session, record: Record, console: Console) -> Iterator[None]
     try:
         yield
     except CorruptionError as error:
-        where = {"tensor": error.tensor, "rank": error.rank, "detector": "replicas"}
-        record.event(Event("corruption", session.step, error.message.rstrip("."), advice=error.advice, **where))
+        event = Event("corruption", session.step, error.message.rstrip("."), advice=error.advice, detector="replicas")
+        record.event(replace(event, tensor=error.tensor, rank=error.rank))
         raise
     finally:
         session.saver.leave()

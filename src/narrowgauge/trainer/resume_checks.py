@@ -127,8 +127,7 @@ def unfinished_run(folder: Path) -> Run:
     """Return the record of a run that is not finished."""
     run = run_of_trainer(folder)
     if run.summary is not None:
-        raise RecordError(
-            f"{folder} is finished: {counted(run.summary['steps'], 'step')}, validation loss {run.summary['val_loss']:.4f}.",
-            "Start another run with narrowgauge train.",
-        )
+        loss = f"validation loss {run.summary['val_loss']:.4f}"
+        message = f"{folder} is finished: {counted(run.summary['steps'], 'step')}, {loss}."
+        raise RecordError(message, "Start another run with narrowgauge train.")
     return run

@@ -1,15 +1,14 @@
 """Recompute the gradients of a run's step in float32, with one place of rounding at a time: find the cost of each rounding.
 
 A float32 copy of the model takes the step with the stored weights: the exact step. Then each place of the recipe's rounding is
-put in alone, and at last all together. The three matmuls of a low-precision linear layer multiply the values of the layer's own
-casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits.
+put in alone, and at last all together. A low-precision linear layer multiplies the values of its own casts, with its random bits.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -27,9 +25,10 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.gauges.recording.step_row import StepReader
 from narrowgauge.matmul.layer_matmuls import Call, cast_to_slot, scales_to_fold
-from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
+from narrowgauge.matmul.linear import Linear, is_linear, matrix_of
 from narrowgauge.matmul.operand import block_values
 from narrowgauge.numerics.quantization import rotate
+from narrowgauge.numerics.widening import linear
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, SLOTS
 from narrowgauge.spec.recipes import Recipe
@@ -49,11 +48,7 @@ PLACES: dict[str, str] = {
     "accumulation": "gradients of micro-batches are summed in bfloat16",
 }
 """The places of a step's rounding, each with what it does alone."""
-VARIANTS: dict[str, str] = {
-    "run": "the run's own kernels",
-    "all": "all places together, with sums in float32",
-    **PLACES,
-}
+VARIANTS = {"run": "the run's own kernels", "all": "all places together, with sums in float32", **PLACES}
 _CAST_AT = {"input": "inputs", "weight": "weights", "gradient": "output-gradients"}
 """The place at which each tensor of a layer is cast."""
 _COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
@@ -63,8 +58,7 @@ _OF_ONE_PROCESS: dict[str, Any] = {
 }  # fmt: skip
 """Settings that change no bit of an eager step on one process."""
 
-Tensors = dict[str, Tensor]
-Result = tuple[float, Tensors]
+Result = tuple[float, dict[str, Tensor]]
 """The mean loss of a step, and its gradients, unclipped and at loss scale 1."""
 
 
@@ -76,8 +70,7 @@ class RoundingPlaces:
         started: the step of the checkpoint from which the steps were repeated; 0 for the initial weights.
         mismatch: a sentence about the first difference between the repeated steps and the record; empty without one.
         rows: ``name``, a key of :data:`VARIANTS`; relative differences of ``loss`` and ``gradient``; and ``share``, the
-            squared difference of the gradient over that of ``all``. ``None`` if not finite. Places without rounding are left
-            out.
+            squared difference of the gradient over the one of ``all``. Places without rounding are left out.
         bad_value: the operation that made the first NaN or infinity of the run's step; empty if the step is finite.
     """
 
@@ -90,16 +83,14 @@ class RoundingPlaces:
     def table(self) -> Table:
         """Return the variants as a table."""
 
-        def three_digits(name: str, row: Row) -> float | None:
-            return None if row[name] is None else float(f"{row[name]:.3g}")
+        def number(name: str) -> Callable[[Row], float | None]:
+            return lambda row: None if row[name] is None else float(f"{row[name]:.3g}")
 
-        columns = (
-            *name_columns(variant="name"),
-            *number_columns(**{name: partial(three_digits, name) for name in ("loss", "gradient", "share")}),
-            *text_columns(what_is_rounded=lambda row: VARIANTS[row["name"]]),
-        )
+        names = name_columns(variant="name")
+        numbers = number_columns(**{name: number(name) for name in ("loss", "gradient", "share")})
+        texts = text_columns(what_is_rounded=lambda row: VARIANTS[row["name"]])
         title = "Relative differences to float32, and the share of the squared difference of all places"
-        return Table(columns, list(self.rows), title)
+        return Table((*names, *numbers, *texts), list(self.rows), title)
 
     def __str__(self) -> str:
         since = f"checkpoint {self.started}" if self.started else "the initial weights"
@@ -109,24 +100,16 @@ class RoundingPlaces:
 
 
 def rounding_places(
-    folder: str | Path,
-    step: int,
-    *,
-    say: Callable[[str], object] = lambda line: None,
+    folder: str | Path, step: int, *, say: Callable[[str], object] = lambda line: None
 ) -> RoundingPlaces:
-    """Recompute the gradients of a run's step in float32, and with each place of rounding alone.
-
-    Nothing in the run folder changes, not even a lock. The model is not compiled.
+    """Recompute the gradients of a run's step in float32, and with each place of rounding alone. The run folder stays as it is.
 
     Args:
         folder: the run folder of ``narrowgauge train``.
         step: number of the step, from 1.
         say: called with a sentence before each slow part.
-    Returns:
-        The variants as rows; printed as a table.
     Raises:
         RecordError: the run or step is missing, or its data, model or checkpoint cannot be used.
-
     Cost: the steps since the nearest checkpoint, then eight eager passes in float32; memory for two models.
     Example: ``print(narrowgauge.rounding_places("runs/first", 28))``
     """
@@ -166,8 +149,8 @@ def rounding_places(
         of_run = _result(session)
         last = {"step": step, "batch_crc": session.batch_crc, "loss": of_run[0]}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
-        bad = None
-        if not all(torch.isfinite(x).all() for x in (torch.tensor(of_run[0], device="cpu"), *of_run[1].values())):
+        bad, is_finite = None, math.isfinite(of_run[0]) and all(torch.isfinite(x).all() for x in of_run[1].values())
+        if not is_finite:
             bad = first_bad_value(session.model, partial(differentiate, session))
     total = _row("all", every, exact)
     rows = [_row(name, result, exact, total["gradient"] or 0.0) for name, result in alone.items()]
@@ -199,17 +182,12 @@ def _mismatch(recorded: Row, row: Row) -> str:
 def _row(name: str, result: Result, exact: Result, total: float = 0.0) -> Row:
     """Return the row of a result. ``total`` is the difference of all places; those of single ones add up in squares."""
     loss = abs(result[0] - exact[0]) / max(abs(exact[0]), 1e-30)
-    gradient = _difference(result[1], exact[1])
+    off = sum(float((result[1][name].double() - x.double()).square().sum()) for name, x in exact[1].items())
+    squares = sum(float(x.double().square().sum()) for x in exact[1].values())
+    gradient = (off / squares) ** 0.5 if squares else float(off > 0)
     if not (math.isfinite(loss) and math.isfinite(gradient)):
         return {"name": name, "loss": None, "gradient": None, "share": None}
     return {"name": name, "loss": loss, "gradient": gradient, "share": (gradient / total) ** 2 if total else None}
-
-
-def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the norm of the difference of two sets over the norm of the second, in float64; 0 for two zeros."""
-    off = sum(float((tensors[name].double() - x.double()).square().sum()) for name, x in expected.items())
-    total = sum(float(x.double().square().sum()) for x in expected.values())
-    return (off / total) ** 0.5 if total else float(off > 0)
 
 
 # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,9 +243,9 @@ def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Res
 
 def _linear(module: Any, layer: Any, places: Collection[str], x: Tensor) -> Tensor:
     """Compute a linear layer with some casts of the run's layer, and sums in float32."""
-    x, weight = x.float(), module.weight.t() if is_transposed(module) else module.weight
+    x, weight = x.float(), matrix_of(module)
     if not isinstance(layer, Linear) or layer.compute.is_wide:
-        return F.linear(x, weight, module.bias)
+        return linear(x, weight, module.bias)
     call = Call(layer.registered_name, layer.keys(), x.shape[-2] if x.ndim > 2 else 1)
 
     def operands(matmul: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,8 +254,8 @@ def _linear(module: Any, layer: Any, places: Collection[str], x: Tensor) -> Tens
         return _cast_values(left, call, f"{matmul}.left", places, fold)[0], right_values
 
     product: Any = _Product
-    y: Tensor = product.apply(x.reshape(-1, x.shape[-1]), weight, module.bias, operands)
-    return y.view(*x.shape[:-1], -1)
+    y: Tensor = product.apply(x.reshape(-1, x.shape[-1]), weight, operands).view(*x.shape[:-1], -1)
+    return y if module.bias is None else y + module.bias
 
 
 def _cast_values(
@@ -300,14 +278,15 @@ def _cast_values(
 
 
 class _Product(torch.autograd.Function):
-    """``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and its gradients. ``operands`` casts the tensors of a matmul."""
+    """``x · wᵀ`` of ``[tokens, in]`` and ``[out, in]``, and its gradients. ``operands`` casts the tensors of a matmul."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, operands: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.operands, ctx.has_bias = operands, bias is not None
+        ctx.operands = operands
         left, right = operands("output", x, weight)
-        return left @ right.t() if bias is None else left @ right.t() + bias
+        y: Tensor = left @ right.t()
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -316,4 +295,4 @@ class _Product(torch.autograd.Function):
         left, right = ctx.operands("grad_input", grad, weight)
         by_input = left @ right
         left, right = ctx.operands("grad_weight", grad, x)
-        return by_input, left.t() @ right, grad.sum(0) if ctx.has_bias else None, None
+        return by_input, left.t() @ right, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from narrowgauge.assembly.preparation import is_matrix, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
+from narrowgauge.distributed.exchanges import all_gather
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import verify_replicas
@@ -49,11 +50,49 @@ from narrowgauge.spec.models import weights_file
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.micro_batches import MicroBatch, micro_batches_of_rank
 from narrowgauge.trainer.resume_checks import require_same_data, run_of_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One round of a rank in a step. Micro-batch m holds the same sequences for any number of ranks, and runs on rank m % ranks.
+
+    A rank that has none left repeats its first and contributes nothing, since every rank takes part in every exchange.
+    """
+
+    number: int  # in the step, over all ranks
+    is_absent: bool = False  # the rank has no micro-batch left and repeats this one
+    is_last: bool = False  # the last round of the step
+
+
+def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) -> list[MicroBatch]:
+    """Return the rounds of one rank, in a step with at least one micro-batch for each rank.
+
+    Example:
+        >>> [(part.number, part.is_absent) for part in micro_batches_of_rank(5, rank=2, size=3)]
+        [(2, False), (2, True)]
+    """
+    numbers = range(rank, rank + size * -(-num_micro_batches // size), size)
+    return [
+        MicroBatch(number if number < num_micro_batches else rank, number >= num_micro_batches, number == numbers[-1])
+        for number in numbers
+    ]
+
+
+def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
+    """Sum the 0-d ``shares`` of all ranks' rounds in the order of the micro-batches: the same bits for any number of ranks."""
+    table = torch.stack([share.detach() for share in shares])
+    if size > 1:
+        gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)
+        all_gather(gathered, table)
+        table = gathered.view(size, -1).t().reshape(-1)  # round by round, each by rank: the order of the micro-batches
+    total = table[0]
+    for share in table[1:num_micro_batches].unbind():
+        total = total + share
+    return total
 
 
 @dataclass

@@ -25,8 +25,7 @@ from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.put_back import generators_put_back
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.micro_batches import micro_batches_of_rank, sum_in_order
-from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.session import Session, micro_batches_of_rank, sum_in_order
 
 COUNTED_STEP = 2
 """The step whose memory is counted: all optimizer states exist, and the first has compiled."""
