@@ -24,7 +24,7 @@ from narrowgauge.distributed.order_invariance import follow_forwards, generator_
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import settle
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
+from narrowgauge.numerics.dtensor import by_group, local_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.torch_hooks import OwnHook
@@ -444,12 +444,6 @@ def _require_whole(model: nn.Module, parameters: Sequence[Tensor], grid: RankGri
 
 
 def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
-    sharded = next(filter(is_sharded, model.parameters()), None)
-    if sharded is not None:
-        raise RecipeError(
-            f"a parameter of shape {tuple(sharded.shape)} is a DTensor that FSDP2 did not make.",
-            "Shard with fully_shard.",
-        )
     if mesh is not None:
         return replicated(group_of(mesh.mesh.flatten().tolist()))
     if isinstance(model, nn.parallel.DistributedDataParallel):

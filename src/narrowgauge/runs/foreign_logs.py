@@ -1,7 +1,7 @@
 """Runs of other frameworks, read from their logs. Values that a log does not hold stay unknown.
 
 Such a run has losses, learning rates and gradient norms at the logged steps, and is named after its folder. A metric under a name
-that is not in :data:`NAMES` is not read.
+that is not in ``data/log_names.toml`` is not read.
 """
 
 from __future__ import annotations
@@ -19,34 +19,11 @@ import numpy as np
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.schema import EVAL, STEP, Row, is_whole, short
+from narrowgauge.spec.toml import load_data
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "loss": (
-        "loss", "train_loss", "train/loss", "train_loss_step", "train/loss_step", "training_loss", "loss/train", "lm_loss",
-        "loss_metrics/global_avg_loss", "train_loss_epoch", "train/crossentropyloss", "train/ce_loss",
-    ),
-    "lr": ("lr", "learning_rate", "train/lr", "train/learning_rate", "lr-*", "lr/*", "*/lr", "optim/learning_rate_group0"),
-    "grad_norm": (
-        "grad_norm", "train/grad_norm", "gradient_norm", "grad_norm/total", "grad_2.0_norm_total", "optim/total_grad_norm",
-        "total_grad_norm", "gnorm", "norm",
-    ),
-    "val_loss": (
-        "val_loss", "eval_loss", "eval/loss", "validation/loss", "validation_loss", "val/loss", "valid_loss", "valid/loss",
-        "loss/val", "loss/validation", "val_loss_epoch", "validation_metrics/loss",
-    ),
-    "tokens_per_second": (
-        "tokens_per_second", "tokens_per_sec", "tokens/s", "tok/s", "tps", "throughput(tps)", "train/tokens_per_second",
-        "train/tokens_per_sec", "throughput/tokens_per_sec", "throughput/device/tokens_per_second*", "train_tokens_per_second",
-    ),
-    "seconds": ("seconds", "step_time", "iteration-time", "time_metrics/end_to_end(s)", "train/step_time", "iter_time"),
-    "utilization": ("gpu_util", "gpu_utilization", "utilization", "system.gpu.*.gpu", "system/gpu.*.gpu"),
-    "loss_scale": ("loss_scale", "train/loss_scale", "loss-scale", "train/samples/loss_scale", "grad_scale"),
-}  # fmt: skip
-"""The names of each column, the best first, with shell wildcards. Case does not matter, and a space is an underscore. Sources:
-our own names, Hugging Face's Trainer, Lightning's tutorials and ``LearningRateMonitor``, torchtitan, Megatron, OLMo, and
-PyTorch's TensorBoard tutorial."""
-_STEPS = ("train/global_step", "trainer/global_step", "global_step", "step", "iteration", "iter", "steps", "_step")
-"""The names of a column of steps, the best first. Optimizer steps come before W&B's count of ``wandb.log`` calls."""
+NAMES: dict[str, list[str]] = load_data("log_names", "runs")
+"""The names of each column in a log, the best first, with shell wildcards."""
+_STEPS = NAMES.pop("step")
 SOURCE = "source"
 """The table of ``Run.run`` that names the log of another framework's run."""
 

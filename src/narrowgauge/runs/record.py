@@ -101,7 +101,9 @@ def read_run(path: str | Path) -> Run:
 
     Args:
         path: the run folder. Or a Hugging Face ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files,
-            or their folder. Or a table (CSV). Values that such a log lacks are absent.
+            or their folder. Or a table (CSV).
+    Returns:
+        Its content. Values that a log lacks are absent.
     Raises:
         RecordError: the run is missing, a file is damaged, or a newer version wrote it.
     Example:

@@ -42,6 +42,8 @@ class RunWriter:
 
     A reader never sees half a row. A second writer is refused, and a row with a value of the wrong type.
 
+    Args:
+        path: the run folder.
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")

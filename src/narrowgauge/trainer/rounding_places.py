@@ -108,6 +108,8 @@ def rounding_places(
         folder: the run folder of ``narrowgauge train``.
         step: number of the step, from 1.
         say: called with a sentence before each slow part.
+    Returns:
+        The variants as rows; printed as a table.
     Raises:
         RecordError: the run or step is missing, or its data, model or checkpoint cannot be used.
     Cost: the steps since the nearest checkpoint, then eight eager passes in float32; memory for two models.
