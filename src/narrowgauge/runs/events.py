@@ -7,18 +7,8 @@ from dataclasses import asdict, dataclass
 
 from narrowgauge.errors import suggestion
 from narrowgauge.runs.finding import sentences
+from narrowgauge.runs.schema import EVENT_KINDS as KINDS
 from narrowgauge.runs.schema import Row
-
-KINDS = frozenset({
-    # the course of a run
-    "start", "resume", "stop", "finish", "checkpoint", "note", "skip",
-    # what goes wrong in it
-    "warning", "divergence", "corruption", "checkpoint_damaged",
-    # symptoms, each with detectors in analysis/data/detectors.toml
-    "lost_updates", "unchanged_weights", "lost_decay", "noise", "frozen_moments", "underflow", "overflow", "outliers",
-    "attention", "logits", "loss_scale", "loss_spike", "gradient_spike", "growth", "dead_layer", "nonfinite",
-})  # fmt: skip
-"""Every kind of event."""
 
 _LISTENERS: list[Callable[[Event], object]] = []
 

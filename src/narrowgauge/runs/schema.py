@@ -52,24 +52,15 @@ class Column:
         return "–" if row.get(self.name) is None else self.show(row[self.name])
 
 
-# ── what gauges measure ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-TENSOR_KINDS: dict[str, str] = {
-    "input": "what enters a linear layer: the left operand of output",
-    "output_grad": "the gradient of a linear layer's output: the left operand of grad_input",
-    "weight": "the weights as the model sees them",
-    "grad": "the gradients of the parameters",
-    "exp_avg": "first moments",
-    "exp_avg_sq": "second moments",
-}
+_DATA = load_data("columns", "runs")
+TENSOR_KINDS: dict[str, str] = _DATA.pop("tensor_kinds")
 """Every kind of tensor that gauges watch, and its meaning."""
-
+EVENT_KINDS = frozenset(kind for kinds in _DATA.pop("event_kinds").values() for kind in kinds)
+"""Every kind of event."""
 FIRST_EXPONENT = -64
 NUM_EXPONENTS = 112
 """Bin ``k`` of a histogram counts magnitudes from ``2**(FIRST_EXPONENT + k)`` to just below twice that. Smaller magnitudes are
 in the first bin, larger ones in the last. Zeros and non-finite values are not counted."""
-
-# ── one table per file ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _lost_share(edq: float) -> str:
@@ -93,7 +84,7 @@ def _tables(data: Row) -> dict[str, dict[str, Column]]:
     }
 
 
-TABLES: dict[str, dict[str, Column]] = _tables(load_data("columns", "runs"))
+TABLES: dict[str, dict[str, Column]] = _tables(_DATA)
 """The columns of each file, by the file's stem."""
 STEP, EVAL, EVENT, GAUGE, SUMMARY = (TABLES[kind] for kind in ("steps", "evals", "events", "gauges", "summary"))
 METRICS: dict[str, dict[str, Column]] = {

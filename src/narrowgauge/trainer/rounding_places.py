@@ -1,7 +1,7 @@
 """Recompute the gradients of a run's step in float32, with one place of rounding at a time: find the cost of each rounding.
 
 A float32 copy of the model takes the step with the stored weights: the exact step. Then each place of the recipe's rounding is
-put in alone, and at last all together. A low-precision linear layer multiplies the values of its own casts, with its random bits.
+put in alone, and at last all together. A compute with some of the recipe's casts is one like any other.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from narrowgauge.distributed.job import threads_of
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.gauges.nan_origin.tracing import first_bad_value
 from narrowgauge.gauges.recording.step_row import StepReader
-from narrowgauge.matmul.layer_matmuls import Call, cast_to_slot, scales_to_fold
-from narrowgauge.matmul.linear import Linear, is_linear, matrix_of
-from narrowgauge.matmul.operand import block_values
-from narrowgauge.numerics.quantization import rotate
-from narrowgauge.numerics.widening import linear
+from narrowgauge.matmul.linear import Linear, is_linear
+from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, SLOTS
+from narrowgauge.spec.computes import COMPUTES, SLOTS, Cast, Compute
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
@@ -144,8 +141,12 @@ def rounding_places(
         say("Computing the step in float32, and with each place of rounding alone.")
         wide = replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
         copy = build(wide, Path(temporary), data)
-        copy.step, copy.sequences, copy.linears = session.step, session.sequences, session.linears
+        copy.step, copy.sequences = session.step, session.sequences
         copy.optimizer.loss_scaler = session.optimizer.loss_scaler
+        layers = {} if session.linears is None else session.linears.layers
+        computes = {name: layer.compute for name, layer in layers.items() if isinstance(layer, Linear)}
+        narrow = {name: compute for name, compute in computes.items() if not compute.is_wide}
+        copy.linears = swap_linears(copy.model, narrow.get, seed=config.seed) if narrow else None
         exact, every = (_rounded_result(session, copy, places) for places in ((), PLACES))
         alone = {name: _rounded_result(session, copy, (name,)) for name in PLACES}
         of_run = _result(session)
@@ -208,12 +209,11 @@ def _result(session: Session) -> Result:
 
 def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Result:
     """Compute the next step of a run in its float32 copy, with rounding at these places alone."""
-    trained, layers = run.optimizer.parameter_names(), {} if run.linears is None else run.linears.layers
+    trained, dtype = run.optimizer.parameter_names(), getattr(torch, run.config.recipe.dtype)
     dtypes = {name: p.dtype for name, p in run.model.named_parameters()}
     sums_in_bfloat16 = "accumulation" in places and run.config.accumulation_dtype == "bfloat16"
 
-    def cast(values: Any) -> Any:
-        dtype = getattr(torch, run.config.recipe.dtype)
+    def cast(values: Any, dtype: torch.dtype) -> Any:
         return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
 
     def round_gradient(dtype: torch.dtype, gradient: Tensor) -> Tensor:
@@ -222,6 +222,12 @@ def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Res
     def round_sum(parameter: Any) -> None:
         parameter.grad = parameter.grad.bfloat16().float()
 
+    def enter(module: Any, *inputs: Any) -> Any:  # a linear layer casts its inputs itself
+        return cast(inputs, torch.float32 if is_linear(module) else dtype)
+
+    if run.linears is not None and copy.linears is not None:
+        layers = run.linears.layers
+        copy.linears.set_compute(lambda name: _casting(layers[name].compute, places))
     with ExitStack() as undo:
         for name, parameter in copy.model.named_parameters():
             visible = run.model.get_parameter(name)
@@ -230,71 +236,21 @@ def _rounded_result(run: Session, copy: Session, places: Collection[str]) -> Res
             undo.callback(parameter.register_hook(partial(round_gradient, dtypes[name])).remove)
             if sums_in_bfloat16 and visible.element_size() == 2:
                 undo.callback(parameter.register_post_accumulate_grad_hook(round_sum).remove)
-        for name, module in copy.model.named_modules():
-            if is_linear(module):
-                module.forward = partial(_linear, module, layers.get(name), places)
-                undo.callback(delattr, module, "forward")
-            elif "activations" in places:
-                hook = module.register_forward_pre_hook(lambda _, *inputs: cast(inputs), with_kwargs=True)
-                undo.callback(hook.remove)
-            if "activations" in places:
-                undo.callback(module.register_forward_hook(lambda _, inputs, output: cast(output)).remove)
+        for module in copy.model.modules() if "activations" in places else ():
+            undo.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(lambda _, inputs, output: cast(output, dtype)).remove)
         loss, tensors = _result(copy)
     return loss, {name: round_gradient(dtypes[name], gradient) for name, gradient in tensors.items()}
 
 
-def _linear(module: Any, layer: Any, places: Collection[str], x: Tensor) -> Tensor:
-    """Compute a linear layer with some casts of the run's layer, and sums in float32."""
-    x, weight = x.float(), matrix_of(module)
-    if not isinstance(layer, Linear) or layer.compute.is_wide:
-        return linear(x, weight, module.bias)
-    call = Call(layer.registered_name, layer.keys(), x.shape[-2] if x.ndim > 2 else 1)
-
-    def operands(matmul: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        right_values, outer = _cast_values(right, call, f"{matmul}.right", places)
-        fold = scales_to_fold(outer, call.compute, matmul)
-        return _cast_values(left, call, f"{matmul}.left", places, fold)[0], right_values
-
-    product: Any = _Product
-    y: Tensor = product.apply(x.reshape(-1, x.shape[-1]), weight, operands).view(*x.shape[:-1], -1)
-    return y if module.bias is None else y + module.bias
-
-
-def _cast_values(
-    x: Tensor, call: Call, slot: str, places: Collection[str], fold: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the values of ``x`` after the cast of a slot, and the cast's outer scale. Without a rounding, return ``x``."""
-    tensor, slot = SLOTS[slot].tensor, call.compute.cast_slots[slot]
-    cast, dim = call.compute.casts[slot], SLOTS[slot].dim
-    if _CAST_AT[tensor] not in places or cast.is_wide:
-        return x, None
-    operand = cast_to_slot(x, call, slot, fold)
-    values = operand.data.float() if operand.inner is None else block_values(operand, dim).float()
-    values = values if operand.outer is None else values * operand.outer
-    if cast.rotation != "none":  # rotate back by the transposed matrix
-        matrix = rotate(torch.eye(ROTATION_SIZE, device=x.device), 1)
-        blocks = values.unflatten(dim, (-1, ROTATION_SIZE)).movedim(dim + 1, -1)
-        values = (blocks @ matrix.t()).movedim(-1, dim + 1).flatten(dim, dim + 1)
-    values = values[: x.shape[0], : x.shape[1]]
-    return values if fold is None else values / fold, operand.outer
-
-
-class _Product(torch.autograd.Function):
-    """``x · wᵀ`` of ``[tokens, in]`` and ``[out, in]``, and its gradients. ``operands`` casts the tensors of a matmul."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, operands: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.operands = operands
-        left, right = operands("output", x, weight)
-        y: Tensor = left @ right.t()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        left, right = ctx.operands("grad_input", grad, weight)
-        by_input = left @ right
-        left, right = ctx.operands("grad_weight", grad, x)
-        return by_input, left.t() @ right, None
+def _casting(compute: Compute, places: Collection[str]) -> Compute:
+    """Return a compute that casts the tensors at these places, and multiplies the others in float32."""
+    casts = {
+        slot: cast if _CAST_AT[SLOTS[slot].tensor] in places else Cast("float32", rotation=cast.rotation)
+        for slot, cast in compute.casts.items()
+    }
+    products: dict[str, Any] = {
+        name: replace(product, left=casts[f"{name}.left"], right=casts[f"{name}.right"])
+        for name, product in compute.products.items()
+    }
+    return replace(compute, dtype="float32", **products)
