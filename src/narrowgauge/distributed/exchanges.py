@@ -128,7 +128,6 @@ class Exchange:
         """Forget the micro-batches since the last step."""
 
     def num_bytes(self) -> int:
-        """Return the bytes kept between micro-batches and steps, counted from live tensors."""
         return 0
 
 

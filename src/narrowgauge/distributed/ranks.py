@@ -39,7 +39,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process writes files and prints to the console."""
         return self.rank == 0
 
     @property
@@ -57,7 +56,6 @@ class Ranks:
         return values
 
     def largest(self, number: int) -> int:
-        """Return the largest number over ranks, on every rank."""
         if self.size == 1:
             return number
         largest = torch.tensor(number, dtype=torch.int64, device=self.device)

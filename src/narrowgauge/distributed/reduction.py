@@ -154,7 +154,6 @@ class GradientReduction:
             raise
 
     def _take_over(self, model: nn.Module, mesh: Any, register: Callable[[RankGrid], Exchange]) -> None:
-        """Take the sums of gradients over from FSDP2, DDP and autograd."""
         sharded_ids, grid = self._take_over_shards(register)
         whole_params = [p for p in self._trainable if id(p) not in sharded_ids]
         self._sharded = [p for p in self._trainable if id(p) in sharded_ids]
@@ -215,7 +214,6 @@ class GradientReduction:
             self.current = None
 
     def _before_pass(self, micro_batch: _MicroBatch) -> Any:
-        """Set this rank's sums aside if the pass does not count."""
         waiting = {p: p.grad for p in self._replicated.parameters} if micro_batch.is_absent else {}
         for parameter in waiting:
             parameter.grad = None
@@ -297,7 +295,6 @@ class GradientReduction:
         self._arrived.add(parameter)
 
     def _begin(self) -> None:
-        """Begin a micro-batch. At the first, refuse what would sum wrong gradients."""
         if not self._in_step:
             if any(p.grad is not None for p in self._trainable):
                 raise RecipeError(
@@ -359,7 +356,6 @@ class ExactReduction(GradientReduction):
             self._undo.append(weakref.finalize(self, refuse_norms(_are_summed_exactly)))
 
     def _before_pass(self, micro_batch: _MicroBatch) -> Any:
-        """Return the state of the generators."""
         if any(torch_names.fsdp_keeps_gradients(group) for _, group in self._fsdp):
             raise RecipeError(
                 "Cannot sum gradients exactly because FSDP2 adds them up on each rank, by set_requires_gradient_sync(False) or "

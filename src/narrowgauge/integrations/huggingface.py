@@ -53,7 +53,6 @@ class NarrowgaugeCallback(TrainerCallback):
         self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
-        """Open the run folder. A resumed training goes back to its checkpoint's step."""
         self._close(finished=False)  # from an interrupted training
         optimizer, resume = unwrapped(named["optimizer"]), state.global_step > 0
         for warning in _warnings(args, optimizer):
@@ -83,7 +82,6 @@ class NarrowgaugeCallback(TrainerCallback):
             self.recorder.step(loss, lr=self._rate, **columns)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **named: Any) -> None:
-        """Record the step, and add the audit to its log entry."""
         logs, optimizer = named.get("logs") or {}, unwrapped(named.get("optimizer"))
         if self.recorder is None or "loss" not in logs:
             return
@@ -131,7 +129,6 @@ def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
 
 
 def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """Return the settings under the names of ``narrowgauge train``, by which runs are compared."""
     parts = args.gradient_accumulation_steps
     return {
         "steps": state.max_steps,

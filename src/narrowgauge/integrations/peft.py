@@ -59,7 +59,6 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     plain_class: type[nn.Module]  # with a weight: nn.Linear, or transformers' Conv1D
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply ``[..., in]`` to ``[..., out]`` in the input's dtype, or in autocast's."""
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
@@ -108,7 +107,6 @@ class PackedLinear(FrozenLinear):
         return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """Multiply with the widened weight."""
         return linear(rows, self.dequantize().to(rows.dtype), self.frozen_bias)
 
     def dequantize(self) -> Tensor:

@@ -111,7 +111,6 @@ class NarrowgaugeOptimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         for optimizer in self.optimizers:
             saved = optimizer.state_dict()
             for group in saved["param_groups"]:

@@ -111,7 +111,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Return all bytes of a file, or ``None`` if there is none."""
     with disk_errors(path):
         return path.read_bytes() if path.exists() else None
 
@@ -125,7 +124,6 @@ def load_json(text: bytes | str) -> Any:
 
 
 def digest(path: Path) -> str:
-    """Return the BLAKE2b-256 of a file in hexadecimal, in constant memory."""
     return hash_of(path, path.stat().st_size).hexdigest()
 
 

@@ -46,7 +46,6 @@ def named(names: Iterable[str], column: str) -> str | None:
 
 
 def _read_state(file: Path) -> Series:
-    """Read ``log_history`` of Hugging Face's Trainer."""
     state = load_json(file.read_bytes())
     rows = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -141,7 +140,6 @@ def _pattern_of(file: Path) -> str:
 
 
 def log_files(path: Path) -> list[Path]:
-    """Return the files of the log at a path; none if no log is there."""
     if path.is_file():
         return [path] if _pattern_of(path) else []
     for pattern in list(_READERS)[:-1]:
@@ -153,7 +151,6 @@ def log_files(path: Path) -> list[Path]:
 
 
 def is_log(path: Path) -> bool:
-    """Return whether a file or folder is a log of another framework."""
     with disk_errors(path):
         return bool(log_files(path))
 

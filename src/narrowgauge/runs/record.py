@@ -91,7 +91,6 @@ def config_of(run: Row) -> Any:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder holds a run, finished or not."""
     with disk_errors(path):
         return (path / "run.toml").is_file()
 
@@ -171,7 +170,6 @@ def _require_known(table: Row, path: Path) -> None:
 
 
 def read_summary(file: Path) -> Row | None:
-    """Return the metrics of a finished run; ``None`` without the file."""
     data = read_bytes(file)
     if data is None:
         return None

@@ -122,7 +122,6 @@ def finite_number(value: Any) -> float | None:
 
 
 def step_of(row: Row) -> int:
-    """Return the step of a row; 0 where it has none."""
     step = row.get("step")
     return int(step) if isinstance(step, (int, float)) else 0
 
@@ -185,7 +184,6 @@ def is_whole(value: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """Format a value for a message, in at most forty characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

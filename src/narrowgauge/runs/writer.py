@@ -218,7 +218,6 @@ class RunWriter:
             os.ftruncate(self._descriptors[name], length)
 
     def _hash_rows(self) -> None:
-        """Hash the present rows of steps and evaluations; :meth:`append` adds the later ones."""
         self._hashes = {name: self._hash(name, self._length(name)) for name in ("steps", "evals")}
 
     def _hash(self, name: str, length: int) -> hashlib.blake2b:

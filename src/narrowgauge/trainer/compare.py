@@ -109,7 +109,6 @@ def compare(
 
 
 def _record(train_function: Callable[[str, int, Record], Any], recipe: str, seed: int, folder: Path) -> Run:
-    """Call a training function, record its run in a folder, and return the run on every rank."""
     from narrowgauge.gauges.recording.record import Record, numbers
     from narrowgauge.gauges.recording.run_recorder import warn
 

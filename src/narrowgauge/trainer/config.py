@@ -39,7 +39,6 @@ _KINDS: dict[type, str] = {
 
 
 def setting(default: Any, help: str, law: Range | Choice | None = None) -> Any:
-    """Return a field with its default, its help and its allowed values."""
     return dataclasses.field(default=default, metadata={"help": help, "law": law})
 
 
@@ -162,12 +161,10 @@ class TrainConfig:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """Return the arguments of the optimizer, but for the learning rate."""
         return {"betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay}
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences per micro-batch."""
         return self.batch_size // self.gradient_accumulation_steps
 
     @property
@@ -288,7 +285,6 @@ class TrainConfig:
                 raise kind(f"Cannot train: {message}.", advice)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a TOML table with a key per setting; None is left out."""
         table = {field.name: getattr(self, field.name) for field in fields(self)} | {"recipe": self.recipe.to_value()}
         return {name: value for name, value in table.items() if value is not None}
 

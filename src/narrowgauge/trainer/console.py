@@ -23,7 +23,6 @@ class Console:
         self.failure: OSError | None = None
 
     def say(self, line: str, always: bool = False) -> None:
-        """Print a message."""
         if self.is_quiet or self.failure is not None or not (self.log_every or always):
             return
         try:
@@ -45,7 +44,6 @@ class Console:
             self.say("  ".join([place, *(STEP[name].text(row) for name in _LINE if row.get(name) is not None)]))
 
     def summary(self, row: Row) -> None:
-        """Print the table of a finished run."""
         columns = [
             Column(column.label, column.cell, code=column.type == "recipe", right=column.type != "recipe")
             for column in SUMMARY.values()

@@ -53,7 +53,6 @@ def _write(session: Session, temporary: Path) -> None:
 
 
 def _write_tokenizer(file: Path, end: int, out: Path, config: Any) -> None:
-    """Write the tokenizer of a run, with its end-of-text token, as a Hugging Face one."""
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 

@@ -169,7 +169,6 @@ def _without_dropout(config: Any) -> Any:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars while it reads or writes weights."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

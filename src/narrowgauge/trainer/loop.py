@@ -166,7 +166,6 @@ class _End(Enum):
 
 
 def _run(session: Session, record: Record, console: Console) -> None:
-    """Take the steps that are left, and end."""
     config, here, row = session.config, session.here, Row()
     end = _End.LAST_STEP if session.step >= config.steps else None
     # Unless spikes are only reported, the step is judged before its update, so that a spike changes no weight.
@@ -229,7 +228,6 @@ def _finish(end: _End, session: Session, record: Record, console: Console, row: 
 
 
 def _save(session: Session, record: Record) -> None:
-    """Begin to write a checkpoint, behind its rows."""
     session.verify_replicas()
     if record.writer is not None:
         record.writer.sync()

@@ -78,7 +78,6 @@ def require_same_data(run: Run, config: TrainConfig, fingerprint: str) -> None:
 
 
 def is_over(run: Run) -> bool:
-    """Return whether a run is finished, or diverged and stopped."""
     return run.summary is not None or (bool(run.events) and run.events[-1].get("kind") == "divergence")
 
 
@@ -124,7 +123,6 @@ def run_of_trainer(folder: Path) -> Run:
 
 
 def unfinished_run(folder: Path) -> Run:
-    """Return the record of a run that is not finished."""
     run = run_of_trainer(folder)
     if run.summary is not None:
         loss = f"validation loss {run.summary['val_loss']:.4f}"

@@ -148,7 +148,6 @@ class Session:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches of a step that this rank computes, in order."""
         return micro_batches_of_rank(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
 
     def batch(self) -> list[Tensor]:
@@ -273,7 +272,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
 
 
 def _optimizer(model: PreTrainedModel, config: TrainConfig, here: Ranks) -> Optimizer:
-    """Prepare the model, on the ranks' mesh if there are several."""
     mesh = None
     if here.size > 1:
         axis = "replicate" if config.shard == "none" else "shard"
@@ -320,7 +318,6 @@ def _require_tokenizer(config: TrainConfig, data: Dataset) -> None:
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """Return the content of ``run.toml``: settings, versions, machine, data."""
     config, data = session.config, session.data
     return {
         "config": config.to_dict(),

@@ -60,12 +60,10 @@ class Dataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of training tokens."""
         return len(self.train)
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """Return the tokenizer of the token map, if it is known."""
         file = None if self.folder is None else self.folder / "tokenizer.json"
         return file if file is not None and file.is_file() else None
 
@@ -149,7 +147,6 @@ def open_data(folder: str | Path, held_out: float, seed: int) -> Dataset:
 
 
 def data_fingerprint(tokens: TokenMap, held_out: float, seed: int) -> str:
-    """Return a fingerprint of tokens and their split."""
     key = json.dumps([tokens.fingerprint, held_out, seed]).encode()
     return hashlib.blake2b(key, digest_size=16).hexdigest()
 

@@ -44,8 +44,6 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
 class Document(NamedTuple):
-    """One text and its name."""
-
     name: str
     text: str
 
