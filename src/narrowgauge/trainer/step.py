@@ -80,14 +80,14 @@ def differentiate(session: Session) -> Tensor:
         The loss, 0-d, with the same bits on every rank and for every number of ranks.
     """
     config, linears, reduction = session.config, session.linears, session.reduction
-    scaler, batch, shares = session.optimizer.loss_scaler, session.batch(), []
+    scaler, parts, shares = session.optimizer.loss_scaler, session.micro_batches, []
     accumulator = session.accumulator if reduction is None else None  # a reduction calls it itself
     if accumulator is not None:
         accumulator.discard()  # half a batch of a step that failed
     # A cache of casts of sharded weights would keep the whole model on each rank.
-    is_cached = len(batch) > 1 and not fsdp_modules(session.model)
+    is_cached = len(parts) > 1 and not fsdp_modules(session.model)
     with float32_attention(), cached_weights() if is_cached else nullcontext():
-        for part, tokens in zip(session.micro_batches, batch, strict=True):
+        for part, tokens in zip(parts, session.batch(), strict=True):
             first = part.number * config.micro_batch_size
             if linears is not None:
                 linears.step = session.step
