@@ -168,8 +168,7 @@ def tokenize(text: Path, out: Path, tokenizer: Path | None) -> None:
 
     TEXT is a text file, a .jsonl file with "text" in each line, or a folder of .txt, .md, .py and .jsonl files.
     """
-    from narrowgauge.trainer.data.text import read_documents
-    from narrowgauge.trainer.data.tokens import load_tokenizer, write_tokens
+    from narrowgauge.trainer.data.tokens import load_tokenizer, read_documents, write_tokens
 
     click.echo(write_tokens(read_documents(text), *load_tokenizer(tokenizer), out))
 
