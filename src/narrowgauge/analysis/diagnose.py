@@ -20,10 +20,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
+from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, is_off
+from narrowgauge.analysis.detectors import MAX_BIAS, is_off
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
@@ -46,17 +46,15 @@ CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
 _CONSECUTIVE = 3
 """Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
-_SKIPPED_AT_FIRST, _SKIPPED_LATER = 3, 0.05
-"""Skipped steps without a reading: so many at first where no loss is scaled, and this share of the later steps."""
+_SKIPPED, _SKIPPED_SHARE = 3, 0.05
+"""Skipped steps without a reading, after the search for a loss scale: a number, and a share of the steps."""
+_FOLLOWING = frozenset({"nonfinite", "nonfinite-gradient", "nonfinite-scaled", "first-nonfinite"})
+"""Readings that follow from a loss that is not finite, in later steps: by then every tensor holds NaN."""
+_ORIGIN = "Repeat the first of these steps with ng.gauges.first_bad_value, which names the operation and its module."
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
-FEWEST_STEPS = 50
+_FEWEST_STEPS = 50
 """Minimum number of applied steps before an unmoved weight is a reading."""
-STAGE_OF_KIND: dict[str, str] = {
-    **dict.fromkeys((*CHANGES, "corruption"), "between steps"), "replicas": "optimizer step", "divergence": "loss",
-    "checkpoint_damaged": "storage",
-}  # fmt: skip
-"""Stage of an event without a detector or check, by its ``detector`` or ``kind``."""
 
 
 class Diagnosis(Readings):
@@ -69,7 +67,8 @@ class Diagnosis(Readings):
         readings: beyond their bound. Sorted by step, stage, and excess (largest first).
         unseen: areas that the record cannot show, each with the one flag or call that records it; empty text if none does.
         areas: areas that the record shows.
-        num_steps, num_applied: recorded steps, and steps with an applied update.
+        num_rows: recorded rows. A row of our records is a step; logs of other frameworks may skip steps.
+        num_applied: rows with an applied update; ``None`` if the record does not tell.
         notes: unreadable parts of the record, a sentence each.
     """
 
@@ -77,28 +76,31 @@ class Diagnosis(Readings):
         skipped = skipped_steps(run)
         super().__init__(recorded_readings(run, skipped), unseen=unseen(run, skipped))
         self.name, self.areas, self.notes = run.path.name or run.path.resolve().name, looked_at(run), list(_notes(run))
-        self.num_steps, self.num_applied = len(run.steps), len(run.steps) - len(skipped)
+        self.num_rows = len(run.steps)
+        self.num_applied = None if skipped is None else self.num_rows - len(skipped)
+        self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
         self.lines = [f"{self.name}: {self.verdict}"]
 
     @property
     def verdict(self) -> str:
         """Return the verdict in one sentence."""
-        if not self.readings:
-            watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
-            return f"Nothing found: {watched}; looked at {', '.join(self.areas) or 'nothing'}."
-        skipped, number, step = self.num_steps - self.num_applied, len(self.readings), self.readings[0].step
-        is_skipped = any(reading.what == "skipped-steps" for reading in self.readings)
-        first = f"{skipped:,} of {counted(self.num_steps, 'step')} were skipped; " if is_skipped else ""
-        if number == 1:
-            return f"{first}1 reading is beyond its bound, at step {step}."
-        return f"{first}{number} readings are beyond their bound, from step {step} on."
+        number = len(self.readings)
+        if number:
+            skipped = next((reading for reading in self.readings if reading.what == "skipped-steps"), None)
+            first = f"{skipped.value:,} of {self._rows} were skipped; " if skipped else ""
+            are, when = ("1 reading is beyond its", "at") if number == 1 else (f"{number} readings are beyond their", "from")
+            return f"{first}{are} bound, {when} step {self.readings[0].step}{' on' * (number > 1)}."
+        if not self.areas:
+            return f"Nothing was looked at: {self._rows} without a value that is read."
+        applied = "" if self.num_applied is None else f", {self.num_applied:,} applied"
+        return f"Nothing found: {self._rows} watched{applied}; looked at {', '.join(self.areas)}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as values for JSON."""
         return {
             "run": self.name,
             "verdict": self.verdict,
-            "num_steps": self.num_steps,
+            "num_rows": self.num_rows,
             "num_applied": self.num_applied,
             "readings": [reading.to_dict() for reading in self.readings],
             "looked_at": list(self.areas),
@@ -194,12 +196,12 @@ def looked_at(run: Run) -> tuple[str, ...]:
     return tuple(areas)
 
 
-def unseen(run: Run, skipped: list[int]) -> dict[str, str]:
+def unseen(run: Run, skipped: list[int] | None) -> dict[str, str]:
     """Return the areas that the record does not show, each with a way to record it; empty text if there is none."""
     loop, last = loop_of(run), (_compared(run) or [{}])[-1].get("unseen")
     reasons = last if isinstance(last, dict) else {}
     areas = {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)}
-    if "lost updates" in areas and run.steps and len(skipped) == len(run.steps):
+    if "lost updates" in areas and run.steps and len(skipped or ()) == len(run.steps):
         areas["lost updates"] = "no step was applied"
     return areas | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
@@ -228,17 +230,17 @@ def rows_of(run: Run, table: str) -> list[Row]:
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def recorded_readings(run: Run, skipped: list[int]) -> list[Reading]:
+def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     """Return the readings of a run beyond their bounds, earliest first. Keep the first step of each tensor and ``what``."""
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
-    counts = (_steps(run, skipped), _scale(run, skipped), _ranks(run), _resumes(run), _audits(run, recipe), _moments(run),
-              _unmoved(run, skipped), _slower(run))  # fmt: skip
+    counts = (_steps(run, skipped), _scale(run, skipped or []), _ranks(run), _resumes(run), _audits(run, recipe),
+              _moments(run), _unmoved(run, skipped or []), _slower(run))  # fmt: skip
     for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
-        if reading.what == "nonfinite-step" and reading.step in skipped:
-            continue
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
-    return in_order(map(_first, groups.values()))
+    readings = [_first(group) for group in groups.values()]
+    lost = min((r.step for r in readings if (r.what, r.stage) == ("nonfinite-step", "loss")), default=math.inf)
+    return in_order(r for r in readings if r.step <= lost or r.what not in _FOLLOWING)
 
 
 def _first(readings: list[Reading]) -> Reading:
@@ -263,70 +265,52 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
 
 
 def _of_event(event: Row) -> Reading:
-    kind, detector = str(event.get("kind") or ""), str(event.get("detector") or "")
+    kind, detector, step = str(event.get("kind") or ""), str(event.get("detector") or ""), step_of(event)
     reading_name = "lost-updates" if detector == "audit" else detector or kind
     value, expected, bound = (number(event.get(name)) for name in ("value", "expected", "threshold"))
     if reading_name == "lost-updates":
         expected, bound = 1.0, 1.0 - MIN_EDQ
     # The audit's message names the storage already.
     advice = sentences(str(event.get("message") or ""), "" if detector == "audit" else str(event.get("advice") or ""))
-    tensor, step = str(event.get("tensor") or ""), step_of(event)
-    return Reading(step, _stage(event, kind, detector), tensor, reading_name, value, expected, bound, advice)
-
-
-def _stage(event: Row, kind: str, detector: str) -> str:
-    if event.get("stage") in STAGES:
-        return str(event["stage"])
-    tensor, colon, _ = str(event.get("tensor") or "").partition(":")
-    if colon and tensor in STAGE_OF:
-        return STAGE_OF[tensor]
-    by_name = DETECTORS.get(detector) or KINDS.get(detector)
-    if by_name is not None:
-        return by_name.stage
-    of_kind = {row.kind: row.stage for row in DETECTORS.values()} | STAGE_OF_KIND
-    return of_kind.get(detector) or of_kind.get(kind) or ("optimizer step" if step_of(event) else "start")
+    stage = str(event["stage"]) if event.get("stage") in STAGES else "between steps" if step else "start"
+    return Reading(step, stage, str(event.get("tensor") or ""), reading_name, value, expected, bound, advice)
 
 
 # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def skipped_steps(run: Run) -> list[int]:
-    """Return the steps whose update was not applied.
-
-    A finite loss after a non-finite gradient shows that the step between was skipped, in any log.
-    """
-    marked = {step_of(event) for event in run.events if event.get("kind") == "skip"}
+def skipped_steps(run: Run) -> list[int] | None:
+    """Return the steps whose update was not applied, by the column ``skipped``; ``None`` if no row has it."""
     flags = column(run, "steps", "skipped")
-    marked |= set(map(int, flags.x[np.nan_to_num(flags.y) != 0]))
-    if column(run, "steps", "grad_norm").gaps:
-        for row, later in pairwise((*run.steps, {"loss": 0.0})):
-            is_skipped = finite_number(row.get("loss")) is not None and finite_number(later.get("loss")) is not None
-            if is_skipped and row.get("grad_norm") is not None and finite_number(row["grad_norm"]) is None:
-                marked.add(step_of(row))
-    return [step for row in run.steps if (step := step_of(row)) in marked] if marked else []
+    return [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag] if len(flags) else None
 
 
-def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    if skipped:
-        kind, settled = KINDS["skipped-steps"], max(0, len(run.steps) - SETTLING_STEPS)
-        at_first = int(kind.bound) if len(column(run, "steps", "loss_scale")) else _SKIPPED_AT_FIRST
-        allowed = at_first + int(_SKIPPED_LATER * settled)
-        bound = 0 if len(skipped) == len(run.steps) else allowed
-        if len(skipped) > bound:
-            bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
+def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
+    """Yield the skipped steps, the steps that are not finite, and a divergence."""
+    total, out = len(run.steps), set(skipped or ())
+    bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
+    first = f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
+    if out:
+        kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
+        leading = next((place for place, step in enumerate(steps) if step not in out), total)
+        allowed = min(leading, int(kind.bound)) + _SKIPPED + int(_SKIPPED_SHARE * total)
+        bound = 0 if leading == total else allowed
+        if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
-            more += f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
-            yield kind.reading("", len(skipped), 0, bound, skipped[0], count=len(run.steps), more=more)
-    failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
-        skipped
-    )
-    if failed:
-        advice = f"{len(failed)} of {len(run.steps)} steps have a loss or a gradient norm that is not finite. "
-        advice += DETECTORS["nonfinite-step"].advice
-        yield Reading(min(failed), "loss", "", "nonfinite-step", len(failed), 0, 0, advice)
+            yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more + first)
+    losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
+    if failed := losses | norms:
+        unit, since = "rows" if run.is_foreign else "steps", min(failed)
+        first = first if bad and step_of(bad) == since else ""  # later, every gradient is NaN
+        unknown = "" if skipped is not None else " The log does not tell whether their steps were skipped."
+        advice = f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite{first}.{unknown} {_ORIGIN}"
+        # A loss scaler skips such norms, as long as they pass.
+        severity = "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
+        stage = "loss" if since in losses else "gradient"
+        yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
-    if len(skipped) < len(run.steps) and not is_recorded and (reason := divergence(run)):
+    if len(out) < total and not is_recorded and (reason := divergence(run)):
         last = max(map(step_of, run.steps))
         yield Reading(last, "loss", "", "divergence", None, None, None, f"The run diverged: {reason}.")
 
@@ -443,13 +427,17 @@ def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    """Yield 16-bit tensors with mostly unmoved elements, and any tensor that never moved despite a gradient."""
+    """Yield tensors that never moved, and 16-bit tensors of which most elements did not."""
     applied, kind = len(run.steps) - len(skipped), KINDS["weights-unmoved"]
-    moved = _moved(run) if applied >= FEWEST_STEPS else []
-    still = [row for row in moved if row[1] == 0]
-    for rows in (still, [row for row in moved if 0 < row[1] < kind.bound and row[3]]):
+    moved = _moved(run) if applied >= _FEWEST_STEPS else []
+    storage = 'Use storage "word", or float32 for these tensors.'
+    for rows, advice in (
+        ([row for row in moved if row[1] == 0], "Look at their learning rate and their gradients first."),
+        ([row for row in moved if 0 < row[1] < kind.bound and row[3]], storage),
+    ):
         if rows:
             share = sum(share * count for _, share, count, _ in rows) / max(1, sum(count for _, _, count, _ in rows))
+            cure = f"{advice} If they are not zero: {storage}" if not share and all(row[3] for row in rows) else advice
             more, step = f", in {counted(len(rows), 'tensor')}", max(map(step_of, run.steps))
             names = told((row[0] for row in rows), 1)
-            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more)
+            yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more, cure=cure)

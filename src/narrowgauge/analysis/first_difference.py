@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 from narrowgauge.analysis.diagnose import rows_of
@@ -57,6 +58,7 @@ class Difference:
         numel: elements of the tensor; for a column, tokens of the step; 0 if unknown.
         ranks: the differing ranks; empty if all differ or unknown.
         only_in: 0 or 1: the only run with this tensor.
+        common: the second run's gradients over the first's, where a clip multiplies all of them.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Difference:
     numel: int = 0
     ranks: tuple[int, ...] = ()
     only_in: int | None = None
+    common: float = 1.0
 
     @property
     def stage(self) -> str:
@@ -76,7 +79,7 @@ class Difference:
     @property
     def relative(self) -> float:
         """Return the difference over the larger value; infinite if rounding cannot explain it."""
-        first, second = self.values
+        first, second = self.values[0] * self.common, self.values[1]
         if self.kind in EXACT or math.isnan(first) or math.isnan(second):
             return math.inf
         return abs(first - second) / (max(abs(first), abs(second)) or 1.0)
@@ -144,10 +147,10 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
     levels: dict[bool, tuple[int, float]] = {}
     for step in sorted(common | hashed):
         differences = _columns(step, rows, prints) if step in common else []
-        differences += _tensors(step, rows, prints) if step in hashed else []
+        differences += _without_clip(_tensors(step, rows, prints), prints[0][step], u) if step in hashed else []
         named = {difference.stage for difference in differences if difference.tensor}
         differences = [row for row in differences if row.tensor or not row.ranks or row.stage not in named]
-        differences.sort(key=lambda row: (_KINDS.index(row.kind), not row.tensor))
+        differences.sort(key=lambda row: (_KINDS.index(row.kind), row.relative <= _rounding(row, u), not row.tensor))
         if not differences and first is None:
             continue
         bounds = [_bound(difference, u, levels, first is not None) for difference in differences]
@@ -159,7 +162,7 @@ def find_parting(first_run: Run, second_run: Run) -> Parting:
             at, bound = beyond[0]
             if at is not first:  # rounding came before, so the order within the step means little
                 alike = [pair for pair in beyond if pair[0].stage == at.stage]
-                at, bound = max(alike, key=lambda pair: pair[0].relative / max(pair[1], 1e-300))
+                at, bound = max(alike, key=lambda pair: pair[0].relative / pair[1] if pair[1] else math.inf)
             return Parting(first, at, bound, num_common, step in hashed)
         for source, is_read in ((True, step in hashed), (False, step in common)):
             if is_read:
@@ -178,7 +181,7 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
     """
     if difference.kind in EXACT:
         return 0.0
-    rounding = max(ENVELOPE * u / math.sqrt(max(1, difference.numel)), LEAST)
+    rounding = _rounding(difference, u)
     if not is_later:
         return rounding
     step, level = levels.get(bool(difference.tensor), (-1, 0.0))
@@ -186,6 +189,21 @@ def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, fl
         return math.inf if math.isfinite(difference.relative) else rounding  # the growth of rounding is unknown
     gap = difference.step - step
     return max(rounding, math.inf if gap * math.log(GROWTH) > 700 else GROWTH**gap * level)
+
+
+def _rounding(difference: Difference, u: float) -> float:
+    """Return the relative difference that rounding explains in one step."""
+    return max(ENVELOPE * u / math.sqrt(max(1, difference.numel)), LEAST)
+
+
+def _without_clip(differences: list[Difference], prints: Row, u: float) -> list[Difference]:
+    """Set the common factor of all gradients aside if some depart from it: a clip spreads one fault over all of them."""
+    grads = [row for row in differences if row.kind == "grad" and math.isfinite(row.relative) and all(row.values)]
+    if len(grads) < max(3, sum(key.startswith("grad:") for key in prints["tensors"])):
+        return differences
+    common = median(row.values[1] / row.values[0] for row in grads)
+    aside = [replace(row, common=common) if row in grads else row for row in differences]
+    return aside if any(row.kind == "grad" and row.relative > _rounding(row, u) for row in aside) else differences
 
 
 def _by_step(rows: Sequence[Row]) -> dict[int, Row]:

@@ -16,8 +16,7 @@ from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.record import Run
 
 _NAMED = 6
-_DAMAGE = "other code or damaged memory. Repeat one run once: damage does not come twice."
-_VARIES = "a sum whose order varies. Repeat one run once: then it differs from itself."
+_REPEAT = "Repeat one run. If its bits come again, look at code, data and seeds outside the record."
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +107,14 @@ def _sentences(pair: TwoRuns) -> Iterator[str]:
     if math.isfinite(at.relative) and at.values[0] != at.values[1]:
         is_known = math.isfinite(pair.parting.bound)
         bound = f"rounding reaches {pair.parting.bound:.2g}" if is_known else "the step before was not hashed"
-        yield f"The relative difference is {at.relative:.2g}; {bound}."
+        shared = "" if at.common == 1 else f", beside the factor {at.common:.6g} of all gradients"
+        yield f"The relative difference is {at.relative:.2g}{shared}; {bound}."
     if first is not None and first is not at:
         yield f"By rounding they differ since step {first.step}, first in {first.place}."
     if acting:
         yield f"Recorded settings that differ and can act there: {_listed(acting)}."
     else:
-        yield f"No recorded setting that differs can act there: {_VARIES if pair.is_rounding else _DAMAGE}"
+        yield f"No recorded setting that differs can act there. {_REPEAT}"
     if inactive:
         yield f"They differ too, and cannot act there: {_listed(inactive)}."
 

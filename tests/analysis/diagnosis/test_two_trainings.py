@@ -59,9 +59,9 @@ def flipped_bit(session: Session) -> None:
 
 CASES: dict[str, tuple[Any, dict[str, Any], int, str, str, str]] = {
     "another seed": (None, {"seed": 1}, 0, "start", "weight:model.embed_tokens.weight", "seed 0 and 1"),
-    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "other code or damaged memory"),
-    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "other code or damaged memory"),
-    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "other code or damaged memory"),
+    "another order of the data": (other_order, {}, AT, "data", "tokens:batch", "can act there. Repeat one run."),
+    "a gradient times 1.01": (scaled_gradient, {}, AT, "gradient", f"grad:{WEIGHT}", "can act there. Repeat one run."),
+    "a flipped bit": (flipped_bit, {}, AT, "between steps", f"held:{WEIGHT}", "can act there. Repeat one run."),
 }  # fmt: skip
 """By case: what strikes the second run, its settings, then step, stage and tensor of the first difference, and a sentence."""
 

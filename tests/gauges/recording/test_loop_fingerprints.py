@@ -103,7 +103,7 @@ def test_a_weight_that_changes_between_steps_is_located(tmp_path: Path) -> None:
     found = compare_two(recorded(tmp_path / "plain"), recorded(tmp_path / "other", after_step=scale_a_weight))
     first = found.readings[0]
     assert (first.step, first.stage, first.tensor, first.what) == (5, "between steps", "held:1.weight", "changed")
-    assert "Only other has held:1.weight." in str(found) and "damage does not come twice" in str(found)
+    assert "Only other has held:1.weight." in str(found)
 
 
 def test_states_of_any_optimizer_are_recorded(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def _worse(comparison: Comparison) -> str:
         r.difference for r in comparison.classes.values() if r.usable_rank is Rank.WORSE and r.difference is not None
     ]
     names = [f"{difference.recipe} ({difference.text})" for difference in worse]
-    return f"Worse with certainty, by less than 1 %: {listed(names)}." if names else ""
+    return f"Worse by less than 1 %, by their 95 % intervals: {listed(names)}." if names else ""
 
 
 def _not_to_be_used(comparison: Comparison) -> str:
