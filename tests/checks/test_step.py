@@ -294,7 +294,9 @@ def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy
 
 
 def test_readings_of_one_factor_are_joined_whatever_its_last_digit() -> None:
-    readings = [Reading(1, "gradient", name, "step-factor", 0.875 + 1e-7 * n, 1.0, 0.001) for n, name in enumerate("abc")]
+    readings = [
+        Reading(1, "gradient", name, "step-factor", 0.875 + 1e-7 * n, 1.0, 0.001) for n, name in enumerate("abc")
+    ]
     (one,) = joined([*readings, replace(readings[0], tensor="d", value=0.8749999)], 9)
     assert one.tensor == "a and 3 others"
     assert len(joined([readings[0], replace(readings[0], value=1.25)], 9)) == 2

@@ -31,7 +31,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences, told
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import METRICS, Row, finite_number, gauge_metrics, number, step_of
+from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number, step_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.toml import load_data
@@ -88,7 +88,9 @@ class Diagnosis(Readings):
         if number:
             skipped = next((reading for reading in self.readings if reading.what == "skipped-steps"), None)
             first = f"{skipped.value:,} of {self._rows} were skipped; " if skipped else ""
-            are, when = ("1 reading is beyond its", "at") if number == 1 else (f"{number} readings are beyond their", "from")
+            are, when = (
+                ("1 reading is beyond its", "at") if number == 1 else (f"{number} readings are beyond their", "from")
+            )
             return f"{first}{are} bound, {when} step {self.readings[0].step}{' on' * (number > 1)}."
         if not self.areas:
             return f"Nothing was looked at: {self._rows} without a value that is read."

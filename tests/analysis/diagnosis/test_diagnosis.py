@@ -118,14 +118,16 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     ),
     # recorded events
     "a step that is not the rule's": (
-        "bfloat16/word", event("warning", 2, detector="rate", tensor="a", stage="optimizer step"), 2, "optimizer step", "a", "rate",
+        "bfloat16/word", event("warning", 2, detector="rate", tensor="a", stage="optimizer step"), 2, "optimizer step", "a",
+        "rate",
     ),
     "weights written between steps": (
         "bfloat16/word", event("warning", 2, detector="weights-written", tensor="a"), 2, "between steps", "a", "weights-written",
     ),
     "a divergence": ("bfloat16/word", event("divergence", stage="loss"), AT, "loss", "", "divergence"),
     "an alarm of the audit": (
-        "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5, stage="storage"), AT, "storage", "a", "lost-updates",
+        "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5, stage="storage"), AT, "storage", "a",
+        "lost-updates",
     ),
     "replicas that differ": ("bfloat16/word", event("corruption", detector="replicas"), AT, "between steps", "", "replicas"),
     "settings that a resume changed": (
@@ -222,7 +224,9 @@ def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
 def test_skipped_steps_are_said_first_of_all_and_applied_ones_are_counted() -> None:
     run = struck("bfloat16/word", both(steps(1, 120, skipped=True, loss=math.nan), event("skip")))
     found = ng.diagnose(run)
-    assert str(found).startswith("made: 120 of 160 steps were skipped; 2 readings are beyond their bound, from step 1 on.\n")
+    assert str(found).startswith(
+        "made: 120 of 160 steps were skipped; 2 readings are beyond their bound, from step 1 on.\n"
+    )
     assert (found.num_rows, found.num_applied) == (160, 40)
     assert [(r.stage, r.what, r.value) for r in found.readings] == [
         ("loss", "nonfinite-step", 1), ("optimizer step", "skipped-steps", 120),
@@ -268,7 +272,9 @@ def test_an_alarm_that_was_recorded_is_printed_whatever_the_rows_say() -> None:
 
 def test_advice_says_no_more_than_was_measured() -> None:
     def advice(*row: object) -> str:
-        (reading,) = (r for r in ng.diagnose(struck("bfloat16/naive", moved(*row))).readings if r.what == "weights-unmoved")
+        (reading,) = (
+            r for r in ng.diagnose(struck("bfloat16/naive", moved(*row))).readings if r.what == "weights-unmoved"
+        )
         return reading.advice
 
     assert "storage" in advice(0.1, 64, True) and "rate" not in advice(0.1, 64, True)

@@ -125,8 +125,8 @@ class Record(AbstractContextManager["Record"]):
             before(alarms)
             for alarm in alarms:
                 advice, value, step = f"storage '{alarm.fallback}'", alarm.reading.edq, self.num_steps + 1
-                fields = {"advice": advice, "detector": "audit", "stage": "storage"}
-                self.event(Event("lost_updates", step, alarm.message, alarm.tensor, value, **fields))
+                event = Event("lost_updates", step, alarm.message, alarm.tensor, value, advice=advice, stage="storage")
+                self.event(replace(event, detector="audit"))
 
         optimizer.on_alarm = alarmed
         self.undo.callback(setattr, optimizer, "on_alarm", before)
