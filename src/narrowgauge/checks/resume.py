@@ -74,16 +74,16 @@ def check_resume(
         raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
     file, unseen = None if record is None else Path(record), dict[str, str]()
     if step is not None:
-        undrawn = _generators()
+        undrawn = generator_entries()
         before = snapshot(step(), unseen)
         saved = save()
-        generators = _generators()
+        generators = generator_entries()
         after = snapshot(step(), unseen)
         if file is not None and ranks.is_first:
             file.write_text(json.dumps({"held": before, "after": after}), encoding="utf-8")
         if load is None:
             return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"], unseen=unseen)
-        drawn = _generators()
+        drawn = generator_entries()
         # A generator that the steps do not draw from changes nothing. In another job each rank has its own.
         before |= {name: entry for name, entry in generators.items() if drawn[name] != undrawn[name]}
     else:
@@ -94,7 +94,7 @@ def check_resume(
     torch.rand(7), np.random.rand(7), random.random()
     assert load is not None
     objects, fresh_step = load(saved)
-    loaded = snapshot(objects, unseen) | _generators()
+    loaded = snapshot(objects, unseen) | generator_entries()
     before = {name: entry for name, entry in before.items() if name.partition("|")[0] in {*objects, "generators"}}
     readings, lines = _differences(before, loaded, "after the load")
     again = snapshot(fresh_step(), unseen)
@@ -133,7 +133,7 @@ def snapshot(objects: Objects, unseen: dict[str, str]) -> dict[str, Entry]:
 
     Fill ``unseen`` with the kinds of states that cannot be read.
     """
-    states = {f"{key}|{kind}|{name}": x for key, value in objects.items() for kind, name, x in _states_of(key, value)}
+    states = {f"{key}|{kind}|{name}": x for key, value in objects.items() for kind, name, x in states_of(key, value)}
     tensors = {k: x for k, x in states.items() if isinstance(x, Tensor) and x.layout is torch.strided}
     bits, _ = fingerprints_whole_and_own(tensors)
     values, _ = fingerprints_whole_and_own(
@@ -162,7 +162,7 @@ def _entry(bits: str, value: str, number: float | None, shown: str) -> Entry:
     return {"bits": bits, "value": value, "number": number, "shown": shown}
 
 
-def _states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+def states_of(key: str, value: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield kind, name and value of each state of an object. An optimizer's states are kinds of their own."""
     for name, item in _leaves(value):
         place = name.split(".")
@@ -197,7 +197,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value.item() if isinstance(value, np.generic) else value
 
 
-def _generators() -> dict[str, Entry]:
+def generator_entries() -> dict[str, Entry]:
     """Return entries for the random generators of this process."""
     numpy_state: Any = np.random.get_state()
     numpy_words = np.append(numpy_state[1].astype(np.int64), numpy_state[2])  # the position counts, too
