@@ -21,31 +21,25 @@ from typing import Any, overload
 import numpy as np
 
 from narrowgauge.analysis.alarms import Alarms
-from narrowgauge.analysis.columns import column
+from narrowgauge.analysis.columns import column, loop_of, rows_of
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.analysis.detectors import MAX_BIAS, is_off
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.analysis.two_runs import TwoRuns
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences, told
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import METRICS, Row, gauge_metrics, number, step_of
+from narrowgauge.runs.schema import METRICS, Row, number, step_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 from narrowgauge.spec.toml import load_data
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from narrowgauge.analysis.two_runs import TwoRuns
 
 NOT_ALARMS = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
 """Kinds of events that are not alarms. Skipped steps are counted from their rows."""
 CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
-_CONSECUTIVE = 3
-"""Consecutive samples beyond a bound that make a reading, as for detectors of the same metrics."""
 _SKIPPED, _SKIPPED_SHARE = 3, 0.05
 """Skipped steps without a reading, after the search for a loss scale: a number, and a share of the steps."""
 _FOLLOWING = frozenset({"nonfinite", "nonfinite-gradient", "nonfinite-scaled", "first-nonfinite"})
@@ -88,10 +82,9 @@ class Diagnosis(Readings):
         if number:
             skipped = next((reading for reading in self.readings if reading.what == "skipped-steps"), None)
             first = f"{skipped.value:,} of {self._rows} were skipped; " if skipped else ""
-            are, when = (
-                ("1 reading is beyond its", "at") if number == 1 else (f"{number} readings are beyond their", "from")
-            )
-            return f"{first}{are} bound, {when} step {self.readings[0].step}{' on' * (number > 1)}."
+            readings = "1 reading is beyond its" if number == 1 else f"{number} readings are beyond their"
+            since = f"at step {self.readings[0].step}" if number == 1 else f"from step {self.readings[0].step} on"
+            return f"{first}{readings} bound, {since}."
         if not self.areas:
             return f"Nothing was looked at: {self._rows} without a value that is read."
         applied = "" if self.num_applied is None else f", {self.num_applied:,} applied"
@@ -149,9 +142,7 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         [(60, 'loss', 'loss-spike')]
     """
     if other is not None:
-        from narrowgauge.analysis.two_runs import compare_two
-
-        return compare_two(_read(run), _read(other))
+        return TwoRuns(_read(run), _read(other))
     return Diagnosis(_read(run))
 
 
@@ -181,11 +172,6 @@ def _notes(run: Run) -> Iterator[str]:
 
 AREAS: dict[str, Row] = load_data("areas", "analysis")
 """The areas that a record may show: the columns that show each, and how to record it in each kind of loop."""
-
-
-def loop_of(run: Run) -> str:
-    """Return the source of a record: ``trainer``, ``recorder`` or ``log``."""
-    return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
 
 
 def looked_at(run: Run) -> tuple[str, ...]:
@@ -221,14 +207,6 @@ def _compared(run: Run) -> list[Row]:
     return [row["recomputed"] for row in run.steps if "recomputed" in row and isinstance(row["recomputed"], dict)]
 
 
-def rows_of(run: Run, table: str) -> list[Row]:
-    """Return the rows of a table, such as ``gauges``. Return an empty list if its file is damaged."""
-    try:
-        return getattr(run, table)  # type: ignore[no-any-return]
-    except RecordError:
-        return []
-
-
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -237,7 +215,7 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
     counts = (_steps(run, skipped), _scale(run, skipped or []), _ranks(run), _resumes(run), _audits(run, recipe),
-              _moments(run), _unmoved(run, skipped or []), _slower(run))  # fmt: skip
+              _unmoved(run, skipped or []), _slower(run))  # fmt: skip
     for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
@@ -402,19 +380,6 @@ def _changes(run: Run, first: int, last: int) -> Iterator[str]:
         before, then = (float(np.median(part)) if len(part) else math.nan for part in parts)
         if max(before, then) > 1.5 * min(before, then):
             yield f"; {name} went from {before:.3g} to {then:.3g}"
-
-
-def _moments(run: Run) -> Iterator[Reading]:
-    """Yield second moments whose sum differs from an exact float32 copy."""
-    lengths: dict[str, int] = {}
-    for row in rows_of(run, "gauges"):
-        for table, name, metrics in gauge_metrics(row):
-            if table != "moments" or (bias := metrics.get("bias")) is None:
-                continue
-            lengths[name] = lengths.get(name, 0) + 1 if is_off(bias) else 0
-            if lengths[name] == _CONSECUTIVE:
-                bound = MAX_BIAS - 1 if bias > 1 else 1 - 1 / MAX_BIAS
-                yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))
 
 
 def _moved(run: Run) -> list[tuple[str, float, int, bool]]:

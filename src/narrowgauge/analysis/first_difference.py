@@ -1,13 +1,10 @@
 """The first difference of two runs: step, stage, tensor and rank, from the rows and fingerprints of both.
 
-A step reads tokens, computes outputs, a loss and gradients, clips gradients, and updates weights and states. Each column and
-each kind of fingerprint belongs to one stage. Fingerprints are in the order of computation. So the first differing fingerprint
-shows where the runs diverged. If both runs trained on equally many ranks, their hashes by rank show whether only one rank
-differs.
+Each column and each kind of fingerprint belongs to one stage of a step, and fingerprints are in the order of computation. So the
+first differing fingerprint shows where the runs diverged, and hashes by rank show whether only one rank differs.
 
-A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n. The same holds for a mean over n
-tokens. Training amplifies differences from step to step, but not by much in one step. So a difference within rounding does not
-end the search. A larger difference has another reason: it exceeds its own rounding and the growth since the step before.
+A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, as does a mean over n tokens. So a
+difference within rounding does not end the search. A larger one exceeds its own rounding and the growth since the step before.
 
 Source: the expected error of n independent roundings (Higham 2002, section 2.8); one tolerance per tensor instead of one for
 all: TTrace (2506.09280).
@@ -21,7 +18,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from narrowgauge.analysis.diagnose import rows_of
+from narrowgauge.analysis.columns import rows_of
 from narrowgauge.analysis.reading import STAGE_OF, Reading
 from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.fingerprint_rows import parted_in
@@ -38,8 +35,8 @@ _KINDS = list(STAGE_OF)
 ENVELOPE = 32.0
 """Multiple of a norm's expected rounding error that still counts as rounding, since rounding errors are not independent."""
 LEAST = 2.0**-20
-"""Relative difference that always counts as rounding: eight ulps of float32. Losses and norms are float32 sums, whose errors do
-not average out. Reordering the sums of a float32 model changed losses and norms by up to 1.4e-7."""
+"""Relative difference that always counts as rounding: eight ulps of float32. Errors of float32 sums do not average out. Another
+order of a float32 model's sums changed losses and norms by up to 1.4e-7."""
 GROWTH = 30.0
 """Maximum growth factor of the largest difference in one step. Measured on tiny models: below 6."""
 _SHARED = 0.5
@@ -116,21 +113,14 @@ class Parting(NamedTuple):
     is_hashed: bool
 
 
-def roundoff(*runs: Run) -> float:
-    """Return the largest unit roundoff of tensors between two matmuls, over some runs; bfloat16's if unrecorded."""
-    return max(max(FORMATS[name].epsilon for name in _formats_of(run)) / 2 for run in runs)
-
-
-def _formats_of(run: Run) -> tuple[str, ...]:
-    """Return the formats between two matmuls, from the recipe, or else from the graph of a forward pass."""
+def _roundoff(run: Run) -> float:
+    """Return the unit roundoff between two matmuls, from the recipe or the graph of a forward pass; else bfloat16's."""
     recipe, model = recipe_of(run), run.run.get("model")
-    if recipe is not None:
-        return recipe.compute.dtype, recipe.storage.visible
-    if isinstance(model, dict):
-        names = tuple(str(model.get("formats", "")).split(", "))
-        if all(name in FORMATS for name in names):
-            return names
-    return ("bfloat16",)
+    recorded = str(model.get("formats", "")).split(", ") if isinstance(model, dict) else []
+    names = recorded if recipe is None else [recipe.compute.dtype, recipe.storage.visible]
+    return max(
+        (FORMATS[name].epsilon / 2 for name in names if name in FORMATS), default=FORMATS["bfloat16"].epsilon / 2
+    )
 
 
 # ── the search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,11 +129,14 @@ def _formats_of(run: Run) -> tuple[str, ...]:
 def find_parting(first_run: Run, second_run: Run) -> Parting:
     """Find the first difference of two runs, and the first difference beyond rounding."""
     runs = first_run, second_run
-    rows = [_columns_by_step(run) for run in runs]
+    tables = [(_by_step(run.steps), _by_step(run.evals)) for run in runs]
+    rows = [
+        {n: {**evals.get(n, {}), **steps.get(n, {})} for n in steps.keys() | evals.keys()} for steps, evals in tables
+    ]
     prints = [_by_step(rows_of(run, "fingerprints")) for run in runs]
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
     num_common = len({step_of(row) for row in first_run.steps} & {step_of(row) for row in second_run.steps})
-    u, first, first_bound = roundoff(*runs), None, 0.0
+    u, first, first_bound = max(map(_roundoff, runs)), None, 0.0
     levels: dict[bool, tuple[int, float]] = {}
     for step in sorted(common | hashed):
         differences = _columns(step, rows, prints) if step in common else []
@@ -209,15 +202,6 @@ def _without_clip(differences: list[Difference], prints: Row, u: float) -> list[
 def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
     """Return the first row of each step. A resume repeats the fingerprints of its checkpoint."""
     return {step_of(row): row for row in reversed(rows)}
-
-
-def _columns_by_step(run: Run) -> dict[int, Row]:
-    """Return the rows of each step, with the loss of its evaluation."""
-    steps, evals = _by_step(run.steps), _by_step(run.evals)
-    return {
-        step: {**steps.get(step, {}), "val_loss": evals.get(step, {}).get("val_loss")}
-        for step in steps.keys() | evals.keys()
-    }
 
 
 def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
