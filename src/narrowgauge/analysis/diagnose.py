@@ -22,7 +22,7 @@ import numpy as np
 
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.columns import column, loop_of, rows_of
-from narrowgauge.analysis.comparison.run_stats import divergence
+from narrowgauge.analysis.comparison.classification import divergence
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, Readings, in_order
 from narrowgauge.analysis.settings import recipe_of
