@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any, overload
 
 import numpy as np
@@ -33,7 +32,7 @@ from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, number, step_of
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.significance import MIN_EDQ, student_t
+from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.toml import load_data
 
 NOT_ALARMS = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
@@ -42,8 +41,6 @@ CHANGES = frozenset({"changed-settings", "changed-software"})
 """Detectors of notes that do become readings: the software or settings changed at a resume."""
 _SKIPPED, _SKIPPED_SHARE = 3, 0.05
 """Skipped steps without a reading, after the search for a loss scale: a number, and a share of the steps."""
-_FOLLOWING = frozenset({"nonfinite", "nonfinite-gradient", "nonfinite-scaled", "first-nonfinite"})
-"""Readings that follow from a loss that is not finite, in later steps: by then every tensor holds NaN."""
 _ORIGIN = "Repeat the first of these steps with ng.gauges.first_bad_value, which names the operation and its module."
 _LASTING, _LEAST_SECONDS = 20, 10.0
 """Steps of a block whose median speed is compared, and the lost time below which other programs explain a slow one."""
@@ -68,9 +65,13 @@ class Diagnosis(Readings):
 
     def __init__(self, run: Run) -> None:
         skipped = skipped_steps(run)
-        super().__init__(recorded_readings(run, skipped), unseen=unseen(run, skipped))
-        self.name, self.areas, self.notes = run.path.name or run.path.resolve().name, looked_at(run), list(_notes(run))
-        self.num_rows = len(run.steps)
+        self.areas, unseen = areas_of(run, skipped)
+        super().__init__(recorded_readings(run, skipped), unseen=unseen)
+        self.name, self.notes, self.num_rows = (
+            run.path.name or run.path.resolve().name,
+            list(_notes(run)),
+            len(run.steps),
+        )
         self.num_applied = None if skipped is None else self.num_rows - len(skipped)
         self._rows = counted(self.num_rows, "row" if run.is_foreign else "step")
         self.lines = [f"{self.name}: {self.verdict}"]
@@ -98,7 +99,7 @@ class Diagnosis(Readings):
             "num_rows": self.num_rows,
             "num_applied": self.num_applied,
             "readings": [reading.to_dict() for reading in self.readings],
-            "looked_at": list(self.areas),
+            "looked_at": self.areas,
             "unseen": self.unseen,
             "notes": self.notes,
         }
@@ -141,13 +142,8 @@ def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Di
         >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
         [(60, 'loss', 'loss-spike')]
     """
-    if other is not None:
-        return TwoRuns(_read(run), _read(other))
-    return Diagnosis(_read(run))
-
-
-def _read(run: str | Path | Run) -> Run:
-    return run if isinstance(run, Run) else read_run(run)
+    runs = [one if isinstance(one, Run) else read_run(one) for one in (run, other) if one is not None]
+    return Diagnosis(*runs) if other is None else TwoRuns(*runs)
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -174,37 +170,24 @@ AREAS: dict[str, Row] = load_data("areas", "analysis")
 """The areas that a record may show: the columns that show each, and how to record it in each kind of loop."""
 
 
-def looked_at(run: Run) -> tuple[str, ...]:
-    """Return the areas that the record shows, with the number of moved elements if known."""
-    moved = _moved(run)
-    areas = [name for name, area in AREAS.items() if _is_shown(run, area)]
-    if moved:
+def areas_of(run: Run, skipped: list[int] | None) -> tuple[list[str], dict[str, str]]:
+    """Return the areas that the record shows, and the others with a way to record each; empty text if there is none."""
+    shown = [name for name, area in AREAS.items() if _is_shown(run, area)]
+    unseen = {name: area[loop_of(run)] for name, area in AREAS.items() if name not in shown}
+    if "lost updates" in unseen and run.steps and len(skipped or ()) == len(run.steps):
+        unseen["lost updates"] = "no step was applied"
+    compared = [row["recomputed"] for row in run.steps if isinstance(row.get("recomputed"), dict)]
+    reasons = (compared[-1].get("unseen") if compared else None) or {}
+    if moved := _moved(run):
         share = sum(share * count for _, share, count, _ in moved) / max(1, sum(count for _, _, count, _ in moved))
-        areas.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
-    return tuple(areas)
-
-
-def unseen(run: Run, skipped: list[int] | None) -> dict[str, str]:
-    """Return the areas that the record does not show, each with a way to record it; empty text if there is none."""
-    loop, last = loop_of(run), (_compared(run) or [{}])[-1].get("unseen")
-    reasons = last if isinstance(last, dict) else {}
-    areas = {name: area[loop] for name, area in AREAS.items() if not _is_shown(run, area)}
-    if "lost updates" in areas and run.steps and len(skipped or ()) == len(run.steps):
-        areas["lost updates"] = "no step was applied"
-    return areas | {f"{part} of the compared steps": why for part, why in reasons.items()}
+        shown.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
+    return shown, unseen | {f"{part} of the compared steps": why for part, why in reasons.items()}
 
 
 def _is_shown(run: Run, area: Row) -> bool:
-    for table, _, name in (place.partition(".") for place in area["reads"]):
-        if name == "recomputed":
-            return any(row.get("compared") for row in _compared(run))
-        if any(row.get(name) is not None for row in rows_of(run, table)):
-            return True
-    return False
-
-
-def _compared(run: Run) -> list[Row]:
-    return [row["recomputed"] for row in run.steps if "recomputed" in row and isinstance(row["recomputed"], dict)]
+    places = (place.split(".") for place in area["reads"])
+    values = (row.get(name) for table, name in places for row in rows_of(run, table))
+    return any(value is not None and (not isinstance(value, dict) or value.get("compared", True)) for value in values)
 
 
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +203,8 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
         groups.setdefault((reading.what, reading.tensor), []).append(reading)
     readings = [_first(group) for group in groups.values()]
     lost = min((r.step for r in readings if (r.what, r.stage) == ("nonfinite-step", "loss")), default=math.inf)
-    return in_order(r for r in readings if r.step <= lost or r.what not in _FOLLOWING)
+    # After a loss that is not finite every tensor is NaN, so later ones tell nothing of the origin.
+    return in_order(r for r in readings if r.step <= lost or "nonfinite" not in r.what)
 
 
 def _first(readings: list[Reading]) -> Reading:
@@ -262,14 +246,12 @@ def _of_event(event: Row) -> Reading:
 def skipped_steps(run: Run) -> list[int] | None:
     """Return the steps whose update was not applied, by the column ``skipped``; ``None`` if no row has it."""
     flags = column(run, "steps", "skipped")
-    return [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag] if len(flags) else None
+    return [int(step) for step, flag in zip(flags.x, flags.y, strict=True) if flag > 0] if len(flags) else None
 
 
 def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     """Yield the skipped steps, the steps that are not finite, and a divergence."""
     total, out = len(run.steps), set(skipped or ())
-    bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
-    first = f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
     if out:
         kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
         leading = next((place for place, step in enumerate(steps) if step not in out), total)
@@ -278,13 +260,14 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
         if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
-            yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more + first)
+            yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
     losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
     if failed := losses | norms:
         unit, since = "rows" if run.is_foreign else "steps", min(failed)
-        first = first if bad and step_of(bad) == since else ""  # later, every gradient is NaN
         unknown = "" if skipped is not None else " The log does not tell whether their steps were skipped."
-        advice = f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite{first}.{unknown} {_ORIGIN}"
+        advice = (
+            f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite.{unknown} {_ORIGIN}"
+        )
         # A loss scaler skips such norms, as long as they pass.
         severity = "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
         stage = "loss" if since in losses else "gradient"
@@ -327,17 +310,12 @@ def _resumes(run: Run) -> Iterator[Reading]:
 
 def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
     """Yield readings of the audit over all parameters: what detectors read of one tensor, of the whole model."""
-    alarms, edqs = Alarms(recipe), column(run, "steps", "edq").finite.tolist()
+    alarms = Alarms(recipe)
     for row in run.steps:
         values = [row.get(name) for name in METRICS["updates"]]
         is_audited = any(value is not None for value in values)
         for event in alarms.on_gauges({"step": step_of(row), "updates": {"the model": values}}) if is_audited else ():
-            reading = replace(_of_event(event.row()), tensor="")
-            if reading.what == "lost-updates":
-                error = student_t(len(edqs) - 1) * stdev(edqs) / math.sqrt(len(edqs))
-                words = f" Over the run {fmean(edqs):.2g} of the update was stored (± {error:.2g})."
-                reading = replace(reading, advice=reading.advice + words)
-            yield reading
+            yield replace(_of_event(event.row()), tensor="")
 
 
 def _slower(run: Run) -> Iterator[Reading]:
@@ -346,11 +324,8 @@ def _slower(run: Run) -> Iterator[Reading]:
     It is compared with the median of all blocks before, and of their first quarter, from which a slow fall departs. A median
     ignores steps that compile, evaluate or save.
     """
-    kind, rate, seconds = (
-        KINDS["slower-steps"],
-        column(run, "steps", "tokens_per_second"),
-        column(run, "steps", "seconds"),
-    )
+    kind, rate = KINDS["slower-steps"], column(run, "steps", "tokens_per_second")
+    seconds = column(run, "steps", "seconds")
     steps, rates = rate.x[rate.y > 0], rate.y[rate.y > 0]
     size = min(_LASTING, len(rates) // 2)
     if size < 2:
@@ -384,13 +359,8 @@ def _changes(run: Run, first: int, last: int) -> Iterator[str]:
 
 def _moved(run: Run) -> list[tuple[str, float, int, bool]]:
     """Return each trained tensor: the moved fraction of its elements since the start, their number, and if it is 16-bit."""
-    moved = (run.summary or {}).get("moved")
-    rows = moved.items() if isinstance(moved, dict) else ()
-    return [
-        (name, float(row[0]), int(row[1]), bool(row[2]))
-        for name, row in rows
-        if isinstance(row, list) and len(row) == 3
-    ]
+    moved = (run.summary or {}).get("moved") or {}
+    return [(name, float(share), int(count), bool(narrow)) for name, (share, count, narrow) in moved.items()]
 
 
 def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:

@@ -1,11 +1,8 @@
 """Classify each recipe of a comparison. The verdict, the tables and the page read the result.
 
-A *rank* compares a recipe's final losses with the baseline's. A *fault* is a reason not to use a
-recipe, at any rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. The thresholds stand here,
-except the audit's threshold of lost updates (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
-
-The final loss is not enough. A recipe that loses its updates falls behind late, at small learning rates. The large first steps
-dominate sums over a run, so we read the audit's last values instead.
+A *rank* compares a recipe's final losses with the baseline's. A *fault* is a reason not to use a recipe, at any rank: it
+diverged, loses its updates, skipped steps, or ends worse by more than 1 %. A recipe that loses its updates falls behind late, at
+small learning rates. The large first steps dominate sums over a run, so we read the audit's last values.
 """
 
 from __future__ import annotations

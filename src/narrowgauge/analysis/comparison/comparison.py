@@ -129,8 +129,6 @@ def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
 def compare_runs(runs: Sequence[Run]) -> Comparison:
     """Compare runs by recipe and seed.
 
-    Invariant: torch is not needed, nothing is written, and the same runs give the same sentences.
-
     The baseline is the most precise recipe with a finished run, no divergence and no lost updates. Recipes without
     low-precision matmuls come first. Then more bytes per parameter, then the wider compute, then the order decide. Losses
     never decide, or the intervals would not hold (see the module). A recipe is as good as the baseline only if its interval
