@@ -1,11 +1,8 @@
 """Diagnosis of one run: readings beyond their bound, earliest first, and areas that the record does not show.
 
-Runs of the trainer and of ``ng.RunRecorder`` have detectors, and their events are alarms. Over any other record the
-detectors run here. The diagnosis adds counts over the whole record: skipped or failed steps, restarts of the loss scale,
-differing ranks, states changed by a resume, updates lost by a storage, unmoved weights, slower steps.
-
-A run without a reading may still have a fault: shifted labels leave normal rows. So the diagnosis lists the areas it looked
-at, and the areas that this record cannot show.
+Events of the trainer and of ``ng.RunRecorder`` are alarms. Over any other record the detectors run here. The diagnosis adds
+counts over the whole record, such as failed steps. A run without a reading may still have a fault: shifted labels leave normal
+rows. So the diagnosis lists the areas that it looked at, and the areas that this record cannot show.
 """
 
 from __future__ import annotations

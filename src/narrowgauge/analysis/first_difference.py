@@ -205,29 +205,17 @@ def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
-    first, second = rows[0][step], rows[1][step]
+    first, second, prints_of = rows[0][step], rows[1][step], prints[0].get(step, {}).get("tensors", {})
+    tokens = int((number(first.get("tokens")) or 0) // max(1, step))
+    tokens = tokens or sum(int(entry[2]) for key, entry in prints_of.items() if key.startswith("tokens:"))
     differences = []
     for column in COLUMNS:
         first_value, second_value = first.get(column), second.get(column)
         are_nan = first_value != first_value and second_value != second_value
         if first_value is not None and second_value is not None and first_value != second_value and not are_nan:
             values = (math.nan, math.nan) if isinstance(first_value, str) else (float(first_value), float(second_value))
-            differences.append(Difference(step, column, column, values=values, numel=_tokens_of(step, rows, prints)))
+            differences.append(Difference(step, column, column, values=values, numel=tokens))
     return differences
-
-
-def _tokens_of(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> int:
-    """Return the tokens of a step from its row, or else from its batch's fingerprint; 0 if unknown."""
-    if counted := int((number(rows[0].get(step, {}).get("tokens")) or 0) // max(1, step)):
-        return counted
-    tensors = prints[0].get(step, {}).get("tensors", {})
-    return sum(int(entry[2]) for key, entry in tensors.items() if key.startswith("tokens:"))
-
-
-def _loss_scale(rows: Mapping[int, Row], step: int) -> float:
-    """Return the loss scale in a step's gradients. A row holds the scale after its step."""
-    scales = (number(rows.get(at, {}).get("loss_scale")) for at in (step - 1, step))
-    return next((scale for scale in scales if scale), 1.0)
 
 
 def _tensors(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
@@ -236,14 +224,17 @@ def _tensors(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapp
     ranks = [*_ranks(step, prints[0][step], prints[1][step])]
     odd = {row.stage: row.ranks for row in reversed(ranks) if row.ranks}
     differences = [*_lacking(step, first, second), *ranks]
+    # A row holds the loss scale after its step.
+    known = [[number(table.get(at, {}).get("loss_scale")) for at in (step - 1, step)] for table in rows]
+    scales = [next(filter(None, values), 1.0) for values in known]
     for key, entry in first.items():
         if key in second and entry[0] != second[key][0]:
             kind = key.partition(":")[0]
             if kind == "tokens":  # integers have no norm
                 differences.append(Difference(step, kind, "bits", key))
             else:
-                scales = [_loss_scale(row, step) if kind in ("sent", "grad") else 1.0 for row in rows]
-                norms = entry[1] / scales[0], second[key][1] / scales[1]
+                by = scales if kind in ("sent", "grad") else (1.0, 1.0)
+                norms = entry[1] / by[0], second[key][1] / by[1]
                 differences.append(Difference(step, kind, "norm", key, norms, int(entry[2])))
     return [replace(row, ranks=row.ranks or odd.get(row.stage, ())) for row in differences]
 

@@ -35,13 +35,7 @@ _DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """Describe one value far above the recent values.
-
-    Args:
-        what: ``loss``, or ``gradient`` for the norm of all gradients before clipping.
-        threshold: the largest value below a spike.
-        z: robust standard deviations above the median (logarithms for a gradient norm).
-    """
+    """Hold a loss or gradient norm far above the recent ones, the largest value that is none, and its robust z score."""
 
     what: Literal["loss", "gradient"]
     value: float

@@ -181,12 +181,7 @@ def _widest(groups: Mapping[str, Sequence[RunStats]], rows: Mapping[str, Row]) -
 
 
 def rank(difference: PairedDifference | None, loss: float) -> Rank:
-    """Return the rank of a recipe, from its difference to the baseline's loss; ``None`` without a common seed.
-
-    Example:
-        >>> rank(PairedDifference("a", 0.1, 0.02, 3), 4.0), rank(PairedDifference("a", 0.01, 0.02, 3), 4.0)
-        (<Rank.WORSE: 'worse'>, <Rank.WITHIN_NOISE: 'within the noise'>)
-    """
+    """Return the rank of a recipe, from its difference to the baseline's loss; ``None`` without a common seed."""
     negligible = NEGLIGIBLE * abs(loss)
     if difference is None or not math.isfinite(difference.half):
         return Rank.NO_INTERVAL

@@ -22,13 +22,7 @@ NONCENTRALITY = {1: 16.334, 2: 5.653, 3: 4.256, 4: 3.761}
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite for one seed.
-
-    Example:
-        >>> mean, half = interval([1.0, 2.0, 3.0])
-        >>> mean, round(half, 3)
-        (2.0, 2.484)
-    """
+    """Return the mean of one difference per seed, and the half width of its 95 % interval; infinite for one seed."""
     mean, number = statistics.fmean(differences), len(differences)
     if number < 2 or not math.isfinite(mean):
         return mean, math.inf
@@ -73,10 +67,6 @@ def seeds_needed(spread: float, difference: float) -> int | None:
     of two quantiles of Student's t. For fewer seeds it is tabulated.
 
     Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), 2.2; Schuirmann 1987 for the second claim.
-
-    Example:
-        >>> seeds_needed(0.003, 0.005), seeds_needed(0.003, 0.0001)
-        (6, None)
     """
     if not _resolves(MOST_SEEDS, spread, difference):
         return None

@@ -41,12 +41,7 @@ def parsed_recipe(recipe: Any) -> Recipe | None:
 
 
 def recipe_name(recipe: Any) -> str:
-    """Return the label of a recipe: its title, or the name itself if unknown.
-
-    Example:
-        >>> recipe_name("bf16/word"), recipe_name({"recipe": "bfloat16/word", "name": "x"}), recipe_name("mine")
-        ('bfloat16/word', 'bfloat16/word', 'mine')
-    """
+    """Return the label of a recipe: its title, or the name itself if unknown."""
     parsed = parsed_recipe(recipe)
     return str(recipe) if parsed is None else parsed.title
 
