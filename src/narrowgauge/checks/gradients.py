@@ -392,14 +392,14 @@ def _compared(
     reference: _Reference, gradients: Gradients, ranks: Ranks, differing: Mapping[str, int]
 ) -> tuple[list[Reading], list[str]]:
     """Return the readings and a line. Before a tensor near its bound is accused, measure by more random roundings."""
-    readings, distances, absent = list[Reading](), list[float](), list[str]()
+    readings, distances = list[Reading](), list[float]()
     for name in reversed(reference.exact):  # in the order of backward
         if name in differing:
             readings.append(KINDS["not-reduced"].reading(name, differing[name], 0))
             continue
         r, length, bound = reference.exact[name], reference.lengths[name], reference.bound(name)
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
-        distance = float((g - r).norm()) / length if length else math.inf if bool(g.any()) else 0.0
+        distance = float((g - r).norm()) / (length or 1e-300)
         factor = reference.factor(name, g)
         # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
         is_along = abs(factor - 1) <= max(_LEAST_FACTOR, MARGIN * reference.factor_errors[name])
@@ -412,7 +412,7 @@ def _compared(
                 )
                 readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0, wide=wide))
         elif not bool(g.any()) and (length or name not in gradients):
-            absent.append(name)
+            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(reference.exact)))
         elif distance <= bound and is_along:
             distances.append(distance)
         elif bound < distance <= _NEAR_MISS * bound and reference.num_roundings == FEW_ROUNDINGS:
@@ -425,8 +425,6 @@ def _compared(
             terms = [term[name] for term in reference.terms]
             words = _counts_of(g, r, terms, bound) if terms else ""
             readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
-    if absent:
-        readings.append(KINDS["no-gradient"].reading(of_all(absent), len(absent), 0, count=len(reference.exact)))
     line = f"gradients: {len(distances)} of {counted(len(reference.exact), 'tensor')} equal to float32's in one process"
     if distances:
         line += f", within rounding (largest difference {max(distances):.1e}, unit roundoff {reference.unit:.1e})"

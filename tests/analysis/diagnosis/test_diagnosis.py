@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
     # the storage, of all parameters and of one
     "lost updates by the audit": ("bfloat16/naive", steps(edq=0.3, noise=0.5), AT + 2, "storage", "", "lost-updates"),
     "lost decay by the audit": ("bfloat16/naive", steps(lost_decay=0.9), AT + 2, "storage", "", "lost-decay"),
-    "large second moments": ("bfloat16/word", sampled(moment={"bias": 1.6}), 110, "storage", WEIGHT, "large-second-moments"),
+    "large second moments": ("bfloat16/word", sampled(moment={"bias": 1.6}), 110, "storage", WEIGHT, "frozen-moments"),
     "small second moments": ("bfloat16/word", sampled(moment={"bias": 0.6}), 110, "storage", WEIGHT, "small-second-moments"),
     "weights that mostly stand still": ("bfloat16/naive", moved(0.1, 64, True), NUM_STEPS, "storage", "a", "weights-unmoved"),
     # tensors of layers

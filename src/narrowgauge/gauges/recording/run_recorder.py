@@ -282,9 +282,8 @@ class RunRecorder:
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
-        for kind, message in self._certificate.differences(paths[-1].removeprefix(_SAVED), objects) if paths else ():
-            event = Event("warning", step, message, kind or None, detector="not-restored", stage="between steps")
-            self._record.event(event, shown=True)
+        for reading in self._certificate.differences(paths[-1].removeprefix(_SAVED), objects) if paths else ():
+            self._record.event(event_of(reading, step), shown=True)
         self._begin_at(step)
         if goes_on or began:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
