@@ -40,8 +40,8 @@ class TwoRuns(Readings):
         self.is_rounding = at is not None and parting.beyond is None
         ends = [(run.summary or {}).get("weights_fingerprint") for run in runs]
         self.is_complete = None not in ends and ends[0] == ends[1]
-        names = [run.path.name for run in runs]
-        self.names = names if names[0] != names[1] else [str(run.path) for run in runs]
+        names = first_run.path.name, second_run.path.name
+        self.names = names if names[0] != names[1] else (str(first_run.path), str(second_run.path))
         self.settings = tuple(settings_diff(first_run.run, second_run.run))
         self.acting = () if at is None else acting_at(self.settings, at.stage, self.is_rounding)
         self.notes = list(self._notes(runs))
@@ -65,7 +65,7 @@ class TwoRuns(Readings):
         """Return the comparison as values for JSON."""
         at, first = self.difference, self.parting.first
         return {
-            "runs": self.names,
+            "runs": list(self.names),
             "verdict": self.verdict,
             "same": at is None,
             "readings": [reading.to_dict() for reading in self.readings],
