@@ -261,18 +261,17 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
     if failed := losses | norms:
         unit, since = "rows" if run.is_foreign else "steps", min(failed)
+        before = max((step for row in run.steps if (step := step_of(row)) < since), default=since - 1)
+        began = f" They began after step {before}, at the latest at {since}." if before < since - 1 else ""
         unknown = "" if skipped is not None else " The log does not tell whether their steps were skipped."
-        advice = (
-            f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite.{unknown} {_ORIGIN}"
-        )
+        advice = f"{len(failed)} of {total} {unit} have a loss or a gradient norm that is not finite.{began}{unknown} {_ORIGIN}"
         # A loss scaler skips such norms, as long as they pass.
         severity = "note" if unknown and not losses and step_of(run.steps[-1]) not in failed else "error"
         stage = "loss" if since in losses else "gradient"
         yield Reading(since, stage, "", "nonfinite-step", len(failed), 0, 0, advice, severity)
     is_recorded = any(event.get("kind") == "divergence" for event in run.events)
     if len(out) < total and not is_recorded and (reason := divergence(run)):
-        last = max(map(step_of, run.steps))
-        yield Reading(last, "loss", "", "divergence", None, None, None, f"The run diverged: {reason}.")
+        yield Reading(max(map(step_of, run.steps)), "loss", "", "divergence", advice=f"The run diverged: {reason}.")
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
@@ -318,8 +317,7 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
 def _slower(run: Run) -> Iterator[Reading]:
     """Yield the first lasting fall of tokens per second: a block of steps whose median is far below those before.
 
-    It is compared with the median of all blocks before, and of their first quarter, from which a slow fall departs. A median
-    ignores steps that compile, evaluate or save.
+    The median of all blocks before counts, or of their first quarter: a slow fall departs from it. Single slow steps do not.
     """
     kind, rate = KINDS["slower-steps"], column(run, "steps", "tokens_per_second")
     seconds = column(run, "steps", "seconds")
@@ -371,7 +369,9 @@ def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
     ):
         if rows:
             share = sum(share * count for _, share, count, _ in rows) / max(1, sum(count for _, _, count, _ in rows))
-            cure = f"{advice} If they are not zero: {storage}" if not share and all(row[3] for row in rows) else advice
+            cure = (
+                f"{advice} If neither is zero: u{storage[1:]}" if not share and all(row[3] for row in rows) else advice
+            )
             more, step = f", in {counted(len(rows), 'tensor')}", max(map(step_of, run.steps))
             names = told((row[0] for row in rows), 1)
             yield kind.reading(names, share, None, kind.bound, step, steps=applied, more=more, cure=cure)

@@ -247,6 +247,7 @@ def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path:
     lost = diagnosed(range(35, 75), 0.0)
     assert [(r.step, r.stage, r.what, r.value) for r in lost.readings] == [(35, "gradient", "nonfinite-step", 8)]
     assert not lost.ok and "8 of 14 rows" in str(lost) and "The log does not tell" in str(lost)
+    assert "began after step 30, at the latest at 35" in str(lost)
     assert (lost.num_rows, lost.num_applied) == (14, None) and "skipped steps" in lost.unseen
     passed = diagnosed(range(35, 40), 3.6)
     assert passed.ok and [r.severity for r in passed.readings] == ["note"], "a loss scaler may have skipped it"
@@ -280,7 +281,7 @@ def test_advice_says_no_more_than_was_measured() -> None:
 
     assert "storage" in advice(0.1, 64, True) and "rate" not in advice(0.1, 64, True)
     assert "storage" not in advice(0.0, 64, False) and "rate" in advice(0.0, 64, False)
-    assert "rate" in advice(0.0, 64, True) and "If they are not zero" in advice(0.0, 64, True)
+    assert "rate" in advice(0.0, 64, True) and "If neither is zero: use storage" in advice(0.0, 64, True)
 
 
 def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
