@@ -68,7 +68,8 @@ def check_resume(
         resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often lost then.
         record: the file that carries the saved state to another job.
     Returns:
-        A reading for each kind of state that differs, causes first: rate, counters, scale, generators, batch, states, weights.
+        A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states,
+        weights.
     Raises:
         RecipeError: two jobs without a record.
 

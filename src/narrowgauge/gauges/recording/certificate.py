@@ -16,6 +16,9 @@ from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.resume import Entry, differences_after_load, loop_entries
 from narrowgauge.distributed.ranks import all_ranks
 
+SAVED = "the loop saved "
+"""Begins the message of the event that names a checkpoint."""
+
 
 class Certificate:
     """Write hashes of a loop's states beside a checkpoint, and compare the loop with them after the load.

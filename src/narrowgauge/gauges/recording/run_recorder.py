@@ -28,7 +28,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges import hooks
-from narrowgauge.gauges.recording.certificate import Certificate
+from narrowgauge.gauges.recording.certificate import SAVED, Certificate
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.record import OnRow, Record
@@ -45,8 +45,6 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
-
-_SAVED = "the loop saved "
 
 
 class RunRecorder:
@@ -257,7 +255,7 @@ class RunRecorder:
         Cost: one read of every state, and a second for its norm.
         """
         self._certificate.write(path, objects)
-        self.event("checkpoint", f"{_SAVED}{Path(path).absolute()}")
+        self.event("checkpoint", f"{SAVED}{Path(path).absolute()}")
 
     def go_back(self, step: int, **objects: Any) -> None:
         """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
@@ -282,7 +280,7 @@ class RunRecorder:
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
-        for reading in self._certificate.differences(paths[-1].removeprefix(_SAVED), objects) if paths else ():
+        for reading in self._certificate.differences(paths[-1].removeprefix(SAVED), objects) if paths else ():
             self._record.event(event_of(reading, step), shown=True)
         self._begin_at(step)
         if goes_on or began:
