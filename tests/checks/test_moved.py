@@ -110,6 +110,9 @@ def test_the_command_prints_the_table_or_json_and_refuses_what_holds_no_weights(
     assert json.loads(as_json)["ok"] and len(json.loads(as_json)["rows"]) == 6
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.safetensors").write_bytes(b"no weights")
-    for path in ("empty", "absent", "broken.safetensors"):
+    (tmp_path / "parts").mkdir()
+    for rank in range(2):
+        save_file({"a": torch.ones(2)}, tmp_path / "parts" / f"{rank}.safetensors")
+    for path in ("empty", "absent", "broken.safetensors", "parts"):
         with pytest.raises(RecordError, match="Cannot read weights"):
             ng.moved(weights(), tmp_path / path)
