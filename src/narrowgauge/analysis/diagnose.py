@@ -201,7 +201,9 @@ def recorded_readings(run: Run, skipped: list[int] | None) -> list[Reading]:
     readings = [_first(group) for group in groups.values()]
     lost = min((r.step for r in readings if (r.what, r.stage) == ("nonfinite-step", "loss")), default=math.inf)
     # After a loss that is not finite every tensor is NaN, so later ones tell nothing of the origin.
-    return in_order(r for r in readings if r.step <= lost or "nonfinite" not in r.what)
+    causes = [r for r in readings if r.step <= lost or "nonfinite" not in r.what]
+    more = f" Later readings that follow from it: {len(readings) - len(causes)}." if len(causes) < len(readings) else ""
+    return in_order(replace(r, advice=r.advice + more) if r.what == "nonfinite-step" else r for r in causes)
 
 
 def _first(readings: list[Reading]) -> Reading:
@@ -295,11 +297,9 @@ def _ranks(run: Run) -> Iterator[Reading]:
 def _resumes(run: Run) -> Iterator[Reading]:
     """Compare hashes around a resume: it hashes the loaded state, which must equal the saved state bit for bit."""
     for before, row in pairwise(rows_of(run, "fingerprints")):
-        if step_of(row) != step_of(before):
-            continue
         first, second = before.get("tensors") or {}, row.get("tensors") or {}
         key = next((key for key in first if key in second and first[key][0] != second[key][0]), None)
-        if key is not None:
+        if key is not None and step_of(row) == step_of(before):
             norms = number(second[key][1]), number(first[key][1])
             yield KINDS["changed-by-resume"].reading(key, *norms, step=step_of(row) + 1)
 

@@ -57,9 +57,8 @@ KINDS: dict[str, Kind] = {name: Kind(name, **row) for name, row in load_data("ki
 
 def kind_rows() -> list[Row]:
     """Return the table with the detectors' rows."""
-    rows: list[Row] = [
-        {"name": k.name, "by": k.by, "value": k.value, "bound": k.bound, "source": k.source} for k in KINDS.values()
-    ]
+    names = ("name", "by", "value", "bound", "source")
+    rows: list[Row] = [{name: getattr(kind, name) for name in names} for kind in KINDS.values()]
     calls = {"updates": "ng.audit", "moments": "gauges_every", "steps": "recorder.step"}
     for d in DETECTORS.values():
         value = d.metric + (" over its lowest" if d.lowest else " over its median" if d.relative else "")

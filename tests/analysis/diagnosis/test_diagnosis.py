@@ -259,6 +259,7 @@ def test_what_follows_a_loss_that_is_not_finite_is_not_named_for_it() -> None:
     late = event("nonfinite", AT + 8, detector="first-nonfinite", tensor="innocent", stage="gradient")
     found = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), late)))
     assert "innocent" not in [r.tensor for r in found.readings] and found.readings[0].what == "nonfinite-step"
+    assert "follow from it: 1." in found.readings[0].advice
     then = event("nonfinite", AT, detector="first-nonfinite", tensor="guilty", stage="gradient")
     readings = ng.diagnose(struck("bfloat16/word", both(steps(loss=math.nan), then))).readings
     assert [(r.stage, r.tensor) for r in readings[:2]] == [("loss", ""), ("gradient", "guilty")]
