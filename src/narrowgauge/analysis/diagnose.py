@@ -254,11 +254,12 @@ def _steps(run: Run, skipped: list[int] | None) -> Iterator[Reading]:
     if out:
         kind, steps = KINDS["skipped-steps"], list(map(step_of, run.steps))
         leading = next((place for place, step in enumerate(steps) if step not in out), total)
-        allowed = min(leading, int(kind.bound)) + _SKIPPED + int(_SKIPPED_SHARE * total)
-        bound = 0 if leading == total else allowed
+        bound = 0 if leading == total else min(leading, int(kind.bound)) + _SKIPPED + int(_SKIPPED_SHARE * total)
         if len(out) > bound:
             spikes = sum(1 for row in run.steps if row.get("spike") and row.get("skipped"))
             more = f"; {spikes} of them because of a spike, as --on-spike asked" if spikes else ""
+            words = [str(event.get("message")).rstrip(".") for event in run.events if event.get("kind") == "skip"]
+            more += f"; of the first, {words[0]}" if words else ""
             yield kind.reading("", len(out), 0, bound, min(out), count=total, more=more)
     losses, norms = (set(map(int, column(run, "steps", name).gaps)) - out for name in ("loss", "grad_norm"))
     if failed := losses | norms:

@@ -231,7 +231,7 @@ def test_skipped_steps_are_said_first_of_all_and_applied_ones_are_counted() -> N
     assert [(r.stage, r.what, r.value) for r in found.readings] == [
         ("loss", "nonfinite-step", 1), ("optimizer step", "skipped-steps", 120),
     ]  # fmt: skip
-    assert found.readings[1].bound == 24 + 3 + 8
+    assert found.readings[1].bound == 24 + 3 + 8 and "of the first, it happened." in found.readings[1].advice
 
 
 def test_a_log_without_a_column_of_skipped_steps_tells_nothing_of_them(tmp_path: Path) -> None:
