@@ -374,6 +374,21 @@ def diagnose(run: Path, other: Path | None, as_json: bool, step: int | None) -> 
     return tables.write_json(row) if as_json else click.echo(text)
 
 
+@main.command("moved", short_help="Which weights two checkpoints differ in.")
+@click.argument("base", type=_path)
+@click.argument("checkpoint", type=_path)
+@flags.json_object
+def moved(base: Path, checkpoint: Path, as_json: bool) -> None:
+    """Print which weights of CHECKPOINT differ from those of BASE, which did not move, and which are exactly 1 or not finite.
+
+    Each is a .safetensors file, or a folder of them, such as a Hugging Face model, an adapter or an export.
+    """
+    from narrowgauge.checks.moved import moved as compare_weights
+
+    result = compare_weights(base, checkpoint)
+    return tables.write_json(result.to_dict()) if as_json else click.echo(result)
+
+
 def _record(path: Path) -> Run:
     """Read the run at a path, or the only run in a folder."""
     from narrowgauge.report.publishing import run_folders

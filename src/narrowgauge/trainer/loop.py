@@ -217,7 +217,7 @@ def _finish(end: _End, session: Session, record: Record, console: Console, row: 
         return console.summary(summary)
     session.saver.close()
     if end is _End.SPIKE:
-        record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK))
+        record.event(Event("divergence", session.step, symptom(row), advice=GO_BACK, stage="loss"))
         raise DivergenceError(f"stopped after step {session.step}: {symptom(row)}.", GO_BACK)
     record.stop(end.value)
     console.say(f"Stopped after step {session.step}. Continue with: narrowgauge resume {session.folder}")

@@ -28,6 +28,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges import hooks
+from narrowgauge.gauges.recording.certificate import SAVED, Certificate
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.record import OnRow, Record
@@ -158,6 +159,7 @@ class RunRecorder:
                     model, self.optimizer, audit_every, self._audited_step, max_grad_norm=max_grad_norm, ignore=ignore
                 )
                 self._record.undo.callback(self._audited.remove)
+            self._certificate = Certificate(model, self.optimizer)
             self._must_go_back = earlier is not None and bool(earlier.steps)
             self._is_open, self._run = True, content if earlier is None else earlier.run
             self._first_bad = FirstNonfinite(model)
@@ -241,7 +243,21 @@ class RunRecorder:
         """
         self._record.event(Event(kind, self.num_steps, message, **fields))
 
-    def go_back(self, step: int) -> None:
+    def saved(self, path: str | Path, **objects: Any) -> None:
+        """Certify a checkpoint that the loop has saved: write hashes of every state beside it.
+
+        After a resume, :meth:`go_back` warns of each kind of state that differs from them, causes first.
+
+        Args:
+            path: the file or folder of the checkpoint.
+            objects: what decides the next step besides model, optimizer and the process's random generators: ``scheduler``,
+                ``scaler``, ``loader``, a ``torch.Generator``, and ``batch``, the next one.
+        Cost: one read of every state, and a second for its norm.
+        """
+        self._certificate.write(path, objects)
+        self.event("checkpoint", f"{SAVED}{Path(path).absolute()}")
+
+    def go_back(self, step: int, **objects: Any) -> None:
         """Continue after ``step``. Delete rows of later steps, since the loop repeats these steps.
 
         Call it after loading a checkpoint, in a resumed loop or after a rollback. Call it in an empty folder too, if a loop
@@ -249,12 +265,14 @@ class RunRecorder:
 
         Args:
             step: steps that the loaded checkpoint has done.
+            objects: the loaded ones, by the names that :meth:`saved` was given.
         Raises:
             RecordError: rows up to that step are missing.
         """
         began, goes_on = self.num_steps, self._must_go_back or step > 0
         # The first row may be of a later step, if the loop continued another run's checkpoint.
-        rows = self._record.here.of_first(lambda: read_run(self.folder)).steps
+        run = self._record.here.of_first(lambda: read_run(self.folder))
+        rows, paths = run.steps, [e["message"] for e in run.events if e["kind"] == "checkpoint" and e["step"] == step]
         self._record.go_back(step, first=rows[0]["step"] if rows else step + 1)
         if not began:  # a rollback keeps the samples of the start, which a new process does not know
             is_start = not rows or rows[0]["step"] > step
@@ -262,6 +280,8 @@ class RunRecorder:
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
+        for reading in self._certificate.differences(paths[-1].removeprefix(SAVED), objects) if paths else ():
+            self._record.event(event_of(reading, step), shown=True)
         self._begin_at(step)
         if goes_on or began:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
