@@ -167,7 +167,9 @@ def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_r
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.embed(tokens) + self.shared(self.norm(self.embed(tokens))).detach())
 
-    assert read(check(Detached(), tokens_of(0))) == [("no-gradient", "norm.bias and 3 others", 1)]
+    no_gradient, slope = check(Detached(), tokens_of(0))
+    assert (no_gradient.what, no_gradient.tensor, no_gradient.value) == ("no-gradient", "norm.bias and 3 others", 4)
+    assert (slope.what, slope.severity) == ("slope", "note") and "detached" in slope.advice
 
     def without_norm(model: nn.Module, batch: Any) -> None:
         loss(model, batch).backward()

@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from narrowgauge.analysis.reading import Reading, Readings
-from narrowgauge.checks.gradients import Backward, Loss, gradient_readings
+from narrowgauge.checks.gradients import Backward, gradient_readings
 from narrowgauge.checks.grid import grid_lines
 from narrowgauge.checks.parameters import parameter_readings
 from narrowgauge.checks.set_up import SetUp, described, set_up_of
+from narrowgauge.checks.slope import Loss
 from narrowgauge.checks.updates import update_readings
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linears_of
@@ -63,7 +64,7 @@ def check(
     readings, unseen = [*static_readings(set_up)], set_up.unseen
     lines = described(set_up) + grid_lines(set_up)
     if loss is not None:
-        more, words = gradient_readings(set_up, batch, loss, backward, unseen)
+        more, words, done = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words
     if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
         lines = [*lines, str(linears)]
