@@ -12,8 +12,9 @@ from torch import nn
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.gradients import Backward, gradient_readings
 from narrowgauge.checks.grid import grid_lines
+from narrowgauge.checks.manifest import manifest
 from narrowgauge.checks.parameters import parameter_readings
-from narrowgauge.checks.set_up import SetUp, described, set_up_of
+from narrowgauge.checks.set_up import SetUp, set_up_of
 from narrowgauge.checks.slope import Loss
 from narrowgauge.checks.updates import update_readings
 from narrowgauge.errors import RecipeError
@@ -62,15 +63,17 @@ def check(
         raise RecipeError("Cannot compare gradients because batch= needs loss=, and loss= needs batch=.", "Pass both.")
     set_up = set_up_of(model, optimizer)
     readings, unseen = [*static_readings(set_up)], set_up.unseen
-    lines = described(set_up) + grid_lines(set_up)
+    lines = manifest(set_up) + grid_lines(set_up)
+    done = list[str]()
     if loss is not None:
         more, words, done = gradient_readings(set_up, batch, loss, backward, unseen)
         readings, lines = readings + more, lines + words
     if (linears := linears_of(model)) is not None and "narrow" in linears.matrices().values():
         lines = [*lines, str(linears)]
-    number = sum(p.parameter.numel() for p in set_up.trained)
-    looked_at = f"{counted(len(set_up.trained), 'tensor')}, {counted(number, 'element')} looked at"
-    return Readings(readings, lines, looked_at, unseen)
+    if predicted := set_up.predicted:
+        kinds = sorted({type(p.optimizer).__name__ for p in predicted})
+        done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
+    return Readings(readings, lines, "; ".join([f"settings of {counted(len(set_up.trained), 'tensor')}", *done]), unseen)
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:

@@ -110,7 +110,7 @@ def gradient_readings(
         try:
             one_process = _Reference(reference, outside, joined_batch, all_parts, loss, unit)
             more, words = _compared(one_process, gradients, ranks, differing, reasons)
-            readings, lines, done = readings + more, lines + words, [*done, f"gradients of {len(one_process.exact)}"]
+            readings, lines, done = readings + more, lines + words, [*done, f"gradients of {counted(len(one_process.exact), 'tensor')}"]
         except RuntimeError as error:
             reasons["the gradient"] = f"the float32 copy cannot compute: {type(error).__name__}: {error}"[:200]
         return readings, lines, done, reasons
@@ -262,8 +262,9 @@ def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Rea
     if size < 2 or not outputs:
         return []
     uniform, kind = math.log(size), KINDS["loss-at-start"]
-    relation = "=" if abs(value / uniform - 1) < 0.01 else "beside"
-    lines.append(f"loss {value:.4g} {relation} ln {size:,}{f' = {uniform:.4g}' if relation == 'beside' else ''}")
+    off = abs(value / uniform - 1)
+    words = f" beside ln {size:,} = {uniform:.4g}" if off > 0.01 else f" = ln {size:,}"
+    lines.append(f"loss {value:.4g}{words}{', so the logits are equal' if off < 1e-5 else ''}")
     is_high, is_low = value > kind.bound * uniform, value < 1e-3 * uniform
     if not is_high and not is_low:
         return []

@@ -2,7 +2,7 @@
 
 Move all tensors along one random direction, forward and back by 1e-5 of their size. Half the difference of the two losses is
 the slope. The gradient predicts it. Dropout draws the same masks in each pass. Where the two differ, halve the set of tensors
-until single tensors are left. A shorter step must find the same slope, or the loss is not smooth and nothing is said.
+until single tensors are left. A longer step must find the same slope, or the loss is not smooth and nothing is said.
 
 A wrong backward pass differs: a custom autograd function, a recomputed block with other dropout masks, a padding index that is a
 token. So does a detached tensor, which may be on purpose.
@@ -68,7 +68,7 @@ def slope_readings(model: nn.Module, batch: Any, loss: Loss) -> tuple[list[Readi
         for layer, dtype in plain_dtypes:
             layer.plain_dtype = dtype
     if not is_smooth:
-        raise RuntimeError("the loss is not smooth, or differs from pass to pass")
+        raise RuntimeError("the loss is not smooth, differs from pass to pass, or computes in float32")
     line = f"slope: the loss changes as the gradient of {len(names)} tensors says, within {slope.largest:.0e}, in training mode"
     if not wrong:
         return [], line, slope.loss_value
@@ -141,10 +141,10 @@ class _Slope:
                     self.parameters[name].copy_(self.start[name])
 
     def difference(self, names: Sequence[str]) -> tuple[float, bool]:
-        """Return how far the slope is from the gradient, 0 within the bound; and whether a shorter step finds the same slope."""
+        """Return how far the slope is from the gradient, 0 within the bound; and whether a longer step finds the same slope."""
         product, size = sum(self.products[n] for n in names), math.sqrt(sum(self.squares[n] for n in names))
         slopes = list[float]()
-        for step in (STEP, STEP / 4):
+        for step in (STEP, 64 * STEP):
             slope = (self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step)
             slopes.append(slope)
             scale = max(size, abs(slope), 1e-300)
