@@ -101,7 +101,7 @@ def gradient_readings(
         joined_batch = concatenated(all_parts)
         _set_training(reference, True)
         try:
-            readings, line, value = slope_readings(reference, joined_batch, loss)
+            readings, line, value = slope_readings(reference, outside, joined_batch, loss)
             lines, done = [line] if line else [], ["the slope of the loss"]
             readings += _loss_readings(model, value, lines)
         except RuntimeError as error:  # a kernel of other formats, too little memory, a loss that is not smooth

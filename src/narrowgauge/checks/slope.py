@@ -14,7 +14,7 @@ import copy
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType
@@ -45,26 +45,32 @@ _MOST = 8
 """Tensors that are located; the first in backward."""
 
 
-def slope_readings(model: nn.Module, batch: Any, loss: Loss) -> tuple[list[Reading], str, float]:
-    """Compare the gradient of a float32 copy with the slope of its loss. The copy is float64 meanwhile.
+def slope_readings(
+    model: nn.Module, outside: Mapping[str, Any], batch: Any, loss: Loss
+) -> tuple[list[Reading], str, float]:
+    """Compare the gradient of a float32 copy, and of leaves beside it, with the slope of the loss. Both are float64 meanwhile.
 
     Returns:
         At most one reading, a line about what was compared, and the loss.
     """
     plain_dtypes = [(m, m.plain_dtype) for m in model.modules() if isinstance(m, NarrowLayer)]
-    default = torch.get_default_dtype()
+    default, data = torch.get_default_dtype(), {p: p.data for p in outside.values()}
     try:
         model.double()
+        for p in data:
+            p.data = p.data.double()
         torch.set_default_dtype(torch.float64)
         for layer, _ in plain_dtypes:
             layer.plain_dtype = torch.float64
-        slope = _Slope(model, cast_to(batch, torch.float64, (*NARROW, torch.float32)), loss)
+        slope = _Slope(model, outside, cast_to(batch, torch.float64, (*NARROW, torch.float32)), loss)
         names = list(slope.parameters)[::-1]  # in the order of backward
         distance, is_smooth = slope.difference(names)
         wrong = [*_located(slope, names)] if distance and is_smooth else []
     finally:
         torch.set_default_dtype(default)
         model.float()
+        for p, values in data.items():
+            p.data = values
         for layer, dtype in plain_dtypes:
             layer.plain_dtype = dtype
     if not is_smooth:
@@ -103,9 +109,9 @@ class _Slope:
         last: the gradient's product with the direction, the slope and the bound of the last comparison.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, outside: Mapping[str, Any], batch: Any, loss: Loss) -> None:
         self.model, self.batch, self.loss = model, batch, loss
-        self.parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(outside)
         self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
         stops = _Stops()  # type: ignore[no-untyped-call]
 
@@ -144,17 +150,15 @@ class _Slope:
         """Return how far the slope is from the gradient, 0 within the bound; and whether a longer step finds the same slope."""
         product, size = sum(self.products[n] for n in names), math.sqrt(sum(self.squares[n] for n in names))
         slopes = list[float]()
-        for step in (STEP, 64 * STEP):
-            slope = (self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step)
-            slopes.append(slope)
-            scale = max(size, abs(slope), 1e-300)
-            distance = abs(slope - product)
+        for step in (STEP, STEP / 128, 64 * STEP):  # a shorter step jumps over fewer kinks; float32 hides from a longer one
+            slopes.append((self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step))
+            distance, scale = abs(slopes[-1] - product), max(size, abs(slopes[-1]), 1e-300)
             bound = KINDS["slope"].bound * scale + 64 * abs(self.loss_value) * 2.0**-53 / step
             if distance <= bound:
                 self.largest = max(self.largest, distance / scale)
                 return 0.0, True
-        self.last = product, slope, bound
-        return distance, math.isfinite(distance) and abs(slopes[0] - slopes[1]) <= distance / 4
+        self.last = product, slopes[-1], bound
+        return distance, math.isfinite(distance) and abs(slopes[0] - slopes[-1]) <= distance / 4
 
 
 class _Stops(TorchFunctionMode):
@@ -164,8 +168,8 @@ class _Stops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
-            needs = any(isinstance(x, Tensor) and x.grad_fn is not None for x in tree_leaves(args))
+        if isinstance(result, Tensor) and result.numel() > 1 and result.is_floating_point() and not result.requires_grad:
+            needs = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args))
             is_rounded = func.__name__ in ("round", "sign") or result.element_size() == 1
             self.count += needs and (is_rounded or not _is_called_by(_in_autograd_function))
         return result
