@@ -120,7 +120,8 @@ def check_resume(
             saved, before = fresh_save[0](), now | {name: entry for name, entry in _generators().items() if name in drawn}
         if readings := _differences(expected, now, when, hint, lines):
             return Readings(readings, lines, unseen=unseen)
-    return Readings([], lines, "every state has the bits of the run that went on", unseen)
+    looked_at = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
+    return Readings([], lines, looked_at, unseen)
 
 
 def _last_of(step: Step, steps: int) -> Objects:

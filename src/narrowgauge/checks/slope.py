@@ -47,11 +47,13 @@ _MOST = 8
 
 def slope_readings(
     model: nn.Module, outside: Mapping[str, Any], batch: Any, loss: Loss
-) -> tuple[list[Reading], str, float]:
+) -> tuple[list[Reading], list[str], float]:
     """Compare the gradient of a float32 copy, and of leaves beside it, with the slope of the loss. Both are float64 meanwhile.
 
     Returns:
         At most one reading, a line about what was compared, and the loss.
+    Raises:
+        ArithmeticError: no slope exists, since the loss is not smooth or not the same in each pass.
     """
     plain_dtypes = [(m, m.plain_dtype) for m in model.modules() if isinstance(m, NarrowLayer)]
     default, data = torch.get_default_dtype(), {p: p.data for p in outside.values()}
@@ -74,15 +76,15 @@ def slope_readings(
         for layer, dtype in plain_dtypes:
             layer.plain_dtype = dtype
     if not is_smooth:
-        raise RuntimeError("the loss is not smooth, differs from pass to pass, or computes in float32")
+        raise ArithmeticError("the loss is not smooth, differs from pass to pass, or is computed in float32")
     line = f"slope: the loss changes as the gradient of {len(names)} tensors says, within {slope.largest:.0e}, in training mode"
     if not wrong:
-        return [], line, slope.loss_value
+        return [], [line], slope.loss_value
     name, value, expected, bound = wrong[0]
     stops = "An output is detached or rounded; if that is on purpose, all is well." if slope.stops else ""
     names = of_all(name for name, *_ in wrong)
     reading = KINDS["slope"].reading(names, value, expected, bound, first=name, stops=stops)
-    return [replace(reading, severity="note") if slope.stops else reading], "", slope.loss_value
+    return [replace(reading, severity="note") if slope.stops else reading], [], slope.loss_value
 
 
 def _located(slope: _Slope, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
