@@ -55,16 +55,12 @@ def put_back(
     """
     gradients = {id(p): (p, p.grad) for p in (*model.parameters(), *parameters)}.values()
     unrestored = dict[str, str]()
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     restore = list[Callable[[], object]]()
     seen = set[int]()
     for place, module in model.named_modules():
         attributes = vars(module)
-        restore.append(partial(_refill, attributes, dict(attributes)))
+        restore += [partial(_refill, values, dict(values)) for values in (attributes, module._buffers)]
         for name, value in attributes.items():
             if name not in _BUILT_IN:
                 _remember(value, f"{place}.{name}".lstrip("."), restore, unrestored, seen)
@@ -82,10 +78,8 @@ def put_back(
         for call in reversed(restore):
             call()
         with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
-                if buffer is not None:
-                    buffer.copy_(value)
+            for buffer, values in buffers:
+                buffer.copy_(values)
 
 
 def _refill(container: Any, saved: Any) -> None:

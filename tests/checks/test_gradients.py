@@ -181,7 +181,7 @@ class GainWithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain = ctx.saved_tensors
+        _, gain = ctx.saved_tensors
         return grad * gain, torch.zeros_like(gain)
 
 
@@ -227,7 +227,10 @@ WRONG_SLOPES: dict[str, tuple[str, Callable[[], ng.analysis.Readings]]] = {
     "a gain without gradient": ("norm.weight", lambda: check(Gained(), tokens_of(0))),
     "a token taken for padding": ("embed.weight", lambda: check(padded(Model()), tokens_of(0))),
     "other dropout masks in recomputed blocks": ("norm.bias and 4 others", lambda: check(other_masks(), tokens_of(0))),
-    "a fused loss that repeats a chunk": ("head.weight and 5 others", lambda: check(Model(), tokens_of(0), loss=chunked)),
+    "a fused loss that repeats a chunk": (
+        "head.weight and 5 others",
+        lambda: check(Model(), tokens_of(0), loss=chunked),
+    ),
 }
 
 
@@ -251,7 +254,8 @@ def test_a_stop_of_gradients_and_a_straight_through_estimator_are_notes() -> Non
 
 def test_the_loss_at_the_start_is_beside_that_of_equal_probabilities() -> None:
     model = Model()
-    for scale, words, notes in ((0.0, "loss 3.466 = ln 32, so the logits are equal", []), (300.0, "beside ln 32", ["loss-at-start"])):
+    zero, large = (0.0, "loss 3.466 = ln 32, so the logits are equal", []), (300.0, "beside ln 32", ["loss-at-start"])
+    for scale, words, notes in (zero, large):
         model.head.weight.data = torch.eye(32, 16) * scale
         result = check(model, tokens_of(0))
         assert any(words in line for line in result.lines), result
@@ -294,7 +298,9 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
     assert all(p.grad is None for p in (*model.parameters(), *head.parameters()))
     assert model.calls == 0 and model.losses == [] and model.of_python.random() == random.Random(1).random()
     assert torch.equal(model.generator.get_state(), torch.Generator().manual_seed(1).get_state())
-    wrong = ng.check(model, optimizer, batch=tokens_of(0), loss=beside, backward=lambda m, b: (2 * beside(m, b)).backward())
+    wrong = ng.check(
+        model, optimizer, batch=tokens_of(0), loss=beside, backward=lambda m, b: (2 * beside(m, b)).backward()
+    )
     assert [(r.what, r.tensor) for r in wrong] == [("gradient-factor", "")]
 
 

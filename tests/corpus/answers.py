@@ -1,7 +1,7 @@
 """What check, the record and the diagnosis read of each row of the corpus, asked once.
 
-``ng.check`` compares the loop's own gradients with the loop's own loss, the mean over all tokens, in float32. Then the loop trains for six steps
-beside ``ng.RunRecorder``, each of them compared with the optimizer's rule, and ``ng.diagnose`` reads the record.
+``ng.check`` compares the loop's own gradients with the loop's own loss, the mean over all tokens. Then the loop trains for six
+steps beside ``ng.RunRecorder``, each of them compared with the optimizer's rule, and ``ng.diagnose`` reads the record.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def check(
     if predicted := set_up.predicted:
         kinds = sorted({type(p.optimizer).__name__ for p in predicted})
         done = [f"updates of {counted(len(predicted), 'tensor')} by {', '.join(kinds)}", *done]
-    return Readings(readings, lines, "; ".join([f"settings of {counted(len(set_up.trained), 'tensor')}", *done]), unseen)
+    return Readings(
+        readings, lines, "; ".join([f"settings of {counted(len(set_up.trained), 'tensor')}", *done]), unseen
+    )
 
 
 def static_readings(set_up: SetUp) -> list[Reading]:

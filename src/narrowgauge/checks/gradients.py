@@ -19,7 +19,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.put_back import generators_put_back, put_back
+from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import FORMATS, dtype_name
 from narrowgauge.torch_hooks import OwnHook
@@ -62,13 +63,28 @@ _NEAR = 0.005
 """Relative distance within which a factor equals a number of the set-up."""
 MOST_TERMS = 16
 """Fit the weight of each micro-batch in a gradient up to this number of micro-batches of all ranks."""
+_NO_TERMS = "In a copy of the model the loss does not depend on it."
 Backward = Callable[[nn.Module, Any], object]
+
+
+class _Configured(NamedTuple):
+    """A configured step: whole gradients without a loss scale, the formats of all results, the last loss, and the mode.
+
+    Args:
+        draws: whether a pass drew random numbers.
+    """
+
+    gradients: Gradients
+    dtypes: set[torch.dtype]
+    loss: Tensor | None
+    is_training: bool
+    draws: bool
 
 
 def gradient_readings(
     set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
 ) -> tuple[list[Reading], list[str], list[str]]:
-    """Compare the gradients of one configured step with the loss's slope, and with float32's. All ranks make the call.
+    """Compare the gradients of one configured step with the slope of the loss, and with float32's. All ranks make the call.
 
     Args:
         unseen: filled with the names that could not be compared, and the reasons.
@@ -80,52 +96,54 @@ def gradient_readings(
     if any(p.is_complex() for p in model.parameters()):
         unseen["the gradient"] = "complex parameters"
         return [], [], []
-    outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in set(map(id, model.parameters()))}
+    inside = set(map(id, model.parameters()))
+    outside = {p.name: p.parameter for p in set_up.trained if id(p.parameter) not in inside}
     reference, before = float32_copy(model), _versions(model)
     parts = _micro_batches(reference, batch, loss)
-    for is_training in (True, False):
-        gradients, dtypes, objective, draws = _configured(set_up, outside, batch, parts, loss, backward, is_training, unseen)
-        if not ranks.largest(int(draws)):
-            break
+    configured = _configured(set_up, outside, batch, parts, loss, backward, True, unseen)
+    if ranks.largest(int(configured.draws)):
+        configured = _configured(set_up, outside, batch, parts, loss, backward, False, unseen)
     if stepped := [name for name, version in _versions(model).items() if before[name] != version]:
         _put_weights_back(model, reference, stepped)
         return [KINDS["step-in-backward"].reading(of_all(stepped), len(stepped), 0)], [], []
-    differing = _apart(gradients, ranks)
+    differing = _apart(configured.gradients, ranks)
     all_parts = [part for of_rank in ranks.gather(parts) for part in of_rank]
-    unit = max((FORMATS[name].epsilon / 2 for name in map(dtype_name, dtypes) if name in FORMATS), default=2.0**-24)
-    if torch.get_float32_matmul_precision() != "highest":
-        unit = max(unit, FORMATS["tfloat32"].epsilon / 2)
+    formats = {dtype_name(dtype) for dtype in configured.dtypes} & FORMATS.keys()
+    formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
+    unit = max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
+
+    def slope(whole_batch: Any, reasons: dict[str, str]) -> tuple[list[Reading], list[str], str]:
+        _set_training(reference, True)
+        readings, lines, value = slope_readings(reference, outside, whole_batch, loss)
+        return readings + _loss_readings(model, value, lines), lines, "the slope of the loss"
+
+    def one_process(whole_batch: Any, reasons: dict[str, str]) -> tuple[list[Reading], list[str], str]:
+        _set_training(reference, configured.is_training)
+        exact = _Reference(reference, outside, whole_batch, all_parts, loss, unit)
+        readings, lines = _compared(exact, configured.gradients, ranks, differing, reasons)
+        if configured.draws and any(reading.what in ("gradient", "gradient-factor") for reading in readings):
+            raise ArithmeticError("the loss draws random numbers in evaluation mode too")
+        if not configured.is_training:
+            lines[-1] += "; in evaluation mode, since training draws random numbers"
+        return readings, lines, f"gradients of {counted(len(exact.exact), 'tensor')}"
 
     def compare() -> tuple[list[Reading], list[str], list[str], dict[str, str]]:
         readings, lines, done, reasons = list[Reading](), list[str](), list[str](), dict[str, str]()
-        joined_batch = concatenated(all_parts)
-        for area in ("the slope of the loss", "the gradient"):
+        whole_batch = concatenated(all_parts)
+        for area, part in {"the slope of the loss": slope, "the gradient": one_process}.items():
             try:
-                if area == "the gradient":
-                    _set_training(reference, is_training)
-                    one_process = _Reference(reference, outside, joined_batch, all_parts, loss, unit)
-                    more, words = _compared(one_process, gradients, ranks, differing, reasons)
-                    done.append(f"gradients of {counted(len(one_process.exact), 'tensor')}")
-                else:
-                    _set_training(reference, True)
-                    more, words, value = slope_readings(reference, outside, joined_batch, loss)
-                    more += _loss_readings(model, value, words)
-                    done.append(area)
-                readings, lines = readings + more, lines + words
+                more, words, what = part(whole_batch, reasons)
             except NarrowgaugeError:
                 raise
-            except Exception as error:  # a kernel that takes other formats, too little memory
-                reasons[area] = f"the copy cannot compute: {type(error).__name__}: {error}".splitlines()[0][:200]
-        if draws and any(reading.what in ("gradient", "gradient-factor") for reading in readings):
-            readings = [reading for reading in readings if reading.what not in ("gradient", "gradient-factor")]
-            reasons["the gradient"] = "the loss draws random numbers in evaluation mode too"
+            except Exception as error:  # a kernel that takes other formats, too little memory, no slope
+                reasons[area] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            else:
+                readings, lines, done = readings + more, lines + words, [*done, what]
         return readings, lines, done, reasons
 
     readings, lines, done, reasons = ranks.of_first(compare)
     unseen |= reasons
-    if lines and not is_training:
-        lines[-1] += "; in evaluation mode, since training draws random numbers"
-    return readings, lines + coarse_loss(objective), done
+    return readings, lines + coarse_loss(configured.loss), done
 
 
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -172,12 +190,8 @@ def _put_weights_back(model: nn.Module, reference: nn.Module, names: Sequence[st
 def _configured(
     set_up: SetUp, outside: Mapping[str, Any], batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None,
     is_training: bool, unseen: dict[str, str],
-) -> tuple[Gradients, set[torch.dtype], Tensor | None, bool]:  # fmt: skip
-    """Run the configured passes, and put everything back.
-
-    Returns:
-        Whole gradients without a loss scale, the formats of all results, the last loss, and whether random numbers were drawn.
-    """
+) -> _Configured:  # fmt: skip
+    """Run the configured passes, and put everything back."""
     model, dtypes = set_up.model, set[torch.dtype]()
     value: Tensor | None = None
     ours = [optimizer for optimizer in set_up.optimizers if isinstance(optimizer, Optimizer)]
@@ -194,7 +208,7 @@ def _configured(
         _set_training(model, is_training)
         if not is_training:
             for module in model.modules():  # many a loop's backward= begins with model.train()
-                vars(module)["train"] = lambda mode=True, module=module: module
+                vars(module)["train"] = partial(_unchanged, module)
         try:
             if backward is not None:
                 backward(model, batch)
@@ -221,7 +235,11 @@ def _configured(
                 dtypes.add(p.dtype)
         draws = any(not torch.equal(a, b) for a, b in zip(generators, _generators(model), strict=True))
     unseen |= unrestored
-    return gradients, dtypes, value, draws
+    return _Configured(gradients, dtypes, value, is_training, draws)
+
+
+def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
 
 
 def _generators(model: nn.Module) -> list[Tensor]:
@@ -231,20 +249,25 @@ def _generators(model: nn.Module) -> list[Tensor]:
 
 
 class _Scales:
-    """The loss scales of torch's scalers that a pass applies. Scalers are as before at the end."""
+    """The loss scale that torch's scalers apply in a pass. Scalers are as before at the end."""
 
     def __enter__(self) -> _Scales:
+        self.scaled, self.unscaled = list[torch.amp.GradScaler](), list[torch.amp.GradScaler]()
         scalers = [x for x in gc.get_objects() if issubclass(type(x), torch.amp.GradScaler)]
         self.before = [(scaler, copy.deepcopy(vars(scaler))) for scaler in scalers]
-        self.scaled, self.unscaled = list[torch.amp.GradScaler](), list[Any]()
         for scaler in scalers:  # attributes of the object, which go with the rest
-            vars(scaler)["scale"] = lambda outputs, it=scaler: (self.scaled.append(it), type(it).scale(it, outputs))[1]
-            vars(scaler)["unscale_"] = lambda x, it=scaler: (self.unscaled.append(x), type(it).unscale_(it, x))[1]
+            for name, calls in (("scale", self.scaled), ("unscale_", self.unscaled)):
+                vars(scaler)[name] = partial(self._noted, calls, scaler, getattr(scaler, name))
         return self
+
+    @staticmethod
+    def _noted(calls: list[Any], scaler: torch.amp.GradScaler, call: Callable[[Any], Any], value: Any) -> Any:
+        calls.append(scaler)
+        return call(value)
 
     @property
     def left(self) -> float:
-        """Return the scale that the scaler's step would still divide by."""
+        """Return the scale by which the scaler's step would still divide."""
         return self.scaled[-1].get_scale() if self.scaled and not self.unscaled else 1.0
 
     def __exit__(self, *_: object) -> None:
@@ -355,21 +378,20 @@ class _Reference:
         self.model, self.loss, self.unit, self.num_roundings = model, loss, unit, 0
         self.leaves = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(outside)
         self.batch, self.parts = (cast_to(x, torch.float32, NARROW) for x in (batch, list(parts)))
-        self.exact = self.gradients()
+        self.exact = self.gradients(self.batch)
         for name in [name for name in outside if not self.exact[name].any()]:
             del self.exact[name], self.leaves[name]
         self.lengths = {name: float(r.norm()) for name, r in self.exact.items()}
         self.distances, self.factor_errors = dict.fromkeys(self.exact, 0.0), dict.fromkeys(self.exact, 0.0)
         self.round_until(FEW_ROUNDINGS)
 
-    def gradients(self, part: Any = ..., unit: float = 0.0, seed: int = 0) -> Gradients:
-        mode = Widened(torch.float32, unit, seed)
-        return gradients_of(self.model, self.leaves, self.batch if part is ... else part, self.loss, mode)[0]
+    def gradients(self, batch: Any, unit: float = 0.0, seed: int = 0) -> Gradients:
+        return gradients_of(self.model, self.leaves, batch, self.loss, Widened(torch.float32, unit, seed))[0]
 
     def round_until(self, number: int) -> None:
         """Measure by this number of roundings in all. Keep the largest distances, and not the gradients."""
         for seed in range(self.num_roundings, number):
-            for name, g in self.gradients(unit=self.unit, seed=seed).items():
+            for name, g in self.gradients(self.batch, self.unit, seed).items():
                 length = self.lengths[name] or 1.0
                 self.distances[name] = max(self.distances[name], float((g - self.exact[name]).norm()) / length)
                 self.factor_errors[name] = max(self.factor_errors[name], abs(self.factor(name, g) - 1))
@@ -435,7 +457,7 @@ def _differences(
         elif not bool(g.any()) and (length or name not in gradients):
             zero.append(name)
         elif not length and distance > bound:
-            readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms="In a copy of the model the loss does not depend on it."))
+            readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=_NO_TERMS))
         # Rounding may change a gradient by more than its length, but its component along the exact one by far less.
         elif distance <= bound and abs(factor - 1) <= max(_NEAR, MARGIN * reference.factor_errors[name]):
             distances.append(distance)
@@ -456,7 +478,10 @@ def _grouped(readings: Sequence[Reading], number: int) -> list[Reading]:
     groups = list[list[Reading]]()
     for reading in readings:
         like = next((members for members in groups if _is_like(members[0], reading)), None)
-        groups.append([reading]) if like is None else like.append(reading)
+        if like is None:
+            groups.append([reading])
+        else:
+            like.append(reading)
     results = []
     for members in groups:
         worst, names = max(members, key=lambda r: r.excess), [r.tensor for r in members]

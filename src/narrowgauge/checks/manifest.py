@@ -78,8 +78,8 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
         rule = p.optimizer.rule_in(p.group, p.parameter) if isinstance(p.optimizer, Optimizer) else None
         if isinstance(rule, MatrixRule) and len(matrix_shape(p.parameter.shape)) == 3:
             stacks.setdefault(rule.name, []).append(p.name)
-    for rule, names in stacks.items():
-        yield f"{rule} steps each matrix of {of_all(names)} alone (3 dims)"
+    for kind, names in stacks.items():
+        yield f"{kind} steps each matrix of {of_all(names)} alone (3 dims)"
     weights = {f"{name}.weight" for name, module in set_up.model.named_modules() if isinstance(module, nn.Conv1d)}
     if convolutions := [name for names in stacks.values() for name in names if name in weights]:
         yield f'{of_all(convolutions)} belongs to a convolution: put it into a param group with "rule": "adamw"'

@@ -65,12 +65,13 @@ def equal_pairs(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the names of matrices that hold equal bits in two tensors. Constants, such as zeros, do not count."""
     first: dict[Any, str] = {}
     for name, p in model.named_parameters():
-        if p.ndim < 2 or p.is_meta or is_sharded(p):
+        if p.ndim < 2 or p.is_meta or is_sharded(p) or not p.numel():
             continue
-        sample = spread(p)
-        key = (p.shape, p.dtype, sample.view(torch.uint8).numpy().tobytes())
-        if (other := first.setdefault(key, name)) != name and bool((sample != sample[0]).any()):
-            if torch.equal(p, model.get_parameter(other)):
+        sample = spread(p).view(torch.uint8).view(-1, p.element_size())
+        other = first.setdefault((p.shape, p.dtype, sample.numpy().tobytes()), name)
+        if other != name and bool((sample != sample[0]).any()):
+            a, b = (x.detach().contiguous().view(torch.uint8) for x in (p, model.get_parameter(other)))
+            if torch.equal(a, b):
                 yield other, name
 
 

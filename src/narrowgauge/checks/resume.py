@@ -68,7 +68,8 @@ def check_resume(
         resumes: 2 saves the resumed run too, and resumes it again: the place in an epoch is often lost then.
         record: the file that carries the saved state to another job.
     Returns:
-        A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states, weights.
+        A reading for each kind of state that differs, causes first: rate, counters, loss scale, generators, batch, states,
+        weights.
     Raises:
         RecipeError: two jobs without a record.
 
@@ -117,10 +118,15 @@ def check_resume(
         when = f"{counted(steps, 'step')} {when}"
         hint = " The load restored all that is returned. Look at what is not: the next batch, a counter, a generator."
         if number + 1 < len(after):
-            saved, before = fresh_save[0](), now | {name: entry for name, entry in _generators().items() if name in drawn}
+            saved, before = (
+                fresh_save[0](),
+                now | {name: entry for name, entry in _generators().items() if name in drawn},
+            )
         if readings := _differences(expected, now, when, hint, lines):
             return Readings(readings, lines, unseen=unseen)
-    looked_at = f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
+    looked_at = (
+        f"every state has the bits of the run that went on, for {counted(steps, 'step')}; steps= crosses an epoch"
+    )
     return Readings([], lines, looked_at, unseen)
 
 

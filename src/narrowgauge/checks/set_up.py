@@ -20,7 +20,7 @@ from narrowgauge.checks.step_samples import spread
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.rules.matrix import MatrixRule, matrix_shape
+from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.torch_names import plain_name
@@ -114,7 +114,8 @@ class SteppedParameter:
 
     @property
     def library(self) -> str:
-        return type(self.optimizer).__module__.partition(".")[0]
+        """Return the library whose step it is. A class that is derived without a step of its own has its parent's."""
+        return type(self.optimizer).step.__module__.partition(".")[0]
 
     @property
     def step_rule(self) -> StepRule | None:
@@ -130,7 +131,7 @@ class SteppedParameter:
     def decays_alone(self) -> bool:
         """Return whether the decay is rounded on its own, before the step is added."""
         rule, in_float32 = self.step_rule, self.group.get("fused") or self.group.get("triton")
-        is_decoupled = rule is not None and rule.is_decoupled or bool(self.group.get("decoupled_weight_decay"))
+        is_decoupled = (rule is not None and rule.is_decoupled) or bool(self.group.get("decoupled_weight_decay"))
         is_alone = self.library in ROUNDS_DECAY_ALONE or self.storage is STORAGES["kahan"]
         is_stored = self.is_short or self.storage is STORAGES["kahan"]
         return is_decoupled and is_alone and is_stored and not in_float32 and not isinstance(self.optimizer, Optimizer)

@@ -82,8 +82,8 @@ def slope_readings(
         return [], [line], slope.loss_value
     name, value, expected, bound = wrong[0]
     stops = "An output is detached or rounded; if that is on purpose, all is well." if slope.stops else ""
-    names = of_all(name for name, *_ in wrong)
-    reading = KINDS["slope"].reading(names, value, expected, bound, first=name, stops=stops)
+    tensors = of_all(name for name, *_ in wrong)
+    reading = KINDS["slope"].reading(tensors, value, expected, bound, first=name, stops=stops)
     return [replace(reading, severity="note") if slope.stops else reading], [], slope.loss_value
 
 
@@ -113,9 +113,11 @@ class _Slope:
 
     def __init__(self, model: nn.Module, outside: Mapping[str, Any], batch: Any, loss: Loss) -> None:
         self.model, self.batch, self.loss = model, batch, loss
-        self.parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(outside)
+        self.parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(
+            outside
+        )
         self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
-        stops = _Stops()  # type: ignore[no-untyped-call]
+        stops = _Stops()
 
         def watched(model: nn.Module, batch: Any) -> Tensor:
             with stops:
@@ -131,7 +133,9 @@ class _Slope:
 
     def _direction(self, name: str, place: int) -> Tensor:
         start = self.start[name]
-        noise = torch.randn(start.shape, generator=torch.Generator(start.device).manual_seed(place), device=start.device)
+        noise = torch.randn(
+            start.shape, generator=torch.Generator(start.device).manual_seed(place), device=start.device
+        )
         return noise * (float(start.square().mean().sqrt()) or 0.02)
 
     def _loss_at(self, names: Sequence[str], step: float) -> float:
@@ -151,8 +155,12 @@ class _Slope:
     def difference(self, names: Sequence[str]) -> tuple[float, bool]:
         """Return how far the slope is from the gradient, 0 within the bound; and whether a longer step finds the same slope."""
         product, size = sum(self.products[n] for n in names), math.sqrt(sum(self.squares[n] for n in names))
-        slopes = list[float]()
-        for step in (STEP, STEP / 128, 64 * STEP):  # a shorter step jumps over fewer kinks; float32 hides from a longer one
+        slopes, distance, bound = list[float](), math.inf, 0.0
+        for step in (
+            STEP,
+            STEP / 128,
+            64 * STEP,
+        ):  # a shorter step jumps over fewer kinks; float32 hides from a longer one
             slopes.append((self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step))
             distance, scale = abs(slopes[-1] - product), max(size, abs(slopes[-1]), 1e-300)
             bound = KINDS["slope"].bound * scale + 64 * abs(self.loss_value) * 2.0**-53 / step
@@ -170,7 +178,12 @@ class _Stops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.numel() > 1 and result.is_floating_point() and not result.requires_grad:
+        if (
+            isinstance(result, Tensor)
+            and result.numel() > 1
+            and result.is_floating_point()
+            and not result.requires_grad
+        ):
             needs = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args))
             is_rounded = func.__name__ in ("round", "sign") or result.element_size() == 1
             self.count += needs and (is_rounded or not _is_called_by(_in_autograd_function))
@@ -270,7 +283,7 @@ def _is_called_by(is_in: Callable[[CodeType], bool]) -> bool:
 
 def _in_autograd_function(code: CodeType) -> bool:
     """Return whether a custom autograd function computes its forward pass, without gradients."""
-    return code is torch.autograd.Function.apply.__func__.__code__
+    return code.co_name == "apply" and code.co_filename == torch.autograd.function.__file__
 
 
 def _in_cast(code: CodeType) -> bool:
