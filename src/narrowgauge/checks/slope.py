@@ -218,6 +218,8 @@ def float32_copy(model: nn.Module) -> nn.Module:
     finally:
         for module, kind in classes.items():
             module.__class__ = kind
+    if hasattr(twin, "set_experts_implementation"):  # of transformers: its grouped products take no float64
+        twin.set_experts_implementation("eager")
     for module in twin.modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             module._compiled_call_impl = None
