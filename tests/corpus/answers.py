@@ -21,7 +21,9 @@ from narrowgauge.analysis.reading import Reading
 
 STEPS = 6
 LOCATES: dict[str, set[str]] = {
-    "settings": {"missing-parameters", "replaced-parameters", "parameters-twice", "no-matrix", "frozen-moves", "weight-decay"},
+    "settings": {
+        "missing-parameters", "replaced-parameters", "parameters-twice", "untied", "no-matrix", "frozen-moves", "weight-decay",
+    },
     "data": {"gradient", "gradient-factor"},
     "forward": {"gradient", "gradient-factor", "step-in-backward"},
     "loss": {"gradient", "gradient-factor"},

@@ -1,8 +1,8 @@
 """Compare the gradient with the slope of the loss, in training mode, on a float64 copy of the model.
 
-Move all tensors along one random direction, forward and back by 1e-5 of their size. Half the difference of the two losses is
-the slope. The gradient predicts it. Dropout draws the same masks in each pass. Where the two differ, halve the set of tensors
-until single tensors are left. A longer step must find the same slope, or the loss is not smooth and nothing is said.
+Move all tensors along one random direction, forward and back by 1e-5 of their size. The difference of the two losses gives the
+slope, which the gradient predicts. Dropout draws the same masks in each pass. Where the two differ, halve the set of tensors
+until single tensors are left. A longer step must find the same slope, or nothing is said.
 
 A wrong backward pass differs: a custom autograd function, a recomputed block with other dropout masks, a padding index that is a
 token. So does a detached tensor, which may be on purpose.
@@ -15,10 +15,11 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +39,9 @@ from narrowgauge.torch_names import unwrapped_model
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Gradients = dict[str, Tensor]
-STEP = 1e-5
-"""Length of a step along the direction, in units of each tensor's root mean square."""
+STEPS = (1e-5, 1e-7, 1e-3)
+"""Lengths of steps along the direction, in units of each tensor's root mean square. A shorter one crosses fewer kinks, such as
+changes of routing. The longest must agree with the first before a tensor is named: float32 inside a loss makes them differ."""
 _MATMUL = str(Path(layer_matmuls.__file__).parent)
 _MOST = 8
 """Tensors that are located; the first in backward."""
@@ -66,8 +68,7 @@ def slope_readings(
             layer.plain_dtype = torch.float64
         slope = _Slope(model, outside, cast_to(batch, torch.float64, (*NARROW, torch.float32)), loss)
         names = list(slope.parameters)[::-1]  # in the order of backward
-        distance, is_smooth = slope.difference(names)
-        wrong = [*_located(slope, names)] if distance and is_smooth else []
+        wrong = dict(_located(slope, names)) if slope.difference(names) else {}
     finally:
         torch.set_default_dtype(default)
         model.float()
@@ -75,31 +76,35 @@ def slope_readings(
             p.data = values
         for layer, dtype in plain_dtypes:
             layer.plain_dtype = dtype
-    if not is_smooth:
-        raise ArithmeticError("the loss is not smooth, differs from pass to pass, or is computed in float32")
-    line = f"slope: the loss changes as the gradient of {len(names)} tensors says, within {slope.largest:.0e}, in training mode"
     if not wrong:
-        return [], [line], slope.loss_value
-    name, value, expected, bound = wrong[0]
+        line = f"slope: the loss changes as the gradient of {len(names)} tensors says, within {slope.largest:.0e}"
+        return [], [f"{line}, in training mode"], slope.loss_value
+    first, (product, expected, bound) = next(iter(wrong.items()))
     stops = "An output is detached or rounded; if that is on purpose, all is well." if slope.stops else ""
-    tensors = of_all(name for name, *_ in wrong)
-    reading = KINDS["slope"].reading(tensors, value, expected, bound, first=name, stops=stops)
+    reading = KINDS["slope"].reading(of_all(wrong), product, expected, bound, first=first, stops=stops)
     return [replace(reading, severity="note") if slope.stops else reading], [], slope.loss_value
 
 
-def _located(slope: _Slope, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
-    """Yield tensors whose gradient is not the slope, in the given order: name, gradient, slope, bound."""
+class _Difference(NamedTuple):
+    """The gradient's product with a direction, and the slope of the loss along it."""
+
+    product: float
+    slope: float
+    bound: float
+
+
+def _located(slope: _Slope, names: Sequence[str]) -> Iterator[tuple[str, _Difference]]:
+    """Yield tensors whose gradient is not the slope, in the given order."""
     sets, count = [list(names)], 0
     while sets and count < _MOST:
         members = sets.pop()
-        if not slope.difference(members)[0]:
-            continue
-        if len(members) == 1:
-            count += 1
-            yield (members[0], *slope.last)
-        else:
-            half = len(members) // 2
-            sets += [members[half:], members[:half]]
+        with suppress(ArithmeticError):
+            if (difference := slope.difference(members)) and len(members) == 1:
+                count += 1
+                yield members[0], difference
+            elif difference:
+                half = len(members) // 2
+                sets += [members[half:], members[:half]]
 
 
 class _Slope:
@@ -108,14 +113,12 @@ class _Slope:
     Attributes:
         stops: a forward pass detached a tensor that needs a gradient.
         largest: the largest distance that is no difference.
-        last: the gradient's product with the direction, the slope and the bound of the last comparison.
     """
 
     def __init__(self, model: nn.Module, outside: Mapping[str, Any], batch: Any, loss: Loss) -> None:
         self.model, self.batch, self.loss = model, batch, loss
-        self.parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad} | dict(
-            outside
-        )
+        self.parameters = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters |= outside
         self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
         stops = _Stops()
 
@@ -124,7 +127,7 @@ class _Slope:
                 return loss(model, batch)
 
         gradients, self.loss_value = gradients_of(model, self.parameters, batch, watched, Widened(torch.float64))
-        self.stops, self.largest, self.last = bool(stops.count), 0.0, (0.0, 0.0, 0.0)
+        self.stops, self.largest = bool(stops.count), 0.0
         self.products, self.squares = dict[str, float](), dict[str, float]()
         for place, (name, gradient) in enumerate(gradients.items()):
             direction = self._direction(name, place)
@@ -133,9 +136,8 @@ class _Slope:
 
     def _direction(self, name: str, place: int) -> Tensor:
         start = self.start[name]
-        noise = torch.randn(
-            start.shape, generator=torch.Generator(start.device).manual_seed(place), device=start.device
-        )
+        generator = torch.Generator(start.device).manual_seed(place)
+        noise = torch.randn(start.shape, generator=generator, device=start.device)
         return noise * (float(start.square().mean().sqrt()) or 0.02)
 
     def _loss_at(self, names: Sequence[str], step: float) -> float:
@@ -152,23 +154,25 @@ class _Slope:
                 for name in chosen:
                     self.parameters[name].copy_(self.start[name])
 
-    def difference(self, names: Sequence[str]) -> tuple[float, bool]:
-        """Return how far the slope is from the gradient, 0 within the bound; and whether a longer step finds the same slope."""
+    def difference(self, names: Sequence[str]) -> _Difference | None:
+        """Compare the slope along some tensors with their gradient; ``None`` within the bound.
+
+        Raises:
+            ArithmeticError: no slope exists, since the loss is not smooth or not the same in each pass.
+        """
         product, size = sum(self.products[n] for n in names), math.sqrt(sum(self.squares[n] for n in names))
-        slopes, distance, bound = list[float](), math.inf, 0.0
-        for step in (
-            STEP,
-            STEP / 128,
-            64 * STEP,
-        ):  # a shorter step jumps over fewer kinks; float32 hides from a longer one
-            slopes.append((self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step))
-            distance, scale = abs(slopes[-1] - product), max(size, abs(slopes[-1]), 1e-300)
+        slopes, slope, bound = list[float](), math.nan, 0.0
+        for step in STEPS:
+            slope = (self._loss_at(names, step) - self._loss_at(names, -step)) / (2 * step)
+            slopes.append(slope)
+            scale = max(size, abs(slope), 1e-300)
             bound = KINDS["slope"].bound * scale + 64 * abs(self.loss_value) * 2.0**-53 / step
-            if distance <= bound:
-                self.largest = max(self.largest, distance / scale)
-                return 0.0, True
-        self.last = product, slopes[-1], bound
-        return distance, math.isfinite(distance) and abs(slopes[0] - slopes[-1]) <= distance / 4
+            if abs(slope - product) <= bound:
+                self.largest = max(self.largest, abs(slope - product) / scale)
+                return None
+        if not abs(slopes[0] - slope) <= abs(slope - product) / 4 < math.inf:
+            raise ArithmeticError("the loss is not smooth, differs from pass to pass, or is computed in float32")
+        return _Difference(product, slopes[0], bound)
 
 
 class _Stops(TorchFunctionMode):
@@ -178,12 +182,8 @@ class _Stops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (
-            isinstance(result, Tensor)
-            and result.numel() > 1
-            and result.is_floating_point()
-            and not result.requires_grad
-        ):
+        is_tensor = isinstance(result, Tensor) and result.numel() > 1 and result.is_floating_point()
+        if is_tensor and not result.requires_grad:
             needs = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(args))
             is_rounded = func.__name__ in ("round", "sign") or result.element_size() == 1
             self.count += needs and (is_rounded or not _is_called_by(_in_autograd_function))
@@ -218,8 +218,8 @@ def float32_copy(model: nn.Module) -> nn.Module:
     finally:
         for module, kind in classes.items():
             module.__class__ = kind
-    if hasattr(twin, "set_experts_implementation"):  # of transformers: its grouped products take no float64
-        twin.set_experts_implementation("eager")
+    if callable(choose := getattr(twin, "set_experts_implementation", None)):
+        choose("eager")  # the grouped products of transformers take no float64
     for module in twin.modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             module._compiled_call_impl = None
