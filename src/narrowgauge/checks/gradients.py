@@ -285,21 +285,20 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, int]:
 
 def _loss_readings(model: nn.Module, value: float, lines: list[str]) -> list[Reading]:
     """Compare a language model's loss at the start with that of equal probabilities, ln V."""
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    size = max((weight.shape[0] for weight in embeddings), default=0)
-    outputs = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == size]
-    if size < 2 or not outputs:
+    size = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    has_head = any(isinstance(m, nn.Linear) and m.out_features == size for m in model.modules())
+    if size < 2 or not has_head or not math.isfinite(value):
         return []
     uniform, kind = math.log(size), KINDS["loss-at-start"]
-    off = abs(value / uniform - 1)
+    off, low, high = abs(value / uniform - 1), 1e-3 * uniform, kind.bound * uniform
     words = f" beside ln {size:,} = {uniform:.4g}" if off > 0.01 else f" = ln {size:,}"
     lines.append(f"loss {value:.4g}{words}{', so the logits are equal' if off < 1e-5 else ''}")
-    is_high, is_low = value > kind.bound * uniform, value < 1e-3 * uniform
-    if not is_high and not is_low:
+    if low <= value <= high:
         return []
-    words = "more than equal probabilities give: look at the initial weights, or is it a sum?"
-    words = words if is_high else "nearly zero: do the inputs hold the labels, or are all labels ignored?"
-    return [kind.reading("", value, None, kind.bound * uniform if is_high else 1e-3 * uniform, words=words)]
+    words = "nearly zero: do the inputs hold the labels, or are all labels ignored?"
+    if value > high:
+        words = "more than equal probabilities give: look at the initial weights, or is it a sum?"
+    return [kind.reading("", value, None, high if value > high else low, words=words)]
 
 
 def coarse_loss(loss: Any) -> list[str]:

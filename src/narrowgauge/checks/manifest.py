@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 def manifest(set_up: SetUp) -> list[str]:
     """Return the lines of the manifest: the table of parameters first."""
     stepped, rows = {id(p.parameter): p for p in set_up.stepped}, dict[tuple[Any, ...], Row]()
-    kinds = {id(p): kind for _, p, kind in _kinds(set_up.model)}
+    kinds = {id(p): kind for p, kind in _kinds(set_up.model)}
     tensors = {id(p): p for p in (*set_up.model.parameters(), *(p.parameter for p in set_up.stepped))}
     for key, p in tensors.items():
         row = _row(kinds.get(key, "beside the model"), p, stepped.get(key))
@@ -48,15 +49,16 @@ def _row(kind: str, p: Tensor, stepped: SteppedParameter | None) -> Row:
     }  # fmt: skip
 
 
-def _kinds(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield each parameter with its name and kind. An adapter is called so, or lies beside frozen weights of its module."""
+def _kinds(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """Yield each parameter with its kind. An adapter is called so, or lies beside frozen weights of its module."""
     embeddings = {m.weight.shape for m in model.modules() if isinstance(m, nn.Embedding)}
     for owner, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
-            full = f"{owner}.{name}"
             inner = [q for child in module.children() for q in child.parameters()]
             is_beside = bool(inner) and not any(q.requires_grad for q in inner)
-            if p.requires_grad and (is_beside or any(word in full.lower() for word in ("lora", "adapter"))):
+            if p.requires_grad and (
+                is_beside or any(word in f"{owner}.{name}".lower() for word in ("lora", "adapter"))
+            ):
                 kind = "adapter"
             elif isinstance(module, nn.Embedding):
                 kind = "embedding"
@@ -68,7 +70,7 @@ def _kinds(model: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
                 kind = "head" if p.shape in embeddings else "matrix"
             else:
                 kind = "convolution" if "conv" in type(module).__name__.lower() else "stack"
-            yield full.lstrip("."), p, kind
+            yield p, kind
 
 
 def _stacks(set_up: SetUp) -> Iterator[str]:
@@ -86,11 +88,8 @@ def _stacks(set_up: SetUp) -> Iterator[str]:
 
 
 def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
-    model, formats = set_up.model, dict[str, int]()
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            formats[dtype_name(buffer.dtype)] = formats.get(dtype_name(buffer.dtype), 0) + 1
-    if formats:
+    model = set_up.model
+    if formats := Counter(dtype_name(buffer.dtype) for buffer in model.buffers() if buffer.is_floating_point()):
         rounded = [f"{name} {turns}".strip() for name, turns in rounded_buffers(model).items()]
         words = f"; rounded: {of_all(rounded)}" if rounded else ""
         yield f"buffers: {', '.join(f'{count} {name}' for name, count in formats.items())}{words}"
@@ -102,6 +101,5 @@ def _lines(set_up: SetUp, kinds: dict[int, str]) -> Iterator[str]:
     if pairs := [f"{inner_name(a)} and {inner_name(b)}" for a, b in equal_pairs(model)]:
         yield f"equal bits in two tensors: {of_all(pairs)}"
     trained = [p.parameter for p in set_up.stepped if p.parameter.requires_grad]
-    adapters = sum(p.numel() for p in trained if kinds.get(id(p)) == "adapter")
-    if adapters:
+    if adapters := sum(p.numel() for p in trained if kinds.get(id(p)) == "adapter"):
         yield f"adapters: {adapters / sum(p.numel() for p in trained):.0%} of the elements that train"

@@ -1,8 +1,8 @@
 """Predict the updates of each tensor that rounding will lose, from weights, states, learning rate and storage.
 
 Move each weight by the step of its rule and round it as its storage does. With Adam's moments in the state, use
-their step. Before the first step, draw from a normal distribution with the typical size of Adam's steps, clamped to the
-learning rate. The sums and ratios are the audit's, so the prediction compares directly with the audit during the run.
+their step. Otherwise draw from a normal distribution with the typical size of the rule's steps, clamped to the learning
+rate. The sums and ratios are the audit's, so the prediction compares directly with the audit during the run.
 """
 
 from __future__ import annotations
