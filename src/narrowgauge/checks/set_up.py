@@ -53,12 +53,10 @@ class StepRule(NamedTuple):
 
     Args:
         size: root mean square of a step over the learning rate, or a function of the parameter; ``None``: as the gradient.
-        is_decoupled: decay acts on the weight itself.
-        roundings: of a 16-bit weight in a step with decay. With two, the decay is rounded alone.
+        roundings: of a 16-bit weight in a step with decay. With two, decay multiplies the weight and is rounded alone.
     """
 
     size: float | Callable[[SteppedParameter], float] | None
-    is_decoupled: bool
     roundings: int
 
 
@@ -79,10 +77,9 @@ def _relative(p: SteppedParameter) -> float:
 TYPICAL = 0.23
 """RMS of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
 STEP_RULES: dict[str, StepRule] = {
-    "adamw": StepRule(TYPICAL, True, 2), "adam": StepRule(TYPICAL, False, 1), "adan": StepRule(TYPICAL, True, 2),
-    "lamb": StepRule(_relative, False, 1), "lion": StepRule(1.0, True, 2), "sign": StepRule(1.0, False, 1),
-    "muon": StepRule(_orthogonal, True, 2), "adafactor": StepRule(_relative, True, 2), "rmsprop": StepRule(1.0, False, 1),
-    "sgd": StepRule(None, False, 1),
+    "adamw": StepRule(TYPICAL, 2), "adam": StepRule(TYPICAL, 1), "adan": StepRule(TYPICAL, 2), "lamb": StepRule(_relative, 1),
+    "lion": StepRule(1.0, 2), "sign": StepRule(1.0, 1), "muon": StepRule(_orthogonal, 2), "adafactor": StepRule(_relative, 2),
+    "rmsprop": StepRule(1.0, 1), "sgd": StepRule(None, 1),
 }  # fmt: skip
 """By what the name of an optimizer's class contains. A class that fits no row, or two unlike ones, is unseen."""
 ROUNDS_DECAY_ALONE = ("torch", "optimi")
@@ -130,11 +127,11 @@ class SteppedParameter:
     @property
     def decays_alone(self) -> bool:
         """Return whether the decay is rounded on its own, before the step is added."""
-        rule, in_float32 = self.step_rule, self.group.get("fused") or self.group.get("triton")
-        is_decoupled = (rule is not None and rule.is_decoupled) or bool(self.group.get("decoupled_weight_decay"))
-        is_alone = self.library in ROUNDS_DECAY_ALONE or self.storage is STORAGES["kahan"]
-        is_stored = self.is_short or self.storage is STORAGES["kahan"]
-        return is_decoupled and is_alone and is_stored and not in_float32 and not isinstance(self.optimizer, Optimizer)
+        rule, is_kahan = self.step_rule, self.storage is STORAGES["kahan"]
+        if isinstance(self.optimizer, Optimizer) or self.group.get("fused") or self.group.get("triton"):
+            return False
+        is_decoupled = (rule is not None and rule.roundings > 1) or bool(self.group.get("decoupled_weight_decay"))
+        return is_decoupled and (is_kahan or (self.is_short and self.library in ROUNDS_DECAY_ALONE))
 
     @property
     def size(self) -> float | None:
