@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 _BUILT_IN = vars(nn.Module()).keys()
 """Attributes of every module: hooks, parameters, buffers and submodules."""
-_PLAIN = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, type(None))
+_PLAIN = (type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, type(None))
 
 
 @contextmanager
@@ -53,47 +54,53 @@ def put_back(
         >>> model.weight.grad is None
         True
     """
-    gradients = {id(p): (p, p.grad) for p in (*model.parameters(), *parameters)}.values()
-    unrestored = dict[str, str]()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    restore = list[Callable[[], object]]()
-    seen = set[int]()
+    restore, unrestored, seen = list[Callable[[], object]](), dict[str, str](), set[int]()
+    for tensor in (*model.parameters(), *parameters, *model.buffers()):
+        _remember(tensor, "", restore, unrestored, seen)
     for place, module in model.named_modules():
         attributes = vars(module)
         restore += [partial(_refill, values, dict(values)) for values in (attributes, module._buffers)]
         for name, value in attributes.items():
-            if name not in _BUILT_IN:
+            if name not in _BUILT_IN and not isinstance(value, nn.Module):
                 _remember(value, f"{place}.{name}".lstrip("."), restore, unrestored, seen)
     try:
-        for p, _ in gradients:
-            p.grad = None
         with generators_put_back(), ExitStack() as hooks:
             for optimizer in optimizers:
                 handle = optimizer.register_step_pre_hook(partial(_remember_states, restore=restore, seen=seen))
                 hooks.callback(handle.remove)
             yield unrestored
     finally:
-        for p, gradient in gradients:
-            p.grad = gradient
-        for call in reversed(restore):
-            call()
         with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.copy_(values)
+            for call in reversed(restore):
+                call()
 
 
 def _refill(container: Any, saved: Any) -> None:
     container.clear()
-    (container.extend if isinstance(container, list) else container.update)(saved)
+    (container.extend if hasattr(container, "extend") else container.update)(saved)
+
+
+def _write_back(tensor: Tensor, values: Tensor) -> None:
+    if not torch.equal(tensor, values):  # an expanded tensor cannot be written
+        tensor.copy_(values)
 
 
 def _remember(value: Any, name: str, restore: list[Any], unrestored: dict[str, str], seen: set[int]) -> None:
-    """Add what restores a Python object: a container, a generator, or an object's attributes."""
-    if isinstance(value, _PLAIN) or id(value) in seen or type(value).__module__.startswith("transformers"):
+    """Add what restores a tensor, its gradient, or a Python object: a container, a generator, an object's attributes."""
+    kind = type(value)
+    if isinstance(value, _PLAIN) or id(value) in seen or kind.__module__.startswith("transformers"):
         return
     seen.add(id(value))
-    kind = type(value)
-    if isinstance(value, torch.Generator):
+    if isinstance(value, nn.Module):  # in a plain list, say
+        for tensor in (*value.parameters(), *value.buffers()):
+            _remember(tensor, name, restore, unrestored, seen)
+    elif isinstance(value, Tensor):
+        if value.is_leaf and value.requires_grad:
+            restore.append(partial(setattr, value, "grad", value.grad))
+            value.grad = None
+        elif value.is_leaf and not isinstance(value, nn.Parameter):
+            restore.append(partial(_write_back, value, value.detach().clone()))
+    elif isinstance(value, torch.Generator):
         restore.append(partial(value.set_state, value.get_state()))
     elif hasattr(kind, "getstate") and hasattr(kind, "setstate"):
         restore.append(partial(value.setstate, value.getstate()))
@@ -101,7 +108,7 @@ def _remember(value: Any, name: str, restore: list[Any], unrestored: dict[str, s
         restore.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
     elif hasattr(kind, "__next__"):
         unrestored[f"{name} of the model"] = "an iterator cannot be put back"
-    elif isinstance(value, (dict, list, set)):
+    elif isinstance(value, (dict, list, set, deque)):
         restore.append(partial(_refill, value, copy.copy(value)))
         for item in value.values() if isinstance(value, dict) else value:
             _remember(item, name, restore, unrestored, seen)

@@ -271,11 +271,13 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
             super().__init__()
             self.calls, self.losses, self.generator = 0, [], torch.Generator().manual_seed(1)
             self.batches, self.of_python = iter([1, 2]), random.Random(1)
+            self.unlisted, self.mean, self.causal = [nn.Linear(16, 16)], torch.zeros(2), torch.ones(1).expand(3)
 
         def forward(self, tokens: Tensor) -> Tensor:
             self.calls += 1
             self.losses.append(self.of_python.random() + float(torch.rand(1, generator=self.generator)))
-            return super().forward(tokens)
+            self.mean += 1
+            return super().forward(tokens) + self.head(self.unlisted[0](self.embed(tokens)))
 
     model, head = Counted(), nn.Linear(32, 32)
     optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()], lr=1e-3)
@@ -296,6 +298,7 @@ def test_scalers_heads_beside_the_model_counters_and_generators_are_put_back() -
         assert not read(result) and "gradients: 8 of 8 tensors equal" in str(result), result
         assert "batches of the model" in result.unseen
     assert all(p.grad is None for p in (*model.parameters(), *head.parameters()))
+    assert model.unlisted[0].weight.grad is None and not model.mean.any()
     assert model.calls == 0 and model.losses == [] and model.of_python.random() == random.Random(1).random()
     assert torch.equal(model.generator.get_state(), torch.Generator().manual_seed(1).get_state())
     wrong = ng.check(
