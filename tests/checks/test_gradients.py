@@ -117,6 +117,11 @@ class Carried(Model):
         return self.head(self.shared(x) * self.passes)
 
 
+def swapped(model: nn.Module, compute: str) -> nn.Module:
+    ng.swap_linears(model, compute)
+    return model
+
+
 def train_and_backward(model: nn.Module, batch: Any) -> None:
     model.train()
     loss(model, batch).backward()
@@ -147,6 +152,8 @@ HEALTHY: dict[str, Callable[[], ng.analysis.Readings]] = {
     "dropout": lambda: check(Model(0.5), tokens_of(0)),
     "compiled": lambda: check(torch.compile(Model(), backend="aot_eager"), tokens_of(0)),
     "our narrow layers": lambda: check(ng.prepare(Model(), "float8-row/word", compile=False)[0], tokens_of(0)),
+    "our narrow layers, float32 weights": lambda: check(swapped(Model(), "float8-row"), tokens_of(0)),
+    "our narrow layers, autocast": lambda: check(swapped(Model(), "float8-row"), tokens_of(0), loss=autocast_loss),
     "a frozen part": lambda: check(Model(is_frozen=True), tokens_of(0)),
     "recomputed, dropout": lambda: check(Recomputed(0.5), tokens_of(0)),
     "a step that begins with train()": lambda: check(Model(0.5), tokens_of(0), train_and_backward),

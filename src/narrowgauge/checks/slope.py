@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -42,7 +41,6 @@ Gradients = dict[str, Tensor]
 STEPS = (1e-5, 1e-7, 1e-3)
 """Lengths of steps along the direction, in units of each tensor's root mean square. A shorter one crosses fewer kinks, such as
 changes of routing. The longest must agree with the first before a tensor is named: float32 inside a loss makes them differ."""
-_MATMUL = str(Path(layer_matmuls.__file__).parent)
 _MOST = 8
 """Tensors that are located; the first in backward."""
 
@@ -259,16 +257,18 @@ class Widened(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if kwargs.get("dtype") in self.narrower:
+        # In float32 our low-precision products keep their own casts. In float64 they are plain.
+        is_ours = self.dtype is torch.float32 and _is_called_by(_in_cast)
+        if kwargs.get("dtype") in self.narrower and not is_ours:
             kwargs["dtype"] = self.dtype
-        is_fresh = all(value.alias_info is None for value in func._schema.returns)
+        is_fresh = not is_ours and all(value.alias_info is None for value in func._schema.returns)
         if is_fresh and any(x.dtype is self.dtype for x in tensors):  # such as a plain attribute beside the weights
             args, kwargs = cast_to((args, kwargs), self.dtype, self.narrower)
         result = func(*args, **kwargs)
         return tree_map(self._rounded, result) if self.unit and is_fresh else result
 
     def _rounded(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or _is_called_by(_in_cast):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
             return x
         if x.device not in self.generators:
             self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
@@ -290,7 +290,7 @@ def _in_autograd_function(code: CodeType) -> bool:
 
 def _in_cast(code: CodeType) -> bool:
     """Return whether one of our low-precision products computes. Its emulated casts are exact."""
-    return code.co_filename.startswith(_MATMUL) and code.co_name in ("forward", "backward")
+    return code.co_filename == layer_matmuls.__file__
 
 
 def gradients_of(
