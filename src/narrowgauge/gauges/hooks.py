@@ -7,7 +7,7 @@ not watched. The recorder follows passes, outputs and gradients of eager steps. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -89,8 +89,11 @@ def follow_passes(module: nn.Module, before: Callable[[Any, Any], object], after
     )
 
 
-def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
-    """Call a function with the first output of each module that has parameters, until undone."""
+def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object], names: Collection[str] = ()) -> Undo:
+    """Call a function with the first output of each module of these names that has parameters, until undone.
+
+    Without names, of each module with parameters of its own.
+    """
 
     def hook(name: str) -> Any:
         def take(module: nn.Module, args: Any, output: Any) -> None:
@@ -104,7 +107,7 @@ def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object]) -> Un
         *(
             module.register_forward_hook(hook(plain_name(name)))
             for name, module in model.named_modules()
-            if any(True for _ in module.parameters(recurse=False))
+            if any(True for _ in module.parameters(recurse=bool(names))) and (not names or name in names)
         )
     )
 
