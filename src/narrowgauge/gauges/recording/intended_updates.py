@@ -1,7 +1,7 @@
 """The updates that an optimizer intends, for any class: repeat its step on a copy in float64.
 
 A copy of the optimizer holds the parameters, gradients and states in float64: whole tensors, or evenly spread elements of large
-ones. Its step gives the intended change. A second copy in the stored formats must give the bits that the run gets. If it does
+ones. Its step gives the intended change. A second copy in the stored formats must take the step that the run takes. If it does
 not, the update of the tensor depends on something else, and is unseen.
 """
 
@@ -23,8 +23,8 @@ from narrowgauge.numerics.dtensor import is_sharded
 
 WHOLE = 1 << 16
 """Largest number of elements of a tensor that is copied whole. Rules for matrices need whole matrices."""
-_REPEATED = 0.99
-"""Fraction of the elements that the copy in the stored formats must repeat, bit for bit."""
+_REPEATED = 0.01
+"""Distance between the step of the copy in the stored formats and the step, as a share of the intended change."""
 _PLAIN = (int, float, str, bool, bytes, tuple, type(None))
 
 
@@ -72,7 +72,7 @@ class IntendedStep:
             stored, exact = self._twins
             now = _part(p, p)
             intended, change = exact[p] - before, now.double() - before
-            is_repeated = (now == stored[p]).double().mean() >= _REPEATED
+            is_repeated = (now.double() - stored[p]).norm() <= _REPEATED * intended.norm()
             sums = torch.stack([intended.square().sum(), (intended * change).sum()]) * (p.numel() / now.numel())
             yield StoredUpdate(p, groups[p], sums, is_repeated)
 

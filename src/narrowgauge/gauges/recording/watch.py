@@ -30,7 +30,6 @@ from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
-from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
 from narrowgauge.torch_names import HostCopy, is_transformed, map_tensors, plain_name, unwrapped_model
 
@@ -338,10 +337,10 @@ class Watch:
             intended, stored = torch.stack([sums[p] for p in members]).sum(0).tolist()
             edq, worst = stored / intended, min(edqs, key=lambda p: edqs[p])
             self._numbers |= {f"lr/group{first + index}": rate, f"effective_lr/group{first + index}": rate * edq}
-            if edq < MIN_EDQ and not isinstance(optimizer, Optimizer):  # our audit has alarms of its own
-                kind = KINDS["effective-rate"]
+            kind = KINDS["effective-rate"]
+            if edq < kind.bound and not isinstance(optimizer, Optimizer):  # our audit has alarms of its own
                 yield kind.reading(
-                    "", rate * edq, rate, kind.bound * rate, step, format=dtype_name(worst.dtype), share=edq,
+                    "", rate * edq, None, kind.bound * rate, step, rate=rate, format=dtype_name(worst.dtype), share=edq,
                     worst=self._names[worst], least=edqs[worst],
                 )  # fmt: skip
         yield from self._moved_readings(optimizer, step)
