@@ -45,8 +45,8 @@ _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """All optimizers that have stepped since the first watch of this process."""
 
 
-class WatchNotice(UserWarning):
-    """Warn of a fault in a watched loop."""
+class RunNotice(UserWarning):
+    """Warn about a watched or recorded loop. A recorder writes the warning to ``events.jsonl`` too."""
 
 
 class _Interval(NamedTuple):
@@ -149,7 +149,7 @@ class Watch:
     def _say(self, readings: list[Reading]) -> None:
         """Show the readings of one step in a sentence."""
         parts = [r.advice if r.tensor in r.advice else f"{r.tensor}: {r.advice}" for r in readings]
-        warnings.warn(f"step {readings[0].step}: {'; '.join(parts)}", WatchNotice, stacklevel=2)
+        warnings.warn(f"step {readings[0].step}: {'; '.join(parts)}", RunNotice, stacklevel=2)
 
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -162,10 +162,10 @@ class Watch:
         self._num_passes += 1
         self._modes.add(module.training or any(m.training for m in self._modal))
         if self._here.size > 1 and self._step == 1 and self._hashes is None:
-            batch, device = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)], next(module.parameters())
-            state = torch.cuda.get_rng_state(device.device) if device.is_cuda else torch.get_rng_state()
-            draws = any(m.training for m in self._dropouts)
-            self._hashes = fingerprint_all(dict(enumerate(batch))), fingerprint_all({"": state}) if draws else ""
+            batch = {str(k): x for k, x in enumerate((*args, *kwargs.values())) if isinstance(x, Tensor)}
+            device, draws = next(module.parameters()).device, any(m.training for m in self._dropouts)
+            state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            self._hashes = fingerprint_all(batch) if batch else "", fingerprint_all({"": state}) if draws else ""
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
@@ -363,8 +363,10 @@ class Watch:
 
     def _moved_readings(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Reading]:
         for name, p in self._trained.items():
-            if self._optimizer_of[p] is optimizer and (now := spread(weight_of(optimizer, p))).shape == self._start[name].shape:
-                self._moved[name] |= now != self._start[name]
+            if self._optimizer_of[p] is optimizer:
+                now = spread(weight_of(optimizer, p))
+                if now.shape == self._start[name].shape:
+                    self._moved[name] |= now != self._start[name]
         if frozen := [self._names[p] for p, values in self._frozen.items() if not torch.equal(spread(p), values)]:
             yield KINDS["frozen-trains"].reading(of_all(frozen), len(frozen), 0, step=step)
         still = [name for name, moved in self._moved.items() if moved.numel() and not moved.any()]
