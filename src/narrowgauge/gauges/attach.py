@@ -123,7 +123,7 @@ class Gauges:
                 first = first_of_input(name)
                 shares_input = first != name and first in self._layers
                 self._place(name, module, *([] if shares_input else ["input"]), "output_grad")
-                self._undo.callback(module.register_forward_hook(hooks.record_linear).remove)
+                self._undo.callback(module.register_forward_hook(hooks.record_linear, with_kwargs=True).remove)
             elif attention.is_attention(module):
                 self._place(name, module, "attention")
                 self._undo.callback(attention.record_module(module))

@@ -26,13 +26,13 @@ Undo = Callable[[], object]
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def record_linear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Record the input and the gradient of the output of a watched linear layer, as its forward hook."""
     if not is_sampled(module):
         return None
     entry = entry_of(module, INPUT)
     if entry is not None:
-        record_tensor(as_multiplied(args[0]), entry)
+        record_tensor(as_multiplied(args[0] if args else kwargs["input"]), entry)
     return record_gradient(output, entry_of(module, OUTPUT_GRAD))
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,10 @@ from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+
+
+_OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
+atexit.register(lambda: [recorder.__del__() for recorder in [*_OPEN]])
 
 
 class RunRecorder(Watch):
@@ -171,7 +175,7 @@ class RunRecorder(Watch):
             for change in differences(earlier.run, content) if earlier is not None else ():
                 self.event("note", change, detector="changed-software")
             undo.pop_all()
-        atexit.register(_close_at_exit, weakref.ref(self))
+        _OPEN.add(self)
 
     @property
     def num_steps(self) -> int:
@@ -285,7 +289,9 @@ class RunRecorder(Watch):
             self._record.close()
 
     def __del__(self) -> None:
-        _close_at_exit(lambda: self)
+        # Ranks that may have ended already are not waited for.
+        if getattr(self, "_is_open", False) and self._record.here.size == 1:
+            self.close(finished=getattr(sys, "last_value", None) is None)
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -419,13 +425,6 @@ def _require_fit(recipe: Recipe | None, optimizer: Any) -> None:
             f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
         )
-
-
-def _close_at_exit(reference: Callable[[], RunRecorder | None]) -> None:
-    """Close a recorder that its loop did not close. Ranks that may have ended already are not waited for."""
-    recorder = reference()
-    if recorder is not None and getattr(recorder, "_is_open", False) and recorder._record.here.size == 1:
-        recorder.close(finished=getattr(sys, "last_value", None) is None)
 
 
 def _integers(batch: Tensor) -> Any:

@@ -100,7 +100,7 @@ class Watch:
 
     def _hook(self, model: nn.Module) -> None:
         """Hook the model, its smallest trained parameter, and the optimizers."""
-        after_every_step(lambda optimizer, args, kwargs: _STEPPED.add(optimizer))
+        after_every_step(_remember)
         self._undo.callback(model.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove)
         self._undo.callback(model.register_forward_hook(OwnHook(self._after_pass)).remove)
         blocks = {name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))}
@@ -414,6 +414,10 @@ class Watch:
             yield KINDS["equal-batches"].reading("", len(batches), 1, 0, step)
         elif len({*states}) == 1 and states[0]:
             yield KINDS["equal-masks"].reading("", len(states), 1, 0, step)
+
+
+def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _STEPPED.add(optimizer)
 
 
 def _names_of(model: nn.Module, leaves: Iterable[Tensor]) -> list[str]:
