@@ -3,8 +3,8 @@
 Gauges watch only tensors that are in memory anyway: the operands of linear layers' matmuls, forward and backward; weights and
 gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every ``every``
 steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`). At the end of the step they are measured
-(:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``. On other steps only the reference of a
-few second moments is updated.
+(:mod:`narrowgauge.gauges.tensor_metrics`) and written as one record of ``gauges.jsonl``. On other steps only the exact sums of
+second moments are updated.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class Gauges:
                 self.recorder.watch(kind, name)
         if isinstance(optimizer, Optimizer) and any(map(is_split_over_ranks, self.parameters.values())):
             optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
-        matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
-        self.shadow = MomentShadow(optimizer, matrices if every else {})
+        self.shadow = MomentShadow(optimizer, self.parameters if every else {})
         self._undo.callback(optimizer.register_load_state_dict_post_hook(lambda _: self.shadow.forget()).remove)
         self._undo.callback(Follower(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
@@ -163,16 +162,17 @@ class Gauges:
             states = leading_states(self.optimizer, self.parameters.values(), kind).values()
             if present := [x for x in states if x is not None]:
                 parts[f"histogram {kind}"] = exponents(torch.cat(present))
-        if (moments := self.shadow.measure()) is not None:
-            parts["moments"] = moments
+        if (bias := self.shadow.bias()) is not None:
+            parts["moments"] = bias
         if (logits := self._head_logits()) is not None:
             parts["logits"] = logits
         fetched = fetch(parts)
         row: Row = {"step": step, **row_of(self.recorder, fetched)}
         if isinstance(self.optimizer, Optimizer) and (readings := audit(self.optimizer)):
             row["updates"] = {name: _update_metrics(reading) for name, reading in readings.items()}
-        if "moments" in fetched and (table := self.shadow.rows(fetched["moments"])):
-            row["moments"] = table
+        if "moments" in fetched:
+            biases = zip(self.shadow.parameters or {}, fetched["moments"].tolist(), strict=True)
+            row["moments"] = {name: [value] for name, bias in biases if (value := rounded(bias)) is not None}
         if "logits" in fetched:
             row["logits"] = {self._head: [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]}
         row["seconds"] = rounded(time.perf_counter() - began)

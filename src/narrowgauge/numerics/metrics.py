@@ -189,11 +189,6 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
 
 
-def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
-    """Return Σ stored / Σ exact of second moments ``[..., n]``, float64 ``[...]``. Above 1 if they froze, NaN for zeros."""
-    return _ratio(stored.double().sum(-1), exact.double().sum(-1))
-
-
 def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tensor) -> Tensor:
     """Return the largest attention logit of some queries, and the mean entropy of their weights: float32 ``[2]``.
 

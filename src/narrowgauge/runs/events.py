@@ -19,7 +19,7 @@ KINDS = frozenset({
     # what goes wrong in it
     "warning", "divergence", "corruption", "checkpoint_damaged",
     # symptoms, each with detectors in analysis/data/detectors.toml
-    "lost_updates", "unchanged_weights", "lost_decay", "noise", "frozen_moments", "underflow", "overflow", "outliers",
+    "lost_updates", "lost_decay", "frozen_moments", "underflow", "overflow", "outliers",
     "attention", "logits", "loss_scale", "loss_spike", "gradient_spike", "growth", "dead_layer", "nonfinite",
 })  # fmt: skip
 """Every kind of event."""
