@@ -55,7 +55,10 @@ class IntendedStep:
             p
             for group in optimizer.param_groups
             for p in group["params"]
-            if p.grad is not None and p.grad.layout is torch.strided and p.numel() and _keeps_visible(optimizer, group, p)
+            if p.grad is not None
+            and p.grad.layout is torch.strided
+            and p.numel()
+            and _keeps_visible(optimizer, group, p)
         ]
         self._before = {p: _part(p, p).double() for p in members}
         try:

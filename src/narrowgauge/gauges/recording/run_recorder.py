@@ -11,6 +11,7 @@ import shutil
 import sys
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -47,9 +48,8 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
-
 _OPEN: weakref.WeakSet[RunRecorder] = weakref.WeakSet()
-atexit.register(lambda: [recorder.__del__() for recorder in [*_OPEN]])
+atexit.register(lambda: deque(map(RunRecorder.__del__, [*_OPEN]), 0))
 
 
 class RunRecorder(Watch):
@@ -184,7 +184,7 @@ class RunRecorder(Watch):
 
     # ── the loop calls these ────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         loss: float | Tensor | None = None,
         *,
@@ -305,7 +305,9 @@ class RunRecorder(Watch):
         """Check the set-up. Missing parameters may have another optimizer. Report each kind once."""
         readings = {r.what: r for r in reversed([*static_readings(set_up_of(self.model, self.optimizer))])}
         silent = {"missing-parameters", "no-gradient"}
-        self._record_new([r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True)
+        self._record_new(
+            [r for r in readings.values() if r.severity != "note" and r.what not in silent], step, static=True
+        )
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
         """Report a compared step, and save the compared names for its row."""

@@ -11,8 +11,9 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +26,14 @@ from narrowgauge.checks.step_samples import spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges import hooks
 from narrowgauge.gauges.recording.intended_updates import IntendedStep
+from narrowgauge.gauges.recording.leaves import graph_leaves, names_of
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_hooks import Follower, OwnHook, after_every_step
-from narrowgauge.torch_names import HostCopy, is_transformed, map_tensors, plain_name, unwrapped_model
+from narrowgauge.torch_names import HostCopy, is_transformed, plain_name, unwrapped_model
 
 SETTLED = 50
 """Steps before a tensor without a gradient or without a change is reported."""
@@ -69,7 +71,6 @@ class Watch:
         self.watched_model, self.optimizers, self.every = unwrapped_model(model), set_up.optimizers, every
         self.unseen: dict[str, str] = {}
         self._names: dict[Tensor, str] = {p.parameter: p.name for p in set_up.stepped}
-        self._rates = {p.name: p.group for p in set_up.trained}
         self._trained = {p.name: p.parameter for p in set_up.trained}
         self._optimizer_of = {p.parameter: p.optimizer for p in set_up.stepped}
         self._step, self._numbers, self._told = 0, dict[str, float](), dict[str, float]()
@@ -114,7 +115,20 @@ class Watch:
         sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         self._vocabulary = max(sizes, default=0)
         for optimizer in self.optimizers:
-            self._undo.callback(Follower(optimizer, self._before_step, self._after_step).remove)
+            follower = Follower(
+                optimizer, partial(self._guarded, self._before_step), partial(self._guarded, self._after_step)
+            )
+            self._undo.callback(follower.remove)
+
+    def _guarded(self, function: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+        """End the watch instead of the loop. Ranks wait for each other, so there the error ends the loop."""
+        try:
+            function(optimizer)
+        except Exception as error:
+            if self._here.size > 1 or isinstance(error, UserWarning):
+                raise
+            self.remove()
+            warnings.warn(f"the watch ended: {type(error).__name__}: {error}", RunNotice, stacklevel=2)
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -162,32 +176,25 @@ class Watch:
         self._num_passes += 1
         self._modes.add(module.training or any(m.training for m in self._modal))
         if self._here.size > 1 and self._step == 1 and self._hashes is None:
-            batch = {str(k): x for k, x in enumerate((*args, *kwargs.values())) if isinstance(x, Tensor)}
+            inputs = enumerate((*args, *kwargs.values()))
+            batch = {str(k): x for k, x in inputs if isinstance(x, Tensor) and x.element_size() <= 8}
             device, draws = next(module.parameters()).device, any(m.training for m in self._dropouts)
             state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
             self._hashes = fingerprint_all(batch) if batch else "", fingerprint_all({"": state}) if draws else ""
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
-        is_traced = torch.compiler.is_compiling() or is_transformed()
-        if self._step > 1 or not torch.is_grad_enabled() or is_traced or "leaves" in self.unseen:
+        if self._step > 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
             return
-        nodes, visited = list[Any](), set[Any]()
-        map_tensors(lambda x: nodes.append(x.grad_fn) or x, output)
-        while nodes:
-            if (node := nodes.pop()) is None or node in visited:
-                continue
-            visited.add(node)
-            nodes += [parent for parent, _ in node.next_functions]
-            leaf = getattr(node, "variable", None)
-            if leaf is not None and leaf not in self._names:
-                reference, values, steps = self._leaves.get(id(leaf), (None, None, set()))
-                if reference is None or reference() is not leaf:
+        for leaf in graph_leaves(output):
+            if leaf not in self._names:
+                reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
+                if reference is None or reference() is not leaf or values is None:
                     values, steps = spread(leaf), set()
                 self._leaves[id(leaf)] = weakref.ref(leaf), values, steps | {self._step}
 
     def _add_sum(self, name: str, x: Tensor) -> None:
-        if torch.is_grad_enabled() and not is_transformed():
+        if torch.is_grad_enabled() and x.element_size() > 1 and not is_transformed():
             total = x.sum(dtype=torch.float32)
             self._sums[name] = total if name not in self._sums else self._sums[name] + total
 
@@ -197,7 +204,7 @@ class Watch:
             return
         self._num_backward += 1
         kept = self._probe.grad
-        self._was_cleared = True if kept is None else (~kept.any()) | self._was_cleared
+        self._was_cleared |= True if kept is None or kept.layout is not torch.strided else ~kept.any()
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,12 +216,15 @@ class Watch:
             self._report(self._pass_readings(step))
         members = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         named = {self._names.get(p, "a new tensor"): local_of(p.grad) for p in reversed(members)}
-        gradients = {n: g if g.layout is torch.strided else g.coalesce().values() for n, g in named.items() if g.numel()}
+        gradients = {
+            n: g if g.layout is torch.strided else g.coalesce().values() for n, g in named.items() if g.numel()
+        }
         first = next(iter(gradients.values()), None)
         signature = (0, 0) if first is None else (id(first), first._version)
-        if 0 < last.num_passes == self._num_passes and signature == last.gradient != (0, 0):
+        interval = _Interval(self._num_passes, self._num_backward, signature)
+        if last.num_backward and interval == last:
             self._report([KINDS["repeated-step"].reading("", 1, 0, step=step)])
-        self._intervals[optimizer] = _Interval(self._num_passes, self._num_backward, signature)
+        self._intervals[optimizer] = interval
         norms = torch._foreach_norm(list(gradients.values())) if gradients else []
         scale = getattr(optimizer, "grad_scale", None)  # of torch.amp.GradScaler, for fused optimizers
         self._flags = {f"output:{name}": x for name, x in self._sums.items()}
@@ -237,9 +247,9 @@ class Watch:
             skipped = optimizer.last_control[1]
         if skipped is not None:
             self._flags["skipped"] = skipped
-        device = self._names and next(iter(self._names)).device
+        device = next(iter(self._names)).device
         values = [x.detach().to(device, torch.float32).reshape(()) for x in self._flags.values()]
-        vector = torch.stack(values) if values else torch.zeros(0)
+        vector = torch.stack(values) if values else torch.zeros(0, device=device)
         self._unread.append((step, list(self._flags), HostCopy(vector)))
         if probe is not None and optimizer is self._optimizer_of[probe]:
             self._was_cleared, self._after = False, probe.detach().clone()
@@ -257,7 +267,7 @@ class Watch:
 
     def _pass_readings(self, step: int) -> Iterator[Reading]:
         """Read the modes of the passes since the last step, and once the leaves that no optimizer steps."""
-        things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch norm"
+        things = of_all(f"dropout {m.p:g}" for m in self._dropouts) or "batch statistics"
         self._was_evaluated = bool(self._evaluations)
         self._num_evaluated += self._was_evaluated
         if self._modal and self._modes == {False}:
@@ -282,16 +292,16 @@ class Watch:
         if any(is_sharded(p) for p in self.watched_model.parameters()):
             self.unseen["tensors without an optimizer"] = "parameters are sharded"
         elif leaves:
-            names = _names_of(self.watched_model, leaves)
+            names = names_of(self.watched_model, leaves)
             have, them = ("has", "it") if len(leaves) == 1 else ("have", "them")
             things = f"{counted(len(leaves), 'tensor')} {have}"
             yield KINDS["untrained"].reading(of_all(names), len(leaves), 0, step=step, things=things, them=them)
         for other in _STEPPED.difference(self.optimizers):
             groups = [group for o in self.optimizers for group in o.param_groups]
             is_same = any(group is g for group in other.param_groups for g in groups)
-            is_wrapper = any(value in self.optimizers for value in vars(other).values() if isinstance(value, torch.optim.Optimizer))
+            inner = {value for value in vars(other).values() if isinstance(value, torch.optim.Optimizer)}
             names = [self._names[p] for g in other.param_groups for p in g["params"] if p in self._names]
-            if names and not is_same and not is_wrapper:
+            if names and not is_same and not inner & {*self.optimizers}:
                 things = of_all(names)
                 yield KINDS["stepped-twice"].reading(things, len(names), 0, step=step, things=things)
 
@@ -378,8 +388,10 @@ class Watch:
             have = "has" if len(without) == 1 else "have"
             things = f"{len(without)} of {counted(len(self._trained), 'tensor')} {have}"
             yield KINDS["no-gradient-yet"].reading(of_all(without), len(without), 0, step=step, things=things)
+        rates = {p: group["lr"] for o in self.optimizers for group in o.param_groups for p in group["params"]}
         for is_zero in (True, False):
-            names = [n for n in still if n not in without and (not self._rates[n].get("lr", 1.0)) == is_zero]
+            moves = {*still}.difference(without)
+            names = [n for n, p in self._trained.items() if n in moves and (rates.get(p) == 0) is is_zero]
             if names:
                 formats = of_all(dtype_name(self._trained[name].dtype) for name in names)
                 cause = "the learning rate of their group is 0" if is_zero else f"{formats} rounds their updates away"
@@ -418,28 +430,6 @@ class Watch:
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _STEPPED.add(optimizer)
-
-
-def _names_of(model: nn.Module, leaves: Iterable[Tensor]) -> list[str]:
-    """Name tensors by their parameter, or by the attribute that holds them or their module."""
-    names = {id(p): name for name, p in model.named_parameters()}
-
-    def search(value: Any, path: str, depth: int) -> None:
-        if isinstance(value, Tensor):
-            names.setdefault(id(value), path)
-        elif isinstance(value, nn.Module):
-            for name, p in value.named_parameters():
-                names.setdefault(id(p), f"{path}.{name}")
-        elif isinstance(value, (list, tuple, dict)) and depth < 2:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
-                search(item, f"{path}.{key}", depth + 1)
-
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if not name.startswith("_"):
-                search(value, f"{prefix}.{name}".lstrip("."), 0)
-    return [names.get(id(leaf), f"a tensor {list(leaf.shape)}") for leaf in leaves]
 
 
 def watch(model: nn.Module, optimizer: Any, *, every: int = 50) -> Watch:
