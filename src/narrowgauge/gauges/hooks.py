@@ -1,8 +1,8 @@
 """The hooks on a model's forward and backward. Hooks on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
 
 Gauges hook with one function per kind of tensor, so that layers share compiled code. Differences between layers are in an
-attribute of the module, ``gauge_entries``: the entries at :data:`INPUT`, :data:`OUTPUT_GRAD` and :data:`ATTENTION`, ``None`` if
-not watched. The recorder follows passes, outputs and gradients of eager steps. A compiler skips its hooks.
+attribute of the module, ``gauge_entries``: the entries at :data:`INPUT` and :data:`OUTPUT_GRAD`, ``None`` if not watched. The
+recorder follows passes, outputs and gradients of eager steps. A compiler skips its hooks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
 
-INPUT, OUTPUT_GRAD, ATTENTION = range(3)
-"""The places in ``gauge_entries``: the module's input, its output's gradient, its attention."""
+INPUT, OUTPUT_GRAD = range(2)
+"""The places in ``gauge_entries``: the module's input, its output's gradient."""
 Undo = Callable[[], object]
 
 # ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,7 @@ HEALTHY: Row = {
     "update": {"edq": 1.0, "noise": 0.006, "lost_fraction": 0.0, "unseen_fraction": 0.9,
                "imprecision_share": 0.9, "lost_decay": 0.01},
     "moment": {"bias": 1.0},
-    "attention": {"max_logit": 12.0, "entropy": 0.7},
+    "attention": {"max_logit": 12.0},
     "logits": {"max": 10.0, "log_z": 8.0},
 }  # fmt: skip
 
