@@ -30,7 +30,6 @@ from narrowgauge.checks.step_samples import spread, weight_of
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.gauges import hooks
 from narrowgauge.gauges.recording.fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences, formats_of
 from narrowgauge.gauges.recording.record import OnRow, Record
@@ -151,9 +150,8 @@ class RunRecorder(Watch):
                 model, passes, self.optimizer, fingerprints_every, here, partial(self.event, "note")
             )
             self._record.undo.callback(self._prints.remove)
-            self._unfollow = hooks.follow_passes(passes, lambda args, kwargs: None, self._computed)
-            self._record.undo.callback(lambda: self._unfollow())
-            super().__init__(model, self.optimizer, every=every)
+            self._has_formats = False
+            super().__init__(model, self.optimizer, every=every, called=called)
             self._record.undo.callback(self.remove)
             self._has_start, self._columns = not goes_on, Row()
             self.gauges = self._record.watch(model, optimizer, every=gauges_every)
@@ -342,11 +340,13 @@ class RunRecorder(Watch):
         self._record.fingerprint(self._prints)
         self._prints.expect(step + 1)
 
-    def _computed(self, output: Any) -> None:
-        """Record the formats of the first forward pass. After a resume, note changed formats."""
-        if not (formats := formats_of(output)):
+    def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Record the formats of the first forward pass too. After a resume, note changed formats."""
+        super()._after_pass(module, args, output)
+        is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not self._has_formats
+        if not (formats := formats_of(output) if is_seen else {}):
             return
-        self._unfollow()
+        self._has_formats = True
         before, now = self._run["model"].get("formats"), formats["formats"]
         if before is None and self._record.writer is not None:
             self._record.writer.amend({**self._run, "model": {**self._run["model"], **formats}})

@@ -66,7 +66,7 @@ class Watch:
         unseen: what is not watched, and why.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, every: int = 50) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None) -> None:
         set_up = set_up_of(model, optimizer)
         self.watched_model, self.optimizers, self.every = unwrapped_model(model), set_up.optimizers, every
         self.unseen: dict[str, str] = {}
@@ -92,18 +92,18 @@ class Watch:
         self._leaves: dict[int, tuple[weakref.ref[Tensor], Tensor, set[int]]] = {}
         self._hashes: tuple[str, str] | None = None
         self._undo, self._here = ExitStack(), all_ranks()
-        self._hook(self.watched_model)
+        self._hook(self.watched_model, self.watched_model if called is None else called)
 
     def _start_samples(self) -> None:
         """Take the weights of now for those of the start."""
         self._start = {name: spread(weight_of(self._optimizer_of[p], p)) for name, p in self._trained.items()}
         self._moved = {name: torch.zeros_like(values, dtype=torch.bool) for name, values in self._start.items()}
 
-    def _hook(self, model: nn.Module) -> None:
-        """Hook the model, its smallest trained parameter, and the optimizers."""
+    def _hook(self, model: nn.Module, called: nn.Module) -> None:
+        """Hook the called model, the blocks, the smallest trained parameter, and the optimizers."""
         after_every_step(_remember)
-        self._undo.callback(model.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove)
-        self._undo.callback(model.register_forward_hook(OwnHook(self._after_pass)).remove)
+        self._undo.callback(called.register_forward_pre_hook(OwnHook(self._before_pass), with_kwargs=True).remove)
+        self._undo.callback(called.register_forward_hook(OwnHook(self._after_pass)).remove)
         blocks = {name for name, _ in model.named_modules() if name and _BLOCK.fullmatch(plain_name(name))}
         self._undo.callback(hooks.follow_outputs(model, self._add_sum, blocks))
         dense = [p for p in self._trained.values() if p.is_leaf and not is_sharded(p) and p.numel()]
@@ -326,7 +326,7 @@ class Watch:
             yield KINDS["nonfinite-output"].reading(bad[0], math.nan, step=step)
         elif not is_skipped and (names := [n for n, x in norms.items() if not math.isfinite(x)]):
             things = f"{counted(len(names), 'gradient')} {'is' if len(names) == 1 else 'are'}"
-            yield KINDS["nonfinite-norm"].reading(of_all(names), len(names), 0, step=step, things=things)
+            yield KINDS["nonfinite-taken"].reading(of_all(names), len(names), 0, step=step, things=things)
         self._had_gradient |= {name for name, x in norms.items() if x}
         self._num_zero = 0 if any(norms.values()) else self._num_zero + 1
         if self._num_zero == ZERO_STEPS:
@@ -378,7 +378,7 @@ class Watch:
                 if now.shape == self._start[name].shape:
                     self._moved[name] |= now != self._start[name]
         if frozen := [self._names[p] for p, values in self._frozen.items() if not torch.equal(spread(p), values)]:
-            yield KINDS["frozen-trains"].reading(of_all(frozen), len(frozen), 0, step=step)
+            yield KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0, step=step)
         still = [name for name, moved in self._moved.items() if moved.numel() and not moved.any()]
         without = [name for name in self._trained if name not in self._had_gradient]
         self._numbers |= {"frozen_tensors": len(still), "tensors_without_gradient": len(without)}
