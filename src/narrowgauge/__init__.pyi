@@ -17,7 +17,6 @@ from .checks.checking import check as check
 from .checks.resume import check_resume as check_resume
 from .distributed.reduction import reduce_gradients_with as reduce_gradients_with
 from .errors import NarrowgaugeError as NarrowgaugeError
-from .gauges.attach import Gauges as Gauges
 from .gauges.attach import attach_gauges as attach_gauges
 from .gauges.recording.run_recorder import RunRecorder as RunRecorder
 from .gauges.recording.watch import watch as watch
