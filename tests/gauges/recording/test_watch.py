@@ -327,6 +327,22 @@ class SecondOptimizer(Loop):
         self.second.step()
 
 
+class Overflows(Loop):
+    """Every loss overflows float16, whatever its scale. The fused step is called, and skips itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**25)
+
+    def backward(self, step: int) -> None:
+        self.scaler.scale(self.loss(step) * math.inf).backward()
+
+    def update(self, step: int) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
 FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     KeptGradients: ("gradients-kept", "", 2),
     PythonList: ("untrained", "scale and 6 others", 3),
@@ -335,6 +351,7 @@ FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     Frozen: ("frozen-moves", "embedding.weight", 10),
     Divided: ("nonfinite-output", "blocks.1.mlp", 7),
     OneBadGradient: ("nonfinite-taken", "head.bias", 7),
+    Overflows: ("first-nonfinite", "head.bias", 24),
     StaysInEvaluation: ("evaluation-mode", "", 21),
     EvaluatesInTraining: ("training-mode", "", 20),
     KeepsTheAverage: ("weights-not-restored", "", 20),

@@ -74,7 +74,7 @@ class Watch:
         self._trained = {p.name: p.parameter for p in set_up.trained}
         self._optimizer_of = {p.parameter: p.optimizer for p in set_up.stepped}
         self._step, self._numbers, self._told = 0, dict[str, float](), dict[str, float]()
-        self._had_gradient, self._num_zero, self._num_uniform = set[str](), 0, 0
+        self._had_gradient, self._num_zero, self._num_uniform, self._num_overflows = set[str](), 0, 0, 0
         self._start_samples()
         # Of the current step:
         self._num_passes = self._num_backward = 0
@@ -324,10 +324,15 @@ class Watch:
         bad = [key[7:] for key, x in values.items() if key.startswith("output:") and not math.isfinite(x)]
         if bad:
             yield KINDS["nonfinite-output"].reading(bad[0], math.nan, step=step)
-        elif not is_skipped and (names := [n for n, x in norms.items() if not math.isfinite(x)]):
+        names = [n for n, x in norms.items() if not math.isfinite(x)]
+        self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
+        if self._num_overflows == KINDS["first-nonfinite"].bound:
+            yield KINDS["first-nonfinite"].reading(names[0], self._num_overflows, step=step)
+        elif names and not is_skipped and not bad:
             things = f"{counted(len(names), 'gradient')} {'is' if len(names) == 1 else 'are'}"
             yield KINDS["nonfinite-taken"].reading(of_all(names), len(names), 0, step=step, things=things)
-        self._had_gradient |= {name for name, x in norms.items() if x}
+        if not is_skipped:
+            self._had_gradient |= {name for name, x in norms.items() if 0 < x < math.inf}
         self._num_zero = 0 if any(norms.values()) else self._num_zero + 1
         if self._num_zero == ZERO_STEPS:
             yield KINDS["zero-gradients"].reading("", 0, None, step=step)
