@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
@@ -544,6 +546,25 @@ def test_ranks_with_equal_data_equal_masks_or_another_loss_are_told(
     faults: tuple[Any, ...], kind: str | None, tmp_path: Path
 ) -> None:
     assert run_ranks(kinds_on_a_rank, 2, tmp_path, *faults) == [set() if kind is None else {kind}] * 2
+
+
+def sharded_on_a_rank(rank: int) -> tuple[list[str], set[str]]:
+    loop = Loop()
+    fully_shard(loop.model, mesh=init_device_mesh("cpu", (2,)))
+    loop.optimizer = loop.adamw(loop.model.parameters())
+    torch.manual_seed(rank)
+    watch, readings = ng.watch(loop.model, loop.optimizer, every=2), list[Reading]()
+    watch._say = readings.extend  # type: ignore[method-assign]
+    for step in range(4):
+        loss_of(loop.model, batch(2 * step + rank)).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    return [reading.what for reading in readings], {*watch.unseen}
+
+
+def test_a_sharded_loop_is_silent_and_says_what_is_not_watched(tmp_path: Path) -> None:
+    unseen = {"effective learning rate", "tensors without an optimizer", "gradients that were not cleared"}
+    assert run_ranks(sharded_on_a_rank, 2, tmp_path) == [([], unseen)] * 2
 
 
 # ── with a folder ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -60,6 +60,9 @@ class IntendedStep:
             and p.numel()
             and _keeps_visible(optimizer, group, p)
         ]
+        if not members:
+            self.why_not = "no tensor is whole on this rank and kept in its weight alone"
+            return
         self._before = {p: _part(p, p).double() for p in members}
         try:
             devices = {p.device for p in members if p.is_cuda}

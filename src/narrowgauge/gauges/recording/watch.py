@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,7 +69,11 @@ class Watch:
     def __init__(self, model: nn.Module, optimizer: Any, *, every: int = 50, called: nn.Module | None = None) -> None:
         set_up = set_up_of(model, optimizer)
         self.watched_model, self.optimizers, self.every = unwrapped_model(model), set_up.optimizers, every
+        self._is_sharded = any(is_sharded(p) for p in self.watched_model.parameters())
         self.unseen: dict[str, str] = {}
+        if self._is_sharded:
+            parts = "tensors without an optimizer", "gradients that were not cleared"
+            self.unseen |= dict.fromkeys(parts, "parameters are sharded")
         self._names: dict[Tensor, str] = {p.parameter: p.name for p in set_up.stepped}
         self._trained = {p.name: p.parameter for p in set_up.trained}
         self._optimizer_of = {p.parameter: p.optimizer for p in set_up.stepped}
@@ -137,8 +141,8 @@ class Watch:
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
-        ``lr/groupN`` and ``effective_lr/groupN`` are those of the last sampled step. ``grad_norm`` is of the last step that was
-        read. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer.
+        ``lr/groupN`` and ``effective_lr/groupN`` are those of the last sampled step. ``grad_norm`` is of this rank's gradients in the
+        last step that was read. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer.
         """
         return dict(self._numbers)
 
@@ -184,9 +188,9 @@ class Watch:
 
     def _after_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """Walk the graph of the first two steps to its leaves, and remember those that the optimizers do not step."""
-        if self._step > 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transformed():
-            return
-        for leaf in graph_leaves(output):
+        is_seen = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_transformed()
+        # The leaves of sharded parameters are gathered copies.
+        for leaf in graph_leaves(output) if is_seen and self._step < 2 and not self._is_sharded else ():
             if leaf not in self._names:
                 reference, values, steps = self._leaves.get(id(leaf), (None, None, set[int]()))
                 if reference is None or reference() is not leaf or values is None:
@@ -215,10 +219,7 @@ class Watch:
         if optimizer is self.optimizers[0]:
             self._report(self._pass_readings(step))
         members = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        named = {self._names.get(p, "a new tensor"): local_of(p.grad) for p in reversed(members)}
-        gradients = {
-            n: g if g.layout is torch.strided else g.coalesce().values() for n, g in named.items() if g.numel()
-        }
+        gradients = self._gradients(members)
         first = next(iter(gradients.values()), None)
         signature = (0, 0) if first is None else (id(first), first._version)
         interval = _Interval(self._num_passes, self._num_backward, signature)
@@ -239,6 +240,11 @@ class Watch:
         if self._is_sampled(step):
             self._frozen = {p: spread(p) for p in members if not p.requires_grad}
             self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
+
+    def _gradients(self, members: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
+        named = {self._names.get(p, "a new tensor"): local_of(p.grad) for p in reversed(members)}
+        return {n: g if g.layout is torch.strided else g.coalesce().values() for n, g in named.items() if g.numel()}
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -289,9 +295,7 @@ class Watch:
         ]  # fmt: skip
         self._leaves = {}
         self._numbers["untrained_tensors"] = len(leaves)
-        if any(is_sharded(p) for p in self.watched_model.parameters()):
-            self.unseen["tensors without an optimizer"] = "parameters are sharded"
-        elif leaves:
+        if leaves:
             names = names_of(self.watched_model, leaves)
             have, them = ("has", "it") if len(leaves) == 1 else ("have", "them")
             things = f"{counted(len(leaves), 'tensor')} {have}"
@@ -425,7 +429,7 @@ class Watch:
         """Compare the batches and the random generators of the ranks, where each trains on its own data."""
         batches, states = zip(*self._here.gather(self._hashes or ("", "")), strict=True)
         is_fsdp = any(type(m).__name__.startswith("FSDP") for m in self.watched_model.modules())
-        if any(is_sharded(p) for p in self.watched_model.parameters()) and not is_fsdp:  # ranks may share a batch
+        if self._is_sharded and not is_fsdp:  # ranks may share a batch
             self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
         elif len({*batches}) == 1 and batches[0]:
             yield KINDS["equal-batches"].reading("", len(batches), 1, 0, step)
