@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,8 +39,6 @@ SETTLED = 50
 """Steps before a tensor without a gradient or without a change is reported."""
 UNIFORM_STEPS = 20
 """Steps in a row whose loss is that of a uniform distribution."""
-ZERO_STEPS = 3
-"""Steps in a row without a gradient."""
 _BLOCK = re.compile(r"\D*(\d+(\.[^.]+)?)?")
 """Names of the modules whose outputs are summed: blocks and their parts, not the layers in these parts."""
 _STEPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -141,8 +139,8 @@ class Watch:
     def numbers(self) -> dict[str, float]:
         """Return the newest numbers by name, for Weights & Biases, TensorBoard or MLflow.
 
-        ``lr/groupN`` and ``effective_lr/groupN`` are those of the last sampled step. ``grad_norm`` is of this rank's gradients in the
-        last step that was read. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer.
+        ``lr/groupN`` and ``effective_lr/groupN`` are of the last sampled step, ``grad_norm`` is of this rank's gradients that
+        reached the last step. ``frozen_tensors`` never moved, and ``untrained_tensors`` have a gradient and no optimizer.
         """
         return dict(self._numbers)
 
@@ -218,8 +216,7 @@ class Watch:
         step, last, probe = self._step + 1, self._intervals[optimizer], self._probe
         if optimizer is self.optimizers[0]:
             self._report(self._pass_readings(step))
-        members = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = self._gradients(members)
+        gradients = self._gradients(optimizer)
         first = next(iter(gradients.values()), None)
         signature = (0, 0) if first is None else (id(first), first._version)
         interval = _Interval(self._num_passes, self._num_backward, signature)
@@ -238,12 +235,15 @@ class Watch:
                 is_written = ((probe != self._after) & (self._after == self._after)).any()
                 self._flags["swapped" if self._was_evaluated else "written"] = is_written
         if self._is_sampled(step):
-            self._frozen = {p: spread(p) for p in members if not p.requires_grad}
+            self._frozen = {p: spread(p) for p in self._names if not p.requires_grad}
             self._intended = None if isinstance(optimizer, Optimizer) else IntendedStep(optimizer)
 
-    def _gradients(self, members: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's gradients by name, in the order of a backward pass; of sparse ones the values."""
-        named = {self._names.get(p, "a new tensor"): local_of(p.grad) for p in reversed(members)}
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        named = {
+            self._names.get(p, "a new tensor"): local_of(g) for p in reversed(members) if (g := p.grad) is not None
+        }
         return {n: g if g.layout is torch.strided else g.coalesce().values() for n, g in named.items() if g.numel()}
 
     @torch.no_grad()
@@ -338,8 +338,8 @@ class Watch:
         if not is_skipped:
             self._had_gradient |= {name for name, x in norms.items() if 0 < x < math.inf}
         self._num_zero = 0 if any(norms.values()) else self._num_zero + 1
-        if self._num_zero == ZERO_STEPS:
-            yield KINDS["zero-gradients"].reading("", 0, None, step=step)
+        if self._num_zero == (kind := KINDS["zero-gradients"]).bound:
+            yield kind.reading("", self._num_zero, step=step)
         self._numbers["grad_norm"] = math.hypot(*norms.values())
 
     # ── sampled steps ───────────────────────────────────────────────────────────────────────────────────────────────
