@@ -27,7 +27,7 @@ LOCATES: dict[str, set[str]] = {
     "loss": {"gradient", "gradient-factor"},
     "gradient": {
         "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters", "gradients-kept", "nonfinite-taken", "zero-gradients",
+        "replaced-parameters", "gradients-kept", "zero-gradients",
     },
     "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
     "state": {"state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written"},

@@ -347,20 +347,20 @@ class Overflows(Loop):
 
 FAULTS: dict[type[Loop], tuple[str, str, int]] = {
     KeptGradients: ("gradients-kept", "", 2),
-    PythonList: ("untrained", "scale and 6 others", 3),
-    Detached: ("no-gradient-yet", "blocks.1.norm.weight and 5 others", 50),
+    PythonList: ("missing-parameters", "scale and 6 others", 3),
+    Detached: ("no-gradient", "blocks.1.norm.weight and 5 others", 50),
     ZeroRate: ("never-moved", "head.weight and 1 other", 50),
     Frozen: ("frozen-moves", "embedding.weight", 10),
     Divided: ("nonfinite-output", "blocks.1.mlp", 7),
-    OneBadGradient: ("nonfinite-taken", "head.bias", 7),
+    OneBadGradient: ("first-nonfinite", "head.bias", 7),
     Overflows: ("first-nonfinite", "head.bias", 24),
-    StaysInEvaluation: ("evaluation-mode", "", 21),
-    EvaluatesInTraining: ("training-mode", "", 20),
+    StaysInEvaluation: ("wrong-mode", "", 21),
+    EvaluatesInTraining: ("wrong-mode", "", 20),
     KeepsTheAverage: ("weights-not-restored", "", 20),
     SlowNorms: ("never-moved", "blocks.0.norm.weight and 2 others", 50),
     Twice: ("repeated-step", "", 2),
     ClearedTooEarly: ("zero-gradients", "", 3),
-    SecondOptimizer: ("stepped-twice", "head.weight", 3),
+    SecondOptimizer: ("parameters-twice", "head.weight", 3),
 }
 
 
@@ -375,7 +375,7 @@ def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_named() 
     loop = Loop()
     state = {name: value.clone() for name, value in loop.model.state_dict().items()}
     loop.model.load_state_dict(state, assign=True)
-    untrained = watched(loop, 4)[0]["untrained"]
+    untrained = watched(loop, 4)[0]["missing-parameters"]
     assert untrained.value == len(state)
 
 
@@ -537,8 +537,8 @@ def kinds_on_a_rank(rank: int, own_data: bool, own_seed: bool, loss: float) -> s
     ("faults", "kind"),
     [
         ((True, True, 1.5), None),
-        ((False, True, 1.5), "equal-batches"),
-        ((True, False, 1.5), "equal-masks"),
+        ((False, True, 1.5), "equal-ranks"),
+        ((True, False, 1.5), "equal-ranks"),
         ((True, True, 4e4), "rank-loss"),
     ],
 )

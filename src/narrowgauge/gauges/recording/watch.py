@@ -277,10 +277,12 @@ class Watch:
         self._was_evaluated = bool(self._evaluations)
         self._num_evaluated += self._was_evaluated
         if self._modal and self._modes == {False}:
-            yield KINDS["evaluation-mode"].reading("", 1, 0, step=step, things=things)
+            words = f"the model trains in evaluation mode, without {things}: call model.train()"
+            yield KINDS["wrong-mode"].reading("", 1, 0, step=step, words=words)
         # A loop with such passes in most steps means them.
         if self._evaluations == {True} and step >= 4 * self._num_evaluated:
-            yield KINDS["training-mode"].reading("", 1, 0, step=step - 1, things=things)
+            words = f"the evaluation ran in training mode, with {things}: call model.eval() before it"
+            yield KINDS["wrong-mode"].reading("", 1, 0, step=step - 1, words=words)
         self._modes, self._evaluations = set(), set()
         if step == 3:
             yield from self._leaf_readings(step)
@@ -297,17 +299,14 @@ class Watch:
         self._numbers["untrained_tensors"] = len(leaves)
         if leaves:
             names = names_of(self.watched_model, leaves)
-            have, them = ("has", "it") if len(leaves) == 1 else ("have", "them")
-            things = f"{counted(len(leaves), 'tensor')} {have}"
-            yield KINDS["untrained"].reading(of_all(names), len(leaves), 0, step=step, things=things, them=them)
+            yield KINDS["missing-parameters"].reading(of_all(names), len(leaves), 0, step=step)
         for other in _STEPPED.difference(self.optimizers):
             groups = [group for o in self.optimizers for group in o.param_groups]
             is_same = any(group is g for group in other.param_groups for g in groups)
             inner = {value for value in vars(other).values() if isinstance(value, torch.optim.Optimizer)}
             names = [self._names[p] for g in other.param_groups for p in g["params"] if p in self._names]
             if names and not is_same and not inner & {*self.optimizers}:
-                things = of_all(names)
-                yield KINDS["stepped-twice"].reading(things, len(names), 0, step=step, things=things)
+                yield KINDS["parameters-twice"].reading(of_all(names), len(names), 0, step=step)
 
     def _read(self) -> None:
         """Read the vectors of past steps."""
@@ -331,10 +330,11 @@ class Watch:
         names = [n for n, x in norms.items() if not math.isfinite(x)]
         self._num_overflows = self._num_overflows + 1 if names and is_skipped else 0
         if self._num_overflows == KINDS["first-nonfinite"].bound:
-            yield KINDS["first-nonfinite"].reading(names[0], self._num_overflows, step=step)
+            words = f", in {self._num_overflows} skipped steps in a row"
+            yield KINDS["first-nonfinite"].reading(names[0], self._num_overflows, step=step, words=words)
         elif names and not is_skipped and not bad:
-            things = f"{counted(len(names), 'gradient')} {'is' if len(names) == 1 else 'are'}"
-            yield KINDS["nonfinite-taken"].reading(of_all(names), len(names), 0, step=step, things=things)
+            words = f", of {counted(len(names), 'tensor')}, and the optimizer took the step"
+            yield KINDS["first-nonfinite"].reading(names[0], len(names), 0, 0, step, words=words)
         if not is_skipped:
             self._had_gradient |= {name for name, x in norms.items() if 0 < x < math.inf}
         self._num_zero = 0 if any(norms.values()) else self._num_zero + 1
@@ -394,9 +394,8 @@ class Watch:
         if step < SETTLED or optimizer is not self.optimizers[-1]:
             return
         if without and self._num_passes and len(without) < len(self._trained):
-            have = "has" if len(without) == 1 else "have"
-            things = f"{len(without)} of {counted(len(self._trained), 'tensor')} {have}"
-            yield KINDS["no-gradient-yet"].reading(of_all(without), len(without), 0, step=step, things=things)
+            count = len(self._trained)
+            yield KINDS["no-gradient"].reading(of_all(without), len(without), 0, step=step, count=count)
         rates = {p: group["lr"] for o in self.optimizers for group in o.param_groups for p in group["params"]}
         for is_zero in (True, False):
             moves = {*still}.difference(without)
@@ -432,9 +431,11 @@ class Watch:
         if self._is_sharded and not is_fsdp:  # ranks may share a batch
             self.unseen["batches of ranks"] = "parameters are sharded, not by FSDP"
         elif len({*batches}) == 1 and batches[0]:
-            yield KINDS["equal-batches"].reading("", len(batches), 1, 0, step)
+            words = "trained on the same batch: give each rank its share of the data (DistributedSampler)"
+            yield KINDS["equal-ranks"].reading("", len(batches), 1, 0, step, words=words)
         elif len({*states}) == 1 and states[0]:
-            yield KINDS["equal-masks"].reading("", len(states), 1, 0, step)
+            words = "draw the same dropout masks for other batches: seed each rank with its number"
+            yield KINDS["equal-ranks"].reading("", len(states), 1, 0, step, words=words)
 
 
 def _remember(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
