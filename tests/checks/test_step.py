@@ -161,13 +161,6 @@ def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: 
     assert any(value is None or math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values), loop.readings
 
 
-def test_a_frozen_parameter_that_moves_is_read() -> None:
-    loop = Loop()
-    head = loop.model.head.weight.requires_grad_(False)
-    loop.after_backward = lambda: setattr(head, "grad", torch.zeros_like(head))
-    assert [r.what for r in loop.run(2).readings] == ["frozen-moves"]
-
-
 def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> None:
     for count in (9.0, 0.0):
         loop = Loop(every=4).run(3)

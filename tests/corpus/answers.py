@@ -29,9 +29,9 @@ LOCATES: dict[str, set[str]] = {
     "loss": {"gradient", "gradient-factor"},
     "gradient": {
         "slope", "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
-        "replaced-parameters",
+        "replaced-parameters", "gradients-kept", "zero-gradients",
     },
-    "clip": {"clip-norm", "gradient", "gradient-factor"},
+    "clip": {"clip-norm", "gradient", "gradient-factor", "zero-gradients"},
     "state": {"state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written"},
     "weights": {
         "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "weights-unmoved",
@@ -39,7 +39,7 @@ LOCATES: dict[str, set[str]] = {
     },
     "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
     "average": set(),
-    "evaluation": {"weights-written"},
+    "evaluation": {"weights-written", "weights-not-restored"},
 }  # fmt: skip
 """By stage of a fault, the kinds of readings that point at it."""
 

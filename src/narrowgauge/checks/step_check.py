@@ -159,11 +159,7 @@ def clip_readings(step: SampledStep, limit: float | None, unseen: dict[str, str]
 
 def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen: dict[str, str]) -> list[Reading]:
     """Recompute the update of every sampled parameter."""
-    still = [s for s in step.samples.values() if not s.parameter.requires_grad and s.after]
-    frozen = [s.name for s in still if _differs(s.after["weight"], s.before["weight"])]
-    readings = [KINDS["frozen-moves"].reading(of_all(frozen), len(frozen), 0)] if frozen else []
     stepped = [s for s in step.samples.values() if s.gradient is not None and s.after and s.gradient.numel()]
-    readings += joined([reading for sample in stepped for reading in _damage(sample)], len(stepped))
     reasons = [step.why_not, *(sample.why_not for sample in stepped)]
     if not stepped:
         reasons.append("no parameter had a gradient")
@@ -173,27 +169,13 @@ def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen:
         reasons.append("amsgrad divides by the largest second moment so far, which is not kept")
     if why_not := next(filter(None, reasons), ""):
         unseen["the update"] = why_not
-        return readings
-    return readings + joined([r for sample in stepped for r in _of_parameter(sample, unseen)], len(stepped))
+        return []
+    return joined([r for sample in stepped for r in _of_parameter(sample, unseen)], len(stepped))
 
 
 def _differs(now: Tensor, before: Tensor) -> bool:
     """Return whether any element differs. NaN equals NaN."""
     return now.shape != before.shape or not bool(((now == before) | before.isnan()).all())
-
-
-def _damage(sample: Sample) -> Iterator[Reading]:
-    """Read what made finite weights NaN or infinite: their gradient, or else the step itself."""
-    assert sample.gradient is not None
-    bad = int((~sample.after["weight"].isfinite()).sum())
-    if not bad or not bool(sample.before["weight"].isfinite().all()):
-        return
-    if of_gradient := int((~sample.gradient.isfinite()).sum()):
-        advice = "The step wrote values of the gradient that are not finite to the weights. Skip a step whose norm is not finite."
-        yield Reading(0, "gradient", sample.name, "nonfinite-gradient", of_gradient, 0, 0, advice)
-    else:
-        advice = "The step made them of a finite gradient, weight and state. Look at eps in the format of the weights."
-        yield Reading(0, "optimizer step", sample.name, "nonfinite", bad, 0, 0, advice)
 
 
 def _count_readings(sample: Sample) -> Iterator[Reading]:

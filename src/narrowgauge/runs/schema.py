@@ -192,8 +192,8 @@ def gauge_metrics(row: Row) -> Iterator[tuple[str, str, dict[str, float | None]]
     """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name.
 
     Example:
-        >>> list(gauge_metrics({"step": 1, "moments": {"w": [1.25, None]}}))
-        [('moments', 'w', {'bias': 1.25, 'frozen_fraction': None})]
+        >>> list(gauge_metrics({"step": 1, "moments": {"w": [1.25]}}))
+        [('moments', 'w', {'bias': 1.25})]
     """
     for table, names in METRICS.items():
         for name, values in (row.get(table) or {}).items():
