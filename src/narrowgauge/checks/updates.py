@@ -118,8 +118,8 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
         value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
         advice = (
             f"Rounding will lose {lost:.0%} of the changes of a step at lr {rate:g}; {value:.2f} of the update is stored, "
-            f'least of all in {worst[1]} ({worst[0]:.2f}). storage "{row.fallback}" keeps them in '
-            f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}."
+            f'least in {worst[1]} ({worst[0]:.2f}). Storage "{row.fallback}" keeps them in '
+            f"{STORAGES[row.fallback].bytes_per_param:g} bytes a parameter; this takes {row.bytes_per_param:g}."
         )
         names = of_all(name for _, name, _ in members)
         yield Reading(0, "storage", names, "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)
@@ -153,8 +153,8 @@ def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
         if 0 < 1 - float(betas[1]) < least:
             fallback = "float32-states8" if p.storage.visible == "float32" else p.storage.fallback
             advice = (
-                f"beta2 = {float(betas[1]):g} moves a second moment of {bits} mantissa bits by less than half a spacing: "
-                f'it never falls. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
+                f"beta2 = {float(betas[1]):g} never lowers a second moment of {bits} mantissa bits: 1 − beta2 is less than half "
+                f'the gap between two values. Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
             )
             name = f"{p.name} and all of its group" if len(p.group["params"]) > 1 else p.name
             yield Reading(0, "storage", name, "frozen-moments", 1 - float(betas[1]), None, least, advice)
