@@ -227,7 +227,7 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
     else:
         of_layer, patterns = compute, keep or ()
     if isinstance(patterns, str):
-        raise RecipeError(f"Cannot use keep = {patterns!r} because it is no tuple.", f'Give keep=("{patterns}",).')
+        raise RecipeError(f"Cannot use keep = {patterns!r} because it is not a tuple.", f'Give keep=("{patterns}",).')
 
     def choose(name: str) -> Compute | None:
         is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -115,7 +115,7 @@ def get_chip(name: str) -> Chip:
         return CHIPS[matches[0]]
     if matches:
         raise ChipError(
-            f"chip {name!r} was requested, and {len(matches)} names begin with it: {', '.join(matches)}.",
+            f"Cannot choose a chip for {name!r} because {len(matches)} names begin with it: {', '.join(matches)}.",
             "Name one of them.",
         )
     # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.

@@ -146,7 +146,7 @@ class Format:
         """
         if not 0 <= code < 1 << self.bits:
             raise FormatError(
-                f"code {code:#x} was requested of {self.name}, whose codes are 0 to {(1 << self.bits) - 1:#x}.",
+                f"Cannot decode {code:#x} in {self.name} because its codes are 0 to {(1 << self.bits) - 1:#x}.",
                 "Give the bits as an unsigned integer.",
             )
         negative = self.signed and bool(code >> (self.bits - 1))

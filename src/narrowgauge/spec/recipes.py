@@ -160,7 +160,7 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
         fitting = [row.short_name for row in STORAGES.values() if is_pair(compute, row)]
         advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}."
     raise RecipeError(
-        f"compute '{compute.name}' was requested with storage '{storage.name}', which it does not support.", advice
+        f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not support it.", advice
     )
 
 

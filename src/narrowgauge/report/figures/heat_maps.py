@@ -55,7 +55,7 @@ class Metric:
 
 HEAT_MAPS: dict[str, Metric] = {
     "edq": Metric(
-        "updates", "edq", "EDQ: share of the update that was applied",
+        "updates", "edq", "EDQ: fraction of the update that was applied",
         "A row is a parameter, a column a sampled step. The middle colour is 1: the whole update was applied. Towards 0 the "
         "update was rounded away and the parameter stalls; above 1 the storage moved it farther than intended.",
         0.0, 2.0, good=1.0,
@@ -67,26 +67,26 @@ HEAT_MAPS: dict[str, Metric] = {
         1e-3, 30.0, is_log=True,
     ),
     "lost": Metric(
-        "updates", "lost_fraction", "Share of lost updates",
-        "The share of intended changes that left the stored value unchanged. A high share in embeddings is normal, because "
-        "most tokens are rare. A high share in every row late in training means that updates are too small for the storage.",
+        "updates", "lost_fraction", "Fraction of lost updates",
+        "The fraction of intended changes that left the stored value unchanged. A high fraction in embeddings is normal, because "
+        "most tokens are rare. A high fraction in every row late in training means that updates are too small for the storage.",
         0.0, 1.0,
     ),
     "decay": Metric(
-        "updates", "lost_decay", "Share of weight decay that is lost",
-        "The share of the intended weight decay that the storage did not take. A row near 1 does not decay at all, and its "
+        "updates", "lost_decay", "Fraction of weight decay that is lost",
+        "The fraction of the intended weight decay that the storage did not take. A row near 1 does not decay at all, and its "
         "weights grow; this happens in bfloat16 while EDQ is still near 1, since decay is far smaller than an update.",
         0.0, 1.0,
     ),
     "underflow": Metric(
         "tensors", "underflow", "Underflow of the cast",
-        "The share of nonzero values that the cast into the matmul rounds to zero. A row is an operand. A row that brightens "
+        "The fraction of nonzero values that the cast into the matmul rounds to zero. A row is an operand. A row that brightens "
         "over time is a tensor whose values become too small for their format.",
         1e-6, 1.0, is_log=True,
     ),
     "overflow": Metric(
         "tensors", "overflow", "Overflow of the cast",
-        "The share of values beyond the range of their format. Most rows should stay dark. Formats with power-of-two block "
+        "The fraction of values beyond the range of their format. Most rows should stay dark. Formats with power-of-two block "
         "scales saturate a few of the largest values by design; with any other scale, a row that stays bright has a scale "
         "that is too large or stale.",
         1e-6, 1.0, is_log=True,
