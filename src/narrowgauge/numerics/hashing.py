@@ -38,12 +38,7 @@ def splitmix64(z: Any) -> Any:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return 32 well mixed bits of (seed, step), as a signed number.
-
-    Example:
-        >>> step_seed(0, 1), step_seed(0, 2)
-        (2065550767, -1581685260)
-    """
+    """Return 32 well mixed bits of (seed, step), as a signed number."""
     word: int = splitmix64((seed * 0xD1342543DE82EF95 + step * GOLDEN) % _MODULUS) & 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 

@@ -49,10 +49,6 @@ def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Ten
 
     Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so one kind of register sums all six.
     Squares below the dtype's range vanish (float32: changes under 1e-23). The counts do not.
-
-    Example:
-        >>> [term.item() for term in update_terms(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0))]
-        [4.0, 2.0, 1.0, 1.0, 0.0, 1.0]
     """
     moved = intended != 0
     return (
@@ -72,10 +68,6 @@ def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     the stored change for D − C at the same random bits. Both are of one element and one step. So the difference comes from
     decay alone, whatever the gradient is. If C is below 1/32 of the stored ulp, 1/32 to 1/16 is used instead
     (:func:`narrowgauge.optim.kernel.least_decay`).
-
-    Example:
-        >>> [term.item() for term in decay_terms(torch.tensor(-2.0), torch.tensor(-1.0))]
-        [4.0, 2.0]
     """
     return intended * intended, intended * stored
 
@@ -84,11 +76,6 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
     """Return the sums of one tensor's update without decay, float64 ``[10]``. This is the reference for kernels.
 
     Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
-
-    Example:
-        >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
-        >>> update_sums(d, d, torch.zeros(4)).tolist()
-        [6.0, 6.0, 6.0, 3.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
     """
     if not intended.shape == stored.shape == visible.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
@@ -162,10 +149,6 @@ def power_of_rms(x: Tensor) -> Tensor:
     """Return the largest power of two not above the root mean square of ``x``, 0-d float32, detached.
 
     It is 1 for zeros, and if the mean square is not a float32. An infinite value stays infinite when divided by it.
-
-    Example:
-        >>> power_of_rms(torch.tensor([3e-6, -5e-6])).log2()
-        tensor(-18.)
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     power = power_below(wide.square().mean().sqrt().float())
@@ -205,10 +188,6 @@ def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tenso
         key: ``[key heads, tokens, width]``. Query heads are a multiple of key heads and share them in turn.
         scale: factor of the logits.
         places: int64 ``[queries]``, the positions of the queries.
-    Example:
-        >>> x = torch.zeros(1, 4, 8)
-        >>> attention_statistics(x, x, 1.0, torch.tensor([3])).tolist()
-        [0.0, 1.0]
     """
     if query.shape[0] % key.shape[0]:
         raise FormatError(f"Cannot share {key.shape[0]} key heads among {query.shape[0]} query heads.")
@@ -288,11 +267,6 @@ def sqnr_of_sums(sums: Tensor) -> Tensor:
 
 
 def cast_loss(sums: Tensor) -> CastLoss:
-    """Return the metrics of :func:`cast_sums` ``[6]`` added up.
-
-    Example:
-        >>> cast_loss(torch.tensor([100.0, 1.0, 0, 1, 4, 5]))
-        CastLoss(sqnr_db=20.0, overflow=0.0, underflow=0.25)
-    """
+    """Return the metrics of :func:`cast_sums` ``[6]`` added up."""
     _, _, beyond, zeroed, nonzero, total = sums.tolist()
     return CastLoss(float(sqnr_of_sums(sums)), beyond / max(total, 1), zeroed / max(nonzero, 1))

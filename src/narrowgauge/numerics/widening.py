@@ -149,10 +149,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     weight is converted to that dtype first. Gradients have each operand's own dtype.
 
     Cost: PyTorch's, or a float32 matmul plus widening tiles of both operands.
-    Example:
-        >>> linear(torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16))
-        tensor([[3., 3., 3., 3.],
-                [3., 3., 3., 3.]])
     """
     weight = weight.to(x.dtype)
     if not is_widened(x.dtype, x.device.type):

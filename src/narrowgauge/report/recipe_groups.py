@@ -76,15 +76,7 @@ class Group:
 
 
 def groups_of(comparison: Comparison) -> list[Group]:
-    """Return the recipes of a comparison, in its order.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from narrowgauge.analysis.comparison.comparison import compare_runs
-        >>> made = [Run(Path("a"), {"config": {"recipe": "bfloat16/word", "seed": seed}}) for seed in (0, 1)]
-        >>> [(group.label, len(group.runs)) for group in groups_of(compare_runs(made))]
-        [('bfloat16/word', 2)]
-    """
+    """Return the recipes of a comparison, in its order."""
     return [Group(label, index, stats.runs) for index, (label, stats) in enumerate(comparison.classes.items())]
 
 

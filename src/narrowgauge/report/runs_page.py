@@ -97,12 +97,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
 
 
 def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return the title of a page of runs.
-
-    Example:
-        >>> title_of([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})], ["bfloat16/word"])
-        'llama-1m in bfloat16/word'
-    """
+    """Return the title of a page of runs."""
     models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
     return f"{listed(models)} in {listed(labels) if len(labels) <= 4 else f'{len(labels)} recipes'}"
 

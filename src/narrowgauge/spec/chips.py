@@ -66,12 +66,7 @@ class Chip:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory in bytes. Drivers report up to 3 % less.
-
-        Example:
-            >>> get_chip("RTX-4090").memory_bytes // 2**30
-            24
-        """
+        """Return the memory in bytes. Drivers report up to 3 % less."""
         return self.reachable_mib << 20 if self.reachable_mib else self.memory_gb << 30
 
     @property

@@ -179,10 +179,6 @@ class Compute:
         """Return this compute with one accumulation in all three matmuls, which native kernels alone follow.
 
         torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to n · 2^-13 off.
-
-        Example:
-            >>> COMPUTES["float8-row"].accumulating("fast").grad_input.accumulation
-            'fast'
         """
         output, grad_input, grad_weight = (replace(p, accumulation=accumulation) for p in self.products.values())
         name = f"{self.name} {accumulation}"
@@ -440,12 +436,7 @@ SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
 
 
 def casts_made(compute: Compute) -> tuple[str, ...]:
-    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32 bits.
-
-    Example:
-        >>> casts_made(COMPUTES["float8-tensor"])
-        ('output.left', 'output.right', 'grad_input.left')
-    """
+    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32 bits."""
     slots, casts = compute.cast_slots, compute.casts
     return tuple(name for name in SLOTS if slots[name] == name and not casts[name].is_wide)
 
@@ -482,10 +473,5 @@ def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:
-    """Return whether the weights of outlier columns are multiplied in 16 bits.
-
-    Example:
-        >>> [keeps_outlier_weights(COMPUTES[name]) for name in ("int8-row", "int8-outlier", "int8-outlier-codes")]
-        [False, True, False]
-    """
+    """Return whether the weights of outlier columns are multiplied in 16 bits."""
     return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"

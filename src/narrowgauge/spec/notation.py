@@ -120,12 +120,7 @@ def parse(value: Any, where: str = "") -> Recipe:
 
 
 def parse_names(names: str) -> list[Recipe]:
-    """Read the recipes of a command line: names and ``.toml`` files, separated by commas.
-
-    Example:
-        >>> [recipe.name for recipe in parse_names("bf16/master, bf16/word")]
-        ['bfloat16/master', 'bfloat16/word']
-    """
+    """Read the recipes of a command line: names and ``.toml`` files, separated by commas."""
     parts = list(filter(None, map(str.strip, names.split(","))))
     if not parts:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")

@@ -136,13 +136,7 @@ def _matches_within(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
-    """Tell whether a compute supports a storage.
-
-    Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> [is_pair(COMPUTES[name], STORAGES["word"]) for name in ("float8-row", "float8")]
-        [True, False]
-    """
+    """Tell whether a compute supports a storage."""
     if storage.owner:
         return storage.owner == compute.name
     return not compute.owns_storages and f"{compute.name}/{storage.name}" not in STORAGES

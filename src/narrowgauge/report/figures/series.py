@@ -32,22 +32,12 @@ class Band:
 
 
 def rounded(value: float, digits: int = 6) -> float:
-    """Round a number to ``digits`` significant digits, to keep pages small.
-
-    Example:
-        >>> rounded(2.123456789)
-        2.12346
-    """
+    """Round a number to ``digits`` significant digits, to keep pages small."""
     return float(f"{value:.{digits}g}")
 
 
 def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
-    """Return rounded numbers for JSON, a gap as ``None``.
-
-    Example:
-        >>> json_list(np.array([2.123456789, np.nan]))
-        [2.12346, None]
-    """
+    """Return rounded numbers for JSON, a gap as ``None``."""
     return [None if value != value else rounded(value, digits) for value in np.asarray(values, float).tolist()]
 
 
