@@ -27,12 +27,7 @@ _PANEL_ELEMENTS = 1 << 20
 
 
 def multiply(
-    lhs: Operand,
-    rhs: Operand,
-    dims: tuple[int, int],
-    product: Product,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
+    lhs: Operand, rhs: Operand, dims: tuple[int, int], product: Product, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """Return the matmul of two operands: ``[rows, columns]``, padded like the operands.
 

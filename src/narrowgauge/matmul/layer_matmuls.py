@@ -190,13 +190,7 @@ def without_outliers(x: Tensor, threshold: float) -> Tensor:
     return torch.where(outlier_columns(x, threshold), 0, x)
 
 
-def add_outliers(
-    result: Tensor,
-    x: Tensor,
-    compute: Compute,
-    weight: Tensor | None,
-    codes: Operand,
-) -> Tensor:
+def add_outliers(result: Tensor, x: Tensor, compute: Compute, weight: Tensor | None, codes: Operand) -> Tensor:
     """Add the product of the outlier columns of ``x`` and the compute's weights ``[out, in]`` to ``result``.
 
     Args:

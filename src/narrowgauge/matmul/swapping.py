@@ -125,11 +125,7 @@ class NarrowLayers:
 
 
 def swap_linears(
-    model: nn.Module,
-    compute: Choice,
-    *,
-    keep: tuple[str, ...] | None = None,
-    seed: int = 0,
+    model: nn.Module, compute: Choice, *, keep: tuple[str, ...] | None = None, seed: int = 0
 ) -> NarrowLayers:
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
 

@@ -63,12 +63,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    x: Tensor,
-    cast: Cast,
-    dim: int = 1,
-    *,
-    words: tuple[Tensor, Tensor] | None = None,
-    amax: Tensor | None = None,
+    x: Tensor, cast: Cast, dim: int = 1, *, words: tuple[Tensor, Tensor] | None = None, amax: Tensor | None = None
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
 
@@ -101,12 +96,7 @@ def quantize(
 
 
 def quantize_whole(
-    x: Tensor,
-    cast: Cast,
-    dim: int,
-    words: tuple[Tensor, Tensor] | None,
-    fold: Tensor | None,
-    amax: Tensor | None,
+    x: Tensor, cast: Cast, dim: int, words: tuple[Tensor, Tensor] | None, fold: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
     values = x.float() if fold is None else x.float() * fold

@@ -61,13 +61,7 @@ class LossScaler:
         every step without an overflow, as in DeepSpeed's ``consecutive_hysteresis``.
     """
 
-    def __init__(
-        self,
-        initial: float = 2.0**16,
-        *,
-        growth_interval: int = 2000,
-        hysteresis: int = 2,
-    ) -> None:
+    def __init__(self, initial: float = 2.0**16, *, growth_interval: int = 2000, hysteresis: int = 2) -> None:
         _require_scale("initial", initial)
         for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
             if type(count) is not int or not 1 <= count < 1 << 31:

@@ -94,12 +94,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
-    environment.globals |= {
-        "symbol_of": symbol_of,
-        "dash_of": dash_of,
-        "num_colours": NUM_COLOURS,
-        "solid": DASHES[0],
-    }
+    environment.globals |= {"symbol_of": symbol_of, "dash_of": dash_of, "num_colours": NUM_COLOURS, "solid": DASHES[0]}
     return environment
 
 

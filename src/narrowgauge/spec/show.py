@@ -58,7 +58,9 @@ def _rows(objects: Iterable[Any], keys: str, **computed: Callable[[Any], Any]) -
 
 def _recipe_rows(recipes: Iterable[Recipe]) -> list[Row]:
     keys = "name bytes_per_param loses purpose"
-    return _rows(recipes, keys, loses=lambda recipe: recipe.storage.loses, purpose=lambda recipe: recipe.compute.purpose)
+    return _rows(
+        recipes, keys, loses=lambda recipe: recipe.storage.loses, purpose=lambda recipe: recipe.compute.purpose
+    )
 
 
 def _operands(*slots: str) -> Callable[[Compute], str]:
