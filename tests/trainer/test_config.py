@@ -98,7 +98,7 @@ INVENTED = Recipe(dataclasses.replace(COMPUTES["float8-row"], keep=()), STORAGES
         ({"beta1": 1.0}, "below 1"),
         ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0: it must be above 0"),
         ({"min_lr_ratio": 1.5}, "at least 0 and below 1"),
-        ({"schedule": "cosin"}, "is one of cosine, linear, constant"),
+        ({"schedule": "cosin"}, "must be one of cosine, linear, constant"),
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "a batch of 8 sequences cannot be split into 3"),
         ({"warmup_steps": 11, "steps": 10}, "a warm-up of 11 steps is longer than the run of 10"),
         ({"out": ""}, "out is empty"),

@@ -59,13 +59,8 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
     """Return the multipliers of squares on the coarse grid and of remainders on the fine one: float64 ``[2]``.
 
     Let ``w = 63 - count.bit_length()``, and ``e`` the least with ``largest² < 2^e``. The scales are ``2^(w-e)`` and ``2^w``, so
-    ``count`` addends stay below 2^63. Nothing waits for the device.
+    ``count`` addends stay below 2^63. ``largest`` (float32, 0-d) and ``count`` (1 … 2^40) are of all tensors and ranks.
 
-    Args:
-        largest: float32, 0-d: the largest magnitude over *all* tensors and ranks.
-        count: number of elements of all tensors and ranks, 1 … 2^40.
-    Raises:
-        FormatError: for any other count.
     Example:
         >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
         [51.0, 53.0]
@@ -197,10 +192,8 @@ class ExactSums:
     beyond 2^18. A sum of zero is +0.
 
     Cost: 16 bytes per element. On one CPU thread adding takes 2.5 ns an element, rounding the total 4 ns once.
-
     Example:
-        >>> import torch, narrowgauge as ng
-        >>> sums = ng.numerics.ExactSums(1)
+        >>> sums = ExactSums(1)
         >>> for value in (2.0**18, 2.0**-60, -(2.0**18)):
         ...     sums.add_(torch.tensor([value]))
         >>> sums.total() == 2.0**-60

@@ -61,25 +61,18 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
 
 
 def fingerprint(x: Tensor, *, offset: int = 0) -> int:
-    """Return a 64-bit hash. Tensors with equal hashes hold the same bits in the same positions.
+    """Return the fingerprint of a tensor's bits, 0 … 2^64 − 1.
 
-    Invariant: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``. ``i`` is the row-major index, ``bits_i`` the
-    element's bits as an unsigned number, ``mix`` the finalizer of splitmix64. Strides, device and chunks do not matter.
-    Shards at their own offsets add up to the whole (:func:`combine`). It detects a swap, a sign, one ulp, −0, and NaN
-    payloads. It ignores shape and dtype: zeros of two bytes and of four are alike.
+    It is ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64`` over elements in row-major order, with the finalizer of
+    splitmix64 as ``mix``. Strides, device and chunks do not matter. Shards at their own offsets add up (:func:`combine`). It
+    ignores shape and dtype.
 
     Args:
         x: any dtype of 1, 2, 4 or 8 bytes, any shape and stride.
         offset: position of ``x``'s first element in the whole tensor, in elements.
-
-    Returns:
-        0 … 2^64 − 1. It is 0 for no elements.
-
     Raises:
         FormatError: elements of another size.
-
     Cost: one read, 3 ns an element on one CPU thread. Temporaries stay under 16 MiB.
-
     Example:
         >>> x = torch.arange(6.0)
         >>> fingerprint(x) == combine([fingerprint(x[:2]), fingerprint(x[2:], offset=2)])

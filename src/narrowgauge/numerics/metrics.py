@@ -7,8 +7,7 @@ stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖ is the change that wa
 stochastic bfloat16 gives 20. Norms may hide that a few large entries move while all others do not. Fractions of lost elements
 count that. The sums of one small tensor are noisy: add sums of many steps first.
 
-*Tensors.* Each function is pure and has a known answer. None but :func:`cast_loss` waits for a device. So a step that computes
-a thousand of them copies its results to the host once.
+*Tensors.* None of these functions but :func:`cast_loss` waits for a device. So a step copies all results to the host once.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ CHANGE_SUMS = ("dd", "de", "ee", "nonzero", "lost", "unseen")
 DECAY_SUMS = ("cc", "ct")
 """Sums of its weight decay, see :func:`decay_terms`: C², C·T. They are zero if the rule has no separate decay."""
 KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
-"""What a kernel sums."""
 HOST_SUMS = ("elements", "spacings")
-"""What the host knows of an audited tensor: how many elements it has, and the sum of their audited decays, in ulps (a lower
-bound)."""
+"""What the host knows: the number of elements, and the sum of their audited decays in ulps (a lower bound)."""
 UPDATE_SUMS = (*KERNEL_SUMS, *HOST_SUMS)
 """The order of the sums of an update."""
 _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
@@ -47,8 +44,7 @@ _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     """Return the six addends of one element each, from D, E and V, in the order of :data:`CHANGE_SUMS`.
 
-    Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so one kind of register sums all six.
-    Squares below the dtype's range vanish (float32: changes under 1e-23). The counts do not.
+    Counts are 0 or 1 in the dtype of D, so one kind of register sums all six. Squares of float32 changes under 1e-23 vanish.
     """
     moved = intended != 0
     return (
@@ -65,8 +61,7 @@ def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two addends of one element each, from C and T, in the order of :data:`DECAY_SUMS`.
 
     C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the stored change for D, minus
-    the stored change for D − C at the same random bits. Both are of one element and one step. So the difference comes from
-    decay alone, whatever the gradient is. If C is below 1/32 of the stored ulp, 1/32 to 1/16 is used instead
+    the stored change for D − C at the same random bits. A C below 1/32 of the stored ulp is raised
     (:func:`narrowgauge.optim.kernel.least_decay`).
     """
     return intended * intended, intended * stored
@@ -178,10 +173,9 @@ def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
 
 
 def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tensor) -> Tensor:
-    """Return the largest attention logit of some queries, and the mean entropy of their weights: float32 ``[2]``.
+    """Return the largest causal attention logit of some queries, and the mean entropy of their weights: float32 ``[2]``.
 
-    A query attends to keys up to its own position, as in a causal model. The entropy is relative to even weights. It is 1 if
-    all keys count equally, and 0 if only one does. First tokens have one key and count as 1.
+    The entropy is 1 if all keys count equally, and 0 if only one does. First tokens have one key and count as 1.
 
     Args:
         query: ``[heads, tokens, width]`` of one sequence.

@@ -61,7 +61,8 @@ def plan_state(
         ranks, rest = divmod(number, base.num_ranks)
         if rest or ranks < 1 or (ranks > 1 and not open_axes):
             raise ChipError(
-                f"Cannot place a layout of {counted(base.num_ranks, 'chip')} on {number}.", "Name all its axes, or none."
+                f"Cannot place a layout of {counted(base.num_ranks, 'chip')} on {number}.",
+                "Name all its axes, or none.",
             )
         axes = replace(base, **{axis: getattr(base, axis) * ranks for axis in open_axes[:1]})
         storage = recipe.storage.keeping(OPTIMIZER_STATES[optimizer])

@@ -1,10 +1,7 @@
 """The recipes of a page: groups of runs that differ only in their seed, with their diagnoses and the figures of their gauges.
 
-A group has one label and one palette index, in every figure and table.
-
-The gauges of a long run are a thousand numbers for each of hundreds of samples. As Python objects they take seven times the
-size of their file. For several runs, most machines lack the memory. So we read each file once, draw what the page shows, and
-release the rows before the next file.
+A group has one label and one palette index, in every figure and table. The gauges of a long run take seven times the size of
+their file in memory. So we read each file once, draw what the page shows, and release the rows before the next file.
 """
 
 from __future__ import annotations

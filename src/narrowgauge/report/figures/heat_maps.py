@@ -137,26 +137,17 @@ def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[n
     low, high = (reduce(values[lines], starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat))
     worst = np.where(high - metric.good >= metric.good - low, high, low)
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
+    places, labels = list(range(len(worst))), [plain(name) for name in shown]
     trace = {
-        "type": "heatmap",
-        "x": json_list(steps[[*(start - 1 for start in starts[1:]), -1]], 9),
-        "y": list(range(len(worst))),
-        "z": [json_list(row, 3) for row in metric.scaled(worst)],
-        "zmin": low_end,
-        "zmax": high_end,
-        "colorscale": _DIVERGING if metric.good else SEQUENTIAL,
-        "hoverongaps": False,
-        "meta": {"names": [plain(name) for name in shown], "log": metric.is_log},
-    }
+        "type": "heatmap", "x": json_list(steps[[*(start - 1 for start in starts[1:]), -1]], 9), "y": places,
+        "z": [json_list(row, 3) for row in metric.scaled(worst)], "zmin": low_end, "zmax": high_end,
+        "colorscale": _DIVERGING if metric.good else SEQUENTIAL, "hoverongaps": False,
+        "meta": {"names": labels, "log": metric.is_log},
+    }  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {
-            "autorange": "reversed",
-            "tickvals": list(range(len(worst))),
-            "ticktext": [plain(name) for name in shown],
-        },
-        "height": 22 * len(worst) + 110,
-    }
+        "xaxis": {"title": {"text": "step"}}, "height": 22 * len(worst) + 110,
+        "yaxis": {"autorange": "reversed", "tickvals": places, "ticktext": labels},
+    }  # fmt: skip
     how = metric.how
     if len(worst) < len(names):
         how += f" Shown are the {len(worst)} of {len(names)} tensors that were farthest from health."

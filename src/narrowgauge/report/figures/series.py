@@ -1,9 +1,8 @@
 """Lines of a page as numpy arrays: joined across seeds, and drawn in columns that hide no extreme.
 
-A figure is some hundred columns wide and a run has ten thousand steps. So each column joins its steps: a line through their
-means, and a band from the lowest to the highest, where a spike of one step keeps its height. A non-finite value is NaN: a gap
-in the line, never a bridge over it. Seeds of one recipe become a mean and a band too. If a seed ends, the line breaks, because
-the means before and after cover different runs.
+Each column joins its steps: a line through their means, and a band from the lowest to the highest, where a spike of one step
+keeps its height. A non-finite value is NaN: a gap in the line. Seeds of one recipe become a mean and a band too. If a seed
+ends, the line breaks, because the means before and after cover different runs.
 """
 
 from __future__ import annotations
