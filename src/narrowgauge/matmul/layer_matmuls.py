@@ -63,7 +63,7 @@ def register(compute: Compute) -> str:
 
 
 class Call(NamedTuple):
-    """One call of a layer: what its casts depend on besides their tensors.
+    """One call of a layer: what its casts depend on, in addition to their tensors.
 
     Attributes:
         name: of a registered compute.

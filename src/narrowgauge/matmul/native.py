@@ -5,8 +5,8 @@ the contraction, as kernels read them, so operands of whole sides are not copied
 emulation in bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ. ``nvfp4`` also
 multiplies the sum by the product of the two tensors' scales, not by one after the other.
 
-*Tried before used.* This build of PyTorch or its libraries may lack a kernel of the chip. So before its first use, each kernel
-multiplies two small matrices whose product is exact in any order. If it raises or is off by one bit, its products are emulated.
+A build of PyTorch may lack a kernel of the chip. So before its first use, each kernel multiplies two small matrices whose
+product is exact in any order. If it raises or is off by one bit, its products are emulated.
 """
 
 from __future__ import annotations

@@ -34,9 +34,7 @@ class NarrowLayers:
     """The narrow layers of a model, and the clock that they share.
 
     The seed and the step key stochastic casts. The step advances with every step of any optimizer, or only of the optimizer given
-    to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
-
-    ``str()`` says which part of the model's matrices the layers multiply, and which matrices stay wide.
+    to :meth:`follow` (``prepare`` does that). ``str()`` says which matrices of the model the layers multiply.
 
     Attributes:
         model: the model.

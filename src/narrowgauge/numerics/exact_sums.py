@@ -1,14 +1,11 @@
 """Sums that do not depend on order: the norm of many tensors, and their elementwise sum.
 
-Floating-point addition is not associative, so another order gives another sum. Integer addition is associative. So both sums
-write values as whole numbers of steps of a fixed grid.
+Floating-point addition is not associative, integer addition is. So both sums count steps of a fixed grid.
 
 **The norm** reads values twice. The first pass finds the largest magnitude. The second writes each square as a whole number of
 steps of a coarse grid, and the remainder as steps of a fine grid. Both are summed in int64. The largest magnitude and the
-number ``n`` of values determine the grids, so that neither sum overflows. The result does not depend on order, chunks, shards,
-threads or ranks. Ranks merge with one MAX and one SUM all-reduce. Let ``w = 63 - n.bit_length()`` (36 for a hundred million).
-The error of a square is at most ``2^(-2w)`` times the largest square. One grid alone would read squares below ``2^-w`` of the
-largest as zero.
+number ``n`` of values determine the grids, so that neither sum overflows. Ranks merge with one MAX and one SUM all-reduce. Let
+``w = 63 - n.bit_length()`` (36 for a hundred million). The error of a square is at most ``2^(-2w)`` times the largest square.
 
 **The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them is exact. 53 bits are too few
 for gradients, so a value is split into two float64 words:
@@ -106,12 +103,8 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def exact_squares(tensors: Sequence[Tensor], *, compile: bool = True, table: SquaresTable | None = None) -> Tensor:
     """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a value is.
 
-    For DTensors it is that of the whole. All ranks of their meshes pass the same tensors in the same order. They get the same
-    bits as one process that holds all.
-
-    Args:
-        compile: compile the second pass for large tensors.
-        table: sums all tensors by two launches.
+    For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of their meshes pass the same
+    tensors in the same order. ``compile`` compiles the second pass for large tensors. ``table`` sums all by two launches.
 
     Cost: two reads of this rank's data, and two small messages.
     """

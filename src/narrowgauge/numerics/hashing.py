@@ -25,10 +25,9 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - _MODULUS, 0x94D049BB133111EB - _MODULUS
 
 
 def splitmix64(z: Any) -> Any:
-    """Mix the bits of int64 tensors, or of Python integers. Python integers stay in 0 … 2^64 - 1.
+    """Mix the bits of int64 tensors, or of Python integers, which stay in 0 … 2^64 - 1.
 
-    Source:
-        Steele, Lea, Flood, OOPSLA 2014, doi 10.1145/2660193.2660195.
+    Source: Steele, Lea, Flood, OOPSLA 2014, doi 10.1145/2660193.2660195.
     """
     # torch shifts int64 arithmetically. Mask the copies of the sign bit.
     for places, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -99,8 +98,7 @@ def combine(fingerprints: Iterable[int]) -> int:
 def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
     """Return one fingerprint for a set of named tensors, such as a model's ``state_dict``: 16 hexadecimal digits.
 
-    Invariant: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name). The order of the mapping does not matter.
-    Swapping two tensors' names does. You may pass a fingerprint instead of its tensor, as after :func:`combine`.
+    It is the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name). A fingerprint may stand for its tensor.
 
     >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})
     False

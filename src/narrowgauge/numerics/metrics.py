@@ -110,10 +110,8 @@ UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each.
+    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each. Add sums of steps or tensors first.
 
-    Args:
-        sums: from an audit or :func:`update_sums`. Add sums of several steps or tensors first.
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
         >>> metrics = update_metrics(update_sums(d, torch.tensor([1.0, 0.0, 0.0, 0.0]), d))
@@ -143,7 +141,7 @@ def rms(x: Tensor) -> Tensor:
 def power_of_rms(x: Tensor) -> Tensor:
     """Return the largest power of two not above the root mean square of ``x``, 0-d float32, detached.
 
-    It is 1 for zeros, and if the mean square is not a float32. An infinite value stays infinite when divided by it.
+    It is 1 for zeros, and if the mean square is not a float32.
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     power = power_below(wide.square().mean().sqrt().float())
@@ -154,7 +152,7 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     """Count the values of each binary exponent, int64 ``[bins]``. ``first`` is the exponent of the first bin, above -126.
 
     Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``. Smaller magnitudes go into the first bin, larger ones
-    into the last. Zeros, NaN and infinities go into none. Histograms of parts add up to the histogram of the whole.
+    into the last. Zeros, NaN and infinities go into none.
 
     Example:
         >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()

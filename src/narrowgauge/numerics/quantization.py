@@ -2,13 +2,11 @@
 
 Values with one scale form a *group*: a tensor, a row, a column, a block. The scale maps the group's largest magnitude to the
 end of the format. Each value divided by the scale is rounded, and value ≈ code × scale. This code is the definition and,
-compiled, the kernel. It uses floats only, and each operation is exact or correctly rounded. So eager and compiled, CPU and GPU
-give the same bits. A code is computed as the float32 of its value.
+compiled, the kernel. Each operation is exact or correctly rounded, so eager and compiled, CPU and GPU give the same bits. A code
+is computed as the float32 of its value.
 
-Special values: a group with a NaN or an infinity gets the scale NaN. All of it becomes NaN, never silently finite. Magnitudes
-below 2^-100 count as 2^-100 for a scale. Zeros may lose their sign.
-
-The last section arranges codes and scales as a GPU's matmul kernels read them.
+A group with a NaN or an infinity gets the scale NaN: all of it becomes NaN. Magnitudes below 2^-100 count as 2^-100 for a
+scale. Zeros may lose their sign.
 """
 
 from __future__ import annotations
@@ -66,9 +64,6 @@ def quantize(
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
 
-    Invariant: with ``granularity="row"`` no row's result depends on another. Quantizing a result's values again under the same
-    scales changes nothing.
-
     Args:
         x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
         dim: the dimension that the matmul contracts. ``row`` means one scale for all of it.
@@ -76,7 +71,6 @@ def quantize(
         amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
-    Cost: compiled, one pass for the scales and one for the codes.
     Example:
         >>> q = quantize(torch.tensor([[1.0, -2.0, 0.3]]), Cast("int8", "row"))
         >>> q.codes
@@ -259,9 +253,6 @@ def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:
 
 # ── what a GPU's matmul kernels read ────────────────────────────────────────────────────────────────────────────────────
 
-TILE_ROWS, TILE_SCALES, _GROUP_ROWS = 128, 4, 32
-SQUARE_ALIGNMENT = 4
-"""Scales of square blocks: the length of a column is a multiple of this."""
 # The magnitudes of e2m1, doubled, by code; the sign is the fourth bit.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
@@ -308,10 +299,7 @@ def tiled_scales(scales: Tensor) -> Tensor:
         tensor([ 1, 33, 65, 97,  2], dtype=torch.uint8)
     """
     rows, blocks = scales.shape
-    padded_scales = F.pad(scales.view(torch.uint8), (0, -blocks % TILE_SCALES, 0, -rows % TILE_ROWS))
-    tiles = padded_scales.view(
-        -1, TILE_ROWS // _GROUP_ROWS, _GROUP_ROWS, padded_scales.shape[1] // TILE_SCALES, TILE_SCALES
-    )
+    tiles = F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128)).view(-1, 4, 32, -(-blocks // 4), 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
 
 
@@ -328,4 +316,4 @@ def square_scales_in_columns(scales: Tensor) -> Tensor:
 
     Source: as of :func:`scales_in_columns`: K-major, "the stride between the consecutive columns must be a multiple of 4".
     """
-    return F.pad(scales, (0, -scales.shape[1] % SQUARE_ALIGNMENT)).contiguous().t()
+    return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()

@@ -1,9 +1,8 @@
 """Widening: compute matmuls and attention of 8- and 16-bit operands in float32, for processors without their format.
 
-bfloat16, float16 and int8 numbers are float32 numbers. The product of two bfloat16 or int8 numbers is exact in float32.
-Operands are widened, multiplied and added in float32, and the result is rounded once. It equals a matmul in their format,
-except for the order of the sum. Sums of integers are exact: 1,024 products of two int8 codes fit float32's 24 bits. Such
-partial sums are added exactly. Only tiles of the operands are widened at a time, in reused memory.
+The product of two bfloat16 or int8 numbers is exact in float32. Operands are widened, multiplied and added in float32, and the
+result is rounded once. It equals a matmul in their format, except for the order of the sum. Sums of integers are exact: 1,024
+products of two int8 codes fit float32's 24 bits. Only tiles of the operands are widened at a time, in reused memory.
 
 :func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor multiplies the operands'
 format. Otherwise one operator does all three matmuls. It saves the original operands for backward.

@@ -78,11 +78,7 @@ def groups_of(comparison: Comparison) -> list[Group]:
 
 
 def details_of(run: Run, index: int) -> RunDetails:
-    """Read the gauges of a run once, and release them unless they were loaded before.
-
-    Args:
-        index: palette index of the run.
-    """
+    """Read the gauges of a run once, and release them unless they were loaded before. ``index`` is of its colour."""
     was_held = "gauges" in vars(run)
     try:
         diagnosis, rows = diagnosed(run), rows_of(run, "gauges")

@@ -121,10 +121,7 @@ class RunReadings:
 
 
 def run_readings(groups: Iterable[Group]) -> RunReadings:
-    """Return the diagnosis of a page's runs.
-
-    Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
-    """
+    """Return the diagnosis of a page's runs."""
     rows, first, lines = list[Row](), [], []
     healthy: dict[str, list[str]] = {}
     for group in groups:

@@ -6,8 +6,7 @@ rounding and scaling. A :class:`Slot` says which tensor an operand is, and which
 Kernels, profiler, tests, documentation and ``narrowgauge show`` read the same table. A new compute is a new row here.
 
 An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32`` one per 32 terms of it, and
-``column`` one per term. A scale per term cannot be factored out of the sum. It multiplies the *other* operand before that
-operand's cast.
+``column`` one per term. A scale per term cannot be factored out: it multiplies the *other* operand before that operand's cast.
 """
 
 from __future__ import annotations

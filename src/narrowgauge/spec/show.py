@@ -23,14 +23,7 @@ from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
 
 def table(name: str) -> Table:
-    """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold.
-
-    Example:
-        >>> print(table("storages").plain().split()[:3])
-        ['name', 'weight', 'exp']
-        >>> [row["bytes_per_param"] for row in table("storages").rows if row["name"] == "word"]
-        [8.0]
-    """
+    """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold."""
     _, make, hidden = TABLES[name]
     return _table(make(), hidden)
 
@@ -135,7 +128,7 @@ TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
 """By name: a line of help, what makes the rows, and the keys that only JSON has."""
 
 
-# ── one recipe in full ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one recipe in full ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def page_recipe(name: str) -> tuple[list[Row], list[Table]]:

@@ -1,14 +1,11 @@
 """Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
 
-Low-precision formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each
-operand of each matmul before the cast. Scalify propagates scales. A tensor is ``data * scale``, and a rule for each operation
-gives its result a scale, forward and backward (docs/scaled-models.md). Most sizes are guessed. Outputs of activations,
-gradients behind a norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then needs no
-scale and no amax: it casts ``data`` directly.
+A tensor is ``data * scale``, and a rule for each operation gives its result a scale, forward and backward
+(docs/scaled-models.md). Most sizes are guessed. Outputs of activations, gradients behind a norm, and weights are measured, since
+errors of guesses would accumulate there. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
 
-The model keeps its parameters, their names and its class. Only modules with parameters, and activations, compute by a rule. The
-rest is the model's own code, run on scaled tensors. Tensors are scaled from the embedding to the last norm. Logits and the
-parameters' gradients are plain tensors.
+Only modules with parameters, and activations, compute by a rule. The rest is the model's own code, run on scaled tensors.
+Tensors are scaled from the embedding to the last norm. Logits and the parameters' gradients are plain tensors.
 
 **Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the
 function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule fixes the backward pass.
@@ -29,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import unwrap
-from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -136,15 +133,8 @@ class _Value(torch.autograd.Function):
         return Scaled(g._data.to(ctx.dtype), g._scale)
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _in_graph(function: _Function) -> _Function:
-    """Make a compiler keep the call in the graph and trace it only below autograd."""
-    return cast(_Function, torch.compiler.allow_in_graph(function))
-
-
-@_in_graph
+# `allow_in_graph` makes a compiler keep the call in the graph and trace it only below autograd.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
     """Return the token, and each operand as a plain tensor in its unit.
 
@@ -155,19 +145,19 @@ def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -
     return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
 
 
-@_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
     """Return ``raw * scale`` as a scaled tensor of data ``raw / size``."""
     return cast(Tensor, _Leave.apply(raw, token, scale, size))  # type: ignore[no-untyped-call]
 
 
-@_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def value_of(x: Tensor) -> Tensor:
     """Return a scaled tensor's value as a plain one. Its gradient is measured."""
     return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
 
 
-@_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def scale_of(x: Tensor) -> Tensor:
     """Return the scale of a tensor; 1 for a plain one."""
     return x._scale if isinstance(x, Scaled) else _unit(x)
@@ -233,11 +223,9 @@ FUNCTIONS[unwrap(F.scaled_dot_product_attention)] = attention  # attached gauges
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Make a model compute with scaled tensors from its inputs to its outputs.
 
-    Logits and gradients have the plain model's values. Most operations give the same bits, since scales are powers of two.
-    Every operand of a linear layer's three matmuls has a root mean square of the order of one. Parameters, ``state_dict`` and
-    gradients are plain tensors under the same names. Copies, pickles, activation checkpointing and ``torch.compile`` work.
-
-    A linear layer with a method ``multiply(x, weight, bias)``, such as a narrow layer, multiplies its plain data with it.
+    Logits and gradients have the plain model's values. Every operand of a linear layer's three matmuls has a root mean square of
+    the order of one. Parameters, ``state_dict`` and gradients are plain tensors under the same names. A linear layer with a
+    method ``multiply(x, weight, bias)``, such as a narrow layer, multiplies its plain data with it.
 
     Args:
         model: changed in place. Each module with parameters, and each activation, gets its own class. Swap narrow layers

@@ -19,11 +19,8 @@ from narrowgauge.report.figures.palette import SEQUENTIAL, plain
 from narrowgauge.report.figures.series import json_list
 from narrowgauge.runs.schema import Row, gauge_metrics, step_of
 
-MOST_TENSORS = 64
-"""Maximum number of rows in a heat map."""
-MOST_COLUMNS = 100
-"""Maximum number of columns in a heat map."""
-
+MOST_TENSORS, MOST_COLUMNS = 64, 100
+"""Maximum numbers of rows and columns in a heat map."""
 _DIVERGING = [[0, "@below"], [0.5, "@even"], [1, "@above"]]
 _SMALLEST = 1e-7
 
