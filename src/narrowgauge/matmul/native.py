@@ -177,9 +177,10 @@ def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     block = F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
     scales, recipe, swizzle = [], [block], [F.SwizzleType.SWIZZLE_32_4_4]
-    for _, outer, inner in (lhs, rhs):
-        assert inner is not None
-        scales.append([tiled_scales(inner.to(scale)), *([] if outer is None else [outer.reshape(1)])])
+    for operand in (lhs, rhs):
+        assert operand.inner is not None
+        outer = [] if operand.outer is None else [operand.outer.reshape(1)]
+        scales.append([tiled_scales(operand.inner.to(scale)), *outer])
     if lhs.outer is not None:
         recipe, swizzle = [*recipe, F.ScalingType.TensorWise], [*swizzle, F.SwizzleType.NO_SWIZZLE]
     first, second = scales

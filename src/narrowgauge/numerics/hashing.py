@@ -60,7 +60,7 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
 
 
 def fingerprint(x: Tensor, *, offset: int = 0) -> int:
-    """Return the fingerprint of a tensor's bits, 0 … 2^64 − 1.
+    """Return the fingerprint of a tensor's bits, a 64-bit hash.
 
     It is ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64`` over elements in row-major order, with the finalizer of
     splitmix64 as ``mix``. Strides, device and chunks do not matter. Shards at their own offsets add up (:func:`combine`). It
@@ -69,6 +69,8 @@ def fingerprint(x: Tensor, *, offset: int = 0) -> int:
     Args:
         x: any dtype of 1, 2, 4 or 8 bytes, any shape and stride.
         offset: position of ``x``'s first element in the whole tensor, in elements.
+    Returns:
+        0 … 2^64 − 1; 0 for no elements.
     Raises:
         FormatError: elements of another size.
     Cost: one read, 3 ns an element on one CPU thread. Temporaries stay under 16 MiB.

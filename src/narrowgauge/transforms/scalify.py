@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import unwrap
-from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -133,8 +133,15 @@ class _Value(torch.autograd.Function):
         return Scaled(g._data.to(ctx.dtype), g._scale)
 
 
-# `allow_in_graph` makes a compiler keep the call in the graph and trace it only below autograd.
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _in_graph(function: _Function) -> _Function:
+    """Make a compiler keep the call in the graph and trace it only below autograd."""
+    return cast(_Function, torch.compiler.allow_in_graph(function))
+
+
+@_in_graph
 def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
     """Return the token, and each operand as a plain tensor in its unit.
 
@@ -145,19 +152,19 @@ def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -
     return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@_in_graph
 def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
     """Return ``raw * scale`` as a scaled tensor of data ``raw / size``."""
     return cast(Tensor, _Leave.apply(raw, token, scale, size))  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@_in_graph
 def value_of(x: Tensor) -> Tensor:
     """Return a scaled tensor's value as a plain one. Its gradient is measured."""
     return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+@_in_graph
 def scale_of(x: Tensor) -> Tensor:
     """Return the scale of a tensor; 1 for a plain one."""
     return x._scale if isinstance(x, Scaled) else _unit(x)
