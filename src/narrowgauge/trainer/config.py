@@ -155,7 +155,7 @@ class TrainConfig:
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     compile: bool | None = setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]")
     shard: str = setting(
-        "full", "On several ranks, share weights, gradients and states out over them: full or none.", Choice(tuple(SHARDINGS)))
+        "full", "On several ranks, shard weights, gradients and states over them: full or none.", Choice(tuple(SHARDINGS)))
     threads: int | None = count(None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]")
     # fmt: on
 
