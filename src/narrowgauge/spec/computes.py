@@ -411,27 +411,21 @@ class Slot:
     """
 
     matmul: str
-    side: Literal["left", "right"]
     tensor: str
     dim: int
     random_key: int
     reuses: str = ""
 
-    @property
-    def name(self) -> str:
-        """``matmul.side``, as in :attr:`Compute.casts`."""
-        return f"{self.matmul}.{self.side}"
 
-
-_SLOTS = (
-    Slot("output", "left", "input", dim=1, random_key=0),
-    Slot("output", "right", "weight", dim=1, random_key=1),
-    Slot("grad_input", "left", "gradient", dim=1, random_key=3),
-    Slot("grad_input", "right", "weight", dim=0, random_key=1, reuses="output.right"),
-    Slot("grad_weight", "left", "gradient", dim=0, random_key=2, reuses="grad_input.left"),
-    Slot("grad_weight", "right", "input", dim=0, random_key=0, reuses="output.left"),
-)
-SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
+SLOTS: dict[str, Slot] = {
+    "output.left": Slot("output", "input", dim=1, random_key=0),
+    "output.right": Slot("output", "weight", dim=1, random_key=1),
+    "grad_input.left": Slot("grad_input", "gradient", dim=1, random_key=3),
+    "grad_input.right": Slot("grad_input", "weight", dim=0, random_key=1, reuses="output.right"),
+    "grad_weight.left": Slot("grad_weight", "gradient", dim=0, random_key=2, reuses="grad_input.left"),
+    "grad_weight.right": Slot("grad_weight", "input", dim=0, random_key=0, reuses="output.left"),
+}
+"""Operands by ``matmul.side``, as in :attr:`Compute.casts`."""
 
 
 def casts_made(compute: Compute) -> tuple[str, ...]:
