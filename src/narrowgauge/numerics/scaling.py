@@ -31,13 +31,13 @@ class LossScaler:
     Invariant: the scale is a power of two from 1 to 2^24. The state depends only on the sequence of overflows, on which all ranks
     must agree:
 
-    * ``hysteresis`` overflows in a row halve the scale, but never below 1. A step without overflow restores all lives.
+    * From the ``hysteresis``-th overflow in a row on, each halves the scale, but never below 1.
     * ``growth_interval`` steps in a row without an overflow double it, but never above 2^24.
 
     Args:
         initial: the first scale.
         growth_interval: steps without an overflow until the scale grows.
-        hysteresis: lives. 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
+        hysteresis: overflows in a row until the scale shrinks. With 1, every overflow halves it, as in ``torch.amp.GradScaler``.
     Raises:
         RecipeError: the scale is not a power of two from 1 to 2^24, or a count is below 1.
     Example:

@@ -71,9 +71,8 @@ def cost_row(recipe: Recipe, times: Times) -> Row:
             "pattern": kind.pattern, "out_features": kind.out_features, "in_features": kind.in_features,
             "count": len(kind.names), "compute": recipe.compute_of(kind.names[0]).name,
             "forward_seconds": median(forward for forward, _ in narrow),
-            "seconds": median(both for _, both in narrow),
-            "baseline_seconds": median(both for _, both in wide),
-            "ratio": median(base / both for (_, both), (_, base) in zip(narrow, wide, strict=True)),
+            "seconds": median(seconds for _, seconds in narrow), "baseline_seconds": median(seconds for _, seconds in wide),
+            "ratio": median(base / seconds for (_, seconds), (_, base) in zip(narrow, wide, strict=True)),
         })  # fmt: skip
     return {
         "recipe": recipe.name, "baseline": baseline.name, "step_seconds": median(times.steps[recipe]),

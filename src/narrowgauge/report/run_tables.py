@@ -46,8 +46,7 @@ def setting_tables(named: Sequence[tuple[Run, str]]) -> tuple[Table, Table]:
     runs = [{"run": name, **{key: values[key][place] for key in differing}} for place, (name, _) in enumerate(flat)]
     shared = [{"setting": key, "value": values[key][0]} for key in keys if key not in differing]
     columns = tuple(Column(key, key) for key in ("run", *differing))
-    both = text_columns(setting="setting", value="value")
-    return Table(columns, runs if differing else []), Table(both, shared)
+    return Table(columns, runs if differing else []), Table(text_columns(setting="setting", value="value"), shared)
 
 
 def _flat(table: Row, prefix: str = "") -> dict[str, Any]:

@@ -192,8 +192,8 @@ def _stored_parts(storage: Storage) -> list[Row]:
         parts |= {low: (f"low part of the {words}", text, rounding(code)) for low in low_parts(name, code)}
     visible_bytes = VISIBLE[storage.visible][0] / 8
     seen = "nearest" if storage.beside else rounding(storage.weight)
-    held = f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
-    stored = [("weight that the model sees", held, visible_bytes, seen)]
+    visible = f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
+    stored = [("weight that the model sees", visible, visible_bytes, seen)]
     for group in storage.packing:
         # Unused bits of a word are counted with its first field.
         unused = width_of(group) - sum(bits for _, bits in group)
