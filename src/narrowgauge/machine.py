@@ -1,8 +1,7 @@
 """The machine: the number formats that its processor multiplies, its compilers, devices, and installed packages.
 
 AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16. VNNI, AMX and I8MM multiply int8. All processors multiply
-float32. PyTorch multiplies other formats in loops that are 8 to 180 times slower than float32's (``RESULTS.md``). So callers
-multiply them as float32.
+float32. PyTorch multiplies other formats in scalar loops, many times slower than float32. So callers multiply them as float32.
 """
 
 from __future__ import annotations

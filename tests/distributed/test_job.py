@@ -83,7 +83,7 @@ def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest
     ("words", "line"),
     [
         (["--nproc", "2", "--recipe", "bfloat16/wrod"], "RecipeError: "),
-        (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: Cannot train: 3 ranks were requested"),
+        (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: Cannot train: each of 3 ranks needs"),
     ],
 )  # fmt: skip
 def test_wrong_settings_cost_one_line_before_ranks_start(words: list[str], line: str, started: list[list[str]]) -> None:

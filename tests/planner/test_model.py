@@ -120,7 +120,7 @@ def test_a_folder_is_not_taken_for_a_llama(tmp_path: Path) -> None:
 def test_models_without_attention_are_refused_with_the_size_of_their_state() -> None:
     keys = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64}
     size = sum(value.numel() for value in built(keys).parameters())
-    with pytest.raises(DataError, match=rf"no decoder of attention layers\. .*--params {size}\."):
+    with pytest.raises(DataError, match=rf"not a decoder of attention layers\. .*--params {size}\."):
         of_config(keys, "mamba")
     with pytest.raises(DataError, match="transformers does not build it"):
         of_config({"model_type": "no-such-model"}, "it")

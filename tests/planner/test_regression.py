@@ -40,7 +40,7 @@ def grown(comparison: dict[str, Any]) -> float:
     ("more", "words"),
     [
         ("recipe = 3", "Did you mean 'recipes'"),
-        ("step_seconds = 0", "no time"),
+        ("step_seconds = 0", "has step_seconds = 0"),
         ('tokens_per_step = "x"', "is not float"),
     ],
 )

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.profiling import measurement
-from narrowgauge.profiling.layers import Kind
-from narrowgauge.profiling.measurement import Times, training_session
+from narrowgauge.profiling.measurement import Kind, Times, training_session
 from narrowgauge.profiling.profile import cost_row
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import parse

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.report.event_table import event_table
 from narrowgauge.report.figures import curves
 from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.series import NUM_COLUMNS
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.recipe_groups import Group, groups_of
+from narrowgauge.report.run_tables import event_table
 from narrowgauge.report.runs_page import run_readings
 from narrowgauge.runs.record import Run
 

@@ -58,14 +58,13 @@ def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
 
 @exhaustive("tensor", TENSORS)
 def test_each_tensor_enters_two_matmuls_which_contract_different_dimensions(tensor: str) -> None:
-    slots = [slot for slot in SLOTS.values() if slot.tensor == tensor]
-    assert sorted(slot.dim for slot in slots) == [0, 1]
-    first, second = slots
-    assert (first.reuses, second.reuses) == ("", first.name)
+    slots = {name: slot for name, slot in SLOTS.items() if slot.tensor == tensor}
+    assert sorted(slot.dim for slot in slots.values()) == [0, 1]
+    assert [slot.reuses for slot in slots.values()] == ["", next(iter(slots))]
 
 
 def test_random_bits_differ_between_tensors_and_between_the_two_casts_of_the_gradient() -> None:
-    keys = {slot.name: slot.random_key for slot in SLOTS.values()}
+    keys = {name: slot.random_key for name, slot in SLOTS.items()}
     # These numbers are part of the stored results of stochastic computes.
     assert keys == {
         "output.left": 0, "output.right": 1, "grad_input.left": 3, "grad_input.right": 1, "grad_weight.left": 2,

@@ -169,7 +169,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no model": (lambda: plan("", chip="H100-SXM"), RecipeError, "no model"),
     "an unknown rule": (lambda: plan("llama-8b", chip="H100-SXM", optimizer="moun"), RecipeError, "mean 'muon'"),
     "the state of an unknown rule": (lambda: plan_state(1e9, optimizer="moun"), RecipeError, "mean 'muon'"),
-    "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "chips were requested"),
+    "a cluster and chips": (lambda: plan("llama-8b", cluster="it.toml", chips=8), ChipError, "its own chips"),
     # runs
     "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
     "no runs": (lambda: compare_runs([]), RecordError, "no run"),

@@ -91,7 +91,7 @@ def test_an_edited_setting_holds_from_there_on_and_is_told(stopped: Path) -> Non
         ({"sequence_length": 8}, (), "sequence_length 8"),
         ({"data": "/no/such"}, (), "no tokens.json is there"),
         ({"recipe": "bfloat16/exact"}, (), "exact"),
-        ({}, ("--stop-after", "4"), "has done 4 steps, and a stop after step 4 was requested"),
+        ({}, ("--stop-after", "4"), "after step 4 because it has done 4 steps"),
     ],
 )
 def test_what_makes_another_run_or_lies_behind_is_refused(

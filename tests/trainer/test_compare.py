@@ -237,7 +237,7 @@ def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, place: 
 
 
 def test_another_definition_is_refused(first: tuple[Path, str], base: TrainConfig) -> None:
-    with pytest.raises(RecordError, match=r"lr = 0\.003, and 0\.001 was requested"):
+    with pytest.raises(RecordError, match=r"lr = 0\.003, not 0\.001"):
         done(replace(base, lr=1e-3), first[0])
 
 

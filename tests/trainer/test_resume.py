@@ -269,7 +269,7 @@ def test_the_command_of_a_run_continues_it(
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert call(*words).exit_code == 0
     refused = call(*words, "--lr", "0.01")
-    assert refused.exit_code == 2 and "its run has lr = 0.003, and 0.01 was requested" in refused.stderr
+    assert refused.exit_code == 2 and "its run has lr = 0.003, not 0.01" in refused.stderr
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 

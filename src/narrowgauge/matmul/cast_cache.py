@@ -53,8 +53,7 @@ def cached_weights() -> Iterator[None]:
 
     Returns:
         A context manager.
-    Cost: the casts stay in memory. Bytes per parameter: 1 for int8 and native float8, 0.5 for four native bits, 2 if emulated.
-    ``output`` and ``grad_input`` each have a cast unless they share one.
+    Cost: the casts stay in memory, one or two a weight: 1 byte a parameter for 8 bits, 0.5 for four native bits, 2 if emulated.
     Example:
         >>> with cached_weights():
         ...     pass  # forward and backward of every micro-batch
@@ -83,7 +82,7 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
     if (gathered := _gathered.get(storage._cdata)) is not None and not gathered.storage.expired():
         if key != gathered.key:
             raise RecipeError(
-                "Cannot cast a weight of which only the codes of another cast were gathered.",
+                "Cannot cast a weight because only the codes of another cast were gathered.",
                 "Leave out narrow_gather, or do not call linears.set_compute.",
             )
         return gathered.make()

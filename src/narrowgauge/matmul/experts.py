@@ -36,23 +36,19 @@ def grouped_linear(
     keys: Keys | None = None,
     sequence_length: int = 1,
 ) -> Tensor:
-    """Return each expert's linear layer over its own tokens, in a compute.
+    """Return each expert's linear layer over its own tokens, ``[tokens, out]``; zero for tokens without an expert.
 
     Invariant: an expert's output and gradients have the bits of a :class:`~narrowgauge.matmul.linear.Linear` of the same compute
     on that expert's tokens alone.
 
     Args:
         x: ``[tokens, in]``, sorted by expert.
-        weights: ``[experts, out, in]``, a view or not.
+        weights, bias: ``[experts, out, in]`` and ``[experts, out]``.
         offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
-        bias: ``[experts, out]``.
         keys: with a key for each expert. Needed for random bits.
-        sequence_length: rows by which the index of the first sequence advances the random bits. A mixture passes all its rows,
-            so that micro-batches of equal size never share any.
-    Returns:
-        ``[tokens, out]``, zero for tokens without an expert.
-    Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets. ``torch.compile`` breaks its graph here.
-        Bfloat16 uses PyTorch's grouped matmul if that takes the operands.
+        sequence_length: rows by which the index of the first sequence advances the random bits: all rows, so that micro-batches
+            of equal size never share any.
+    Cost: one matmul per expert, and on CUDA a wait for the offsets. ``torch.compile`` breaks its graph here.
     """
     if x.dtype is plain_dtype(compute):
         weights = weights.to(x.dtype)
@@ -107,11 +103,9 @@ class GroupedLinear(NarrowLayer):
 
 # ── the experts of transformers' models ────────────────────────────────────────────────────────────────────────────────
 #
-# Transformers stores the experts of a layer as a module with two 3-D parameters: the projection into the experts' hidden width,
-# and the one out of it. A name in the module's config selects the function that multiplies them. Swapping registers our
-# function, and sets its name in a config of the module's own. So parameters, names, ``state_dict`` and the model's config stay.
-# The router does not change.
-
+# Transformers stores the experts of a layer as a module with 3-D parameters. A name in the module's config selects the function
+# that multiplies them. Swapping registers our function, and sets its name in a copy of the config. Parameters, names,
+# ``state_dict`` and router stay.
 
 IMPLEMENTATION = "narrowgauge"
 """The name in transformers' registry, next to its own ``eager``, ``batched_mm`` and ``grouped_mm``."""
@@ -237,12 +231,12 @@ def _require_reachable(name: str, module: Any) -> None:
     """Refuse experts that transformers' registry does not reach, or that are sharded."""
     if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
         raise RecipeError(
-            f"'{name}', a {type(module).__name__}, multiplies its experts by its own code, which cannot be replaced.",
+            f"Cannot swap '{name}', a {type(module).__name__}, because its own code multiplies its experts.",
             f'Leave them as they are: keep=("lm_head", "{name}.*"), or compute "bfloat16" in an [[override]] of the recipe.',
         )
     if module._is_expert_parallel:
         raise RecipeError(
-            f"the experts of '{name}' are sharded by expert parallelism, which narrow experts do not support.",
+            f"Cannot swap the experts of '{name}' because they are sharded by expert parallelism.",
             "Load the model without it.",
         )
 

@@ -2,10 +2,7 @@
 
 FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a sharded tensor that has them. Here the first casts this
 rank's rows. The second passes the codes of all rows to the cast cache, where the layer's matmuls find them. The gathered
-parameter has the right shape and dtype, but is filled with NaN, since no values were gathered. Code that reads it fails visibly.
-The sharded parameter stays a plain DTensor for the optimizer, gradients and checkpoints.
-
-A layer needs a compute with one cast of the weight for both matmuls, and a scale per output or per tensor.
+parameter is filled with NaN, so code that reads it fails visibly. The sharded parameter stays a plain DTensor.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from narrowgauge.matmul.layer_matmuls import slot_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.spec.computes import Compute
 
 _SLOT = "output.right"
 
@@ -61,20 +57,17 @@ def gather_codes(model: nn.Module) -> None:
 
 
 def _can_gather(layer: Linear) -> bool:
+    """Return whether both matmuls take the same codes, made of the weight alone, and ranks hold equal numbers of its rows."""
     weight: Any = layer.weight
-    if not _has_one_cast(layer.compute) or not is_sharded(weight) or layer.is_transposed:
+    compute, cast = layer.compute, layer.compute.casts[_SLOT]
+    is_plain = cast.scaling == "current" and cast.block is None and not cast.is_wide
+    has_other_weights = compute.transform or compute.output.left.outliers or layer.is_transposed
+    has_one_cast = is_plain and compute.cast_slots["grad_input.right"] == _SLOT and not has_other_weights
+    if not has_one_cast or not is_sharded(weight):
         return False
     is_on_device = torch_names.local_shard(weight).device.type == weight.device_mesh.device_type
     has_equal_rows = weight.placements[-1].is_shard(0) and weight.shape[0] % weight.device_mesh.shape[-1] == 0
     return bool(is_on_device and has_equal_rows)
-
-
-def _has_one_cast(compute: Compute) -> bool:
-    """Return whether both matmuls take the same codes of a weight, which need nothing but the weight."""
-    cast = compute.casts[_SLOT]
-    is_plain = cast.scaling == "current" and cast.block is None and not cast.is_wide
-    has_other_weights = compute.transform or compute.output.left.outliers
-    return is_plain and compute.cast_slots["grad_input.right"] == _SLOT and not has_other_weights
 
 
 class _GatheredWeight:

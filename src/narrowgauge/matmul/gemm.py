@@ -27,22 +27,12 @@ _PANEL_ELEMENTS = 1 << 20
 
 
 def multiply(
-    lhs: Operand,
-    rhs: Operand,
-    dims: tuple[int, int],
-    product: Product,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
+    lhs: Operand, rhs: Operand, dims: tuple[int, int], product: Product, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """Return the matmul of two operands: ``[rows, columns]``, padded like the operands.
+    """Return the matmul of two operands in ``dtype``: ``[rows, columns]``, padded like the operands.
 
-    Args:
-        lhs: ``[rows, contraction]`` if ``dims[0]`` is 1, its transpose if it is 0.
-        rhs: ``[columns, contraction]`` if ``dims[1]`` is 1, its transpose if it is 0.
-        dims: the contracted dimension of each.
-        product: one of a compute's matmuls; gives the accumulation.
-        dtype: of the result.
-        bias: ``[columns]``, added before the result is rounded.
+    ``dims`` are the contracted dimensions: 1 for ``[rows, contraction]`` or ``[columns, contraction]``, 0 for its transpose.
+    ``bias`` ``[columns]`` is added before the result is rounded.
     """
     columns = rhs.data.shape[1 - dims[1]]
     if bias is not None and len(bias) < columns:

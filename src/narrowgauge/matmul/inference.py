@@ -1,7 +1,6 @@
 """Inference from one-byte weights: the layer stores codes and scales instead of the weight.
 
-In training, a narrow linear layer casts its weight after every step, so the 16-bit weight must stay. Without training one cast
-is enough. The layer multiplies its input by the stored codes as a compute's ``output`` does.
+The layer multiplies its input by the stored codes as a compute's ``output`` does.
 
 ``int8-outlier-codes`` is LLM.int8() as bitsandbytes does it: input features with a magnitude of 6 or more multiply the widened
 codes in 16 bits, all others multiply in int8. ``int8-outlier`` is the paper's form: those features multiply the 16-bit weight.
@@ -53,10 +52,9 @@ class _Product(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def multiply_codes(*arguments: Any) -> Tensor:
-    """Multiply rows ``[tokens, in]`` by stored codes: ``[tokens, out]`` in the dtype of ``x``.
+    """Multiply rows ``[tokens, in]`` by stored codes, with the arguments of ``_Product.forward``: ``[tokens, out]``.
 
-    The arguments are those of :meth:`_Product.forward`; ``compute`` is the name of a registered compute. The gradient of ``x`` is
-    the output's gradient times the weight, or the widened codes, as of a frozen weight.
+    The gradient of ``x`` is the output's gradient times the weight, or the widened codes, as of a frozen weight.
     """
     return cast(Callable[..., Tensor], _Product.apply)(*arguments)
 
@@ -67,8 +65,7 @@ def multiply_codes(*arguments: Any) -> Tensor:
 class QuantizedLinear(nn.Module):
     """A linear layer with codes and scales instead of a weight; made by :func:`quantize_for_inference`.
 
-    Its ``state_dict`` holds ``weight_codes``, ``weight_scales`` and ``bias``. A change of the model's dtype changes only
-    ``bias``.
+    A change of the model's dtype changes only ``bias``.
 
     Attributes:
         compute: the layer computes its ``output``.
@@ -236,11 +233,7 @@ def quantize_layer(
 ) -> None:
     """Make a linear layer a :class:`QuantizedLinear`. It stays the same object, so hooks and references stay valid.
 
-    Args:
-        module: ``nn.Linear`` or transformers' ``Conv1D``; changed in place.
-        compute: from :func:`with_codes`, or any whose weights ``kind`` stores.
-        shared: codes and scales by weight. Tied layers share one entry.
-        kind: the layer's new class.
+    ``module`` is ``nn.Linear`` or transformers' ``Conv1D``, ``kind`` its new class. Tied layers share one entry of ``shared``.
     """
     weight, bias, matrix = module._parameters["weight"], module._parameters["bias"], matrix_of(module)
     if weight not in shared:

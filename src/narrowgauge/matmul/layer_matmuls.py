@@ -7,10 +7,9 @@ Linear layers, experts, inference and the profiler call these functions.
 their neighbours. Three operators are opaque: casts of weights that are cached or gathered as codes (looked up while the graph
 runs), products on kernels that compilers do not know, and outlier columns (their number varies).
 
-*Outlier features* are the few input columns that int8 cannot hold together with the others. In large language models some
-features are hundreds of times larger than the rest, in every token. A scale per row that covers them leaves few codes for the
-others. Without those columns a row fits int8. A thin 16-bit matmul adds them, times the 16-bit weights (the paper) or the
-widened codes (bitsandbytes), as the cast says.
+*Outlier features* are the few input columns that are hundreds of times larger than the rest, in every token. A scale per row
+that covers them leaves few codes for the others. Without those columns a row fits int8. A thin 16-bit matmul adds them, times
+the 16-bit weights (the paper) or the widened codes (bitsandbytes), as the cast says.
 Source: Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.
 """
 
@@ -44,12 +43,12 @@ def register(compute: Compute) -> str:
     """
     if compute.output.left.needs_bits:
         raise RecipeError(
-            f"compute '{compute.name}' takes random bits for the input of output, in a cast that several layers share.",
+            f"Cannot round the input of output stochastically in compute '{compute.name}' because several layers share its cast.",
             "Round it to nearest; weights and gradients may be stochastic.",
         )
     if compute.output.right.granularity == "column":
         raise RecipeError(
-            f"compute '{compute.name}' scales the weight of output per column, and such scales would have to enter the cast "
+            f"Cannot scale the weight of output per column in compute '{compute.name}' because such scales would enter the cast "
             "of the input, which several layers share.",
             "Scale that weight per row, tensor or block.",
         )
@@ -64,7 +63,7 @@ def register(compute: Compute) -> str:
 
 
 class Call(NamedTuple):
-    """One call of a layer: what its casts depend on besides their tensors.
+    """One call of a layer: what its casts depend on, in addition to their tensors.
 
     Attributes:
         name: of a registered compute.
@@ -190,23 +189,13 @@ def without_outliers(x: Tensor, threshold: float) -> Tensor:
     return torch.where(outlier_columns(x, threshold), 0, x)
 
 
-def add_outliers(
-    result: Tensor,
-    x: Tensor,
-    compute: Compute,
-    weight: Tensor | None,
-    codes: Operand,
-) -> Tensor:
-    """Add the product of the outlier columns of ``x`` and the compute's weights ``[out, in]`` to ``result``.
+def add_outliers(result: Tensor, x: Tensor, compute: Compute, weight: Tensor | None, codes: Operand) -> Tensor:
+    """Add the product of the outlier columns of ``x`` and the weights ``[out, in]``, in 16 bits or widened codes, to ``result``.
 
-    Args:
-        weight: in 16 bits; ``None`` in inference, where it is not stored.
-        codes: of the weight, with a scale per row.
-    Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
+    Cost: a thin matmul; on CUDA one synchronization, for the number of columns, which would break a graph.
     """
     weight = weight if keeps_outlier_weights(compute) else None
     arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer)
-    # The variable number of columns would break a graph.
     return cast(Tensor, (_add_opaque if is_traced() else _add_outliers)(*arguments))
 
 

@@ -219,14 +219,10 @@ def _empty_layer(plain: Any) -> Linear:
 
 
 def made_narrow(name: str, module: nn.Module, compute: Compute) -> Linear:
-    """Return the module as a :class:`Linear`. It stays the same object, so hooks and references stay valid.
-
-    Refuse an object whose own ``forward`` was replaced: it would compute as before.
-    """
+    """Return the module as a :class:`Linear`. It stays the same object, so hooks and references stay valid."""
     if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
         raise RecipeError(
-            f"layer '{name}' was to compute as '{compute.name}', and a framework has replaced its forward, which would "
-            "compute as before.",
+            f"Cannot compute layer '{name}' as '{compute.name}' because a framework has replaced its forward.",
             "Prepare the model before the framework gets it; in torchtitan, use NarrowgaugeConverter.",
         )
     transposed, weight = is_transposed(module), cast(Tensor, module.weight)

@@ -5,15 +5,15 @@ the contraction, as kernels read them, so operands of whole sides are not copied
 emulation in bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order and the accumulation of the sum differ. ``nvfp4`` also
 multiplies the sum by the product of the two tensors' scales, not by one after the other.
 
-*Tried before used.* This build of PyTorch or its libraries may lack a kernel of the chip. So before its first use, each kernel
-multiplies two small matrices whose product is exact in any order. If it raises or is off by one bit, its products are emulated.
+A build of PyTorch may lack a kernel of the chip. So before its first use, each kernel multiplies two small matrices whose
+product is exact in any order. If it raises or is off by one bit, its products are emulated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,14 +83,10 @@ def multiply_codes(
     kernel: Kernel, lhs: Operand, rhs: Operand, dims: tuple[int, int], dtype: torch.dtype, bias: Tensor | None = None,
     *, fast: bool = False,
 ) -> Sums:  # fmt: skip
-    """Return the product of two operands that the kernel takes.
+    """Return the product of two operands that the kernel takes, in ``dtype``, or in float32 (``mxfp4``: bfloat16) if it cannot.
 
-    Args:
-        dims: the contracted dimension of each.
-        dtype: float32, bfloat16 or float16: result dtype, if nothing is left to add or multiply. Kernels that cannot write it
-            return float32 sums (``mxfp4``: bfloat16).
-        bias: bfloat16 ``[columns]``, if ``dtype`` is bfloat16 and the kernel adds it, see :func:`adds_bias`.
-        fast: accumulate in the tensor core's register alone, if the kernel can.
+    ``dims`` are the contracted dimensions. ``bias`` is for kernels that add it, see :func:`adds_bias`. ``fast`` accumulates in
+    the tensor core's register alone, if the kernel can.
     """
     rows, columns = lhs.data.shape[1 - dims[0]], rhs.data.shape[1 - dims[1]]
     sums = _FUNCTIONS[kernel.name](_turned(lhs, dims[0]), _turned(rhs, dims[1]), dtype, fast, bias)
@@ -145,10 +141,6 @@ def _float8(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Te
     return Sums(torch._scaled_mm(a, b.t(), first, second, bias, out_dtype=dtype, use_fast_accum=fast))
 
 
-def _float8_fnuz(lhs: Operand, rhs: Operand, dtype: torch.dtype, fast: bool, bias: Tensor | None) -> Sums:
-    return _float8(_as_fnuz(lhs), _as_fnuz(rhs), dtype, fast, bias)
-
-
 def _as_fnuz(operand: Operand) -> Operand:
     """Return the same values in the float8 of AMD's gfx942. Its exponents are larger by one: the same bits mean half as much.
 
@@ -178,32 +170,21 @@ def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
     return scales_in_columns(F.pad(inner, (0, 0, 0, -len(inner) % _SIDE))), F.ScalingType.BlockWise1x128
 
 
-def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, scale: torch.dtype) -> Sums:
+def _micro_scaled(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any, scale: torch.dtype) -> Sums:
     """Multiply by ``scaled_mm`` with scales of 16 or 32 values in tiles, and the tensors' scales if they have any."""
     a, b = (_filled(x.data).contiguous() for x in (lhs, rhs))
     if a.dtype == PAIRS:
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
     block = F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
     scales, recipe, swizzle = [], [block], [F.SwizzleType.SWIZZLE_32_4_4]
-    for _, outer, inner in (lhs, rhs):
-        assert inner is not None
-        scales.append([tiled_scales(inner.to(scale)), *([] if outer is None else [outer.reshape(1)])])
+    for operand in (lhs, rhs):
+        assert operand.inner is not None
+        outer = [] if operand.outer is None else [operand.outer.reshape(1)]
+        scales.append([tiled_scales(operand.inner.to(scale)), *outer])
     if lhs.outer is not None:
         recipe, swizzle = [*recipe, F.ScalingType.TensorWise], [*swizzle, F.SwizzleType.NO_SWIZZLE]
     first, second = scales
     return Sums(F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype))
-
-
-def _mxfp8(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
-    return _micro_scaled(lhs, rhs, dtype, torch.float8_e8m0fnu)
-
-
-def _mxfp4(lhs: Operand, rhs: Operand, *_: Any) -> Sums:
-    return _micro_scaled(lhs, rhs, torch.bfloat16, torch.float8_e8m0fnu)
-
-
-def _nvfp4(lhs: Operand, rhs: Operand, dtype: torch.dtype, *_: Any) -> Sums:
-    return _micro_scaled(lhs, rhs, dtype, torch.float8_e4m3fn)
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
@@ -221,11 +202,11 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
 _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool, Tensor | None], Sums]] = {
     "float8": _float8,
-    "float8-fnuz": _float8_fnuz,
+    "float8-fnuz": lambda lhs, rhs, *rest: _float8(_as_fnuz(lhs), _as_fnuz(rhs), *rest),
     "float8-blocks": _float8_blocks,
-    "mxfp8": _mxfp8,
-    "mxfp4": _mxfp4,
-    "nvfp4": _nvfp4,
+    "mxfp8": partial(_micro_scaled, scale=torch.float8_e8m0fnu),
+    "mxfp4": lambda lhs, rhs, *_: _micro_scaled(lhs, rhs, torch.bfloat16, scale=torch.float8_e8m0fnu),
+    "nvfp4": partial(_micro_scaled, scale=torch.float8_e4m3fn),
 }
 
 
@@ -264,7 +245,7 @@ def _works(kernel: Kernel, lhs: Cast, rhs: Cast, device: torch.device, with_bias
 def specimen(cast: Cast, rows: int, terms: int) -> Operand:
     """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2, and scales of 1/2, 1 and 2.
 
-    All sums of their products are multiples of 2^-4 below 2^17, so they are exact in float32 in any order.
+    All sums of their products are multiples of 2^-4 below 2^17: exact in float32 in any order.
     """
     rows = _SQUARE_ROWS if cast.granularity == "128x128" else rows
     values = (_scattered(rows, terms) % 9 - 4).float() / 2

@@ -2,8 +2,7 @@
 
 :mod:`narrowgauge.numerics.quantization` does the arithmetic. In eager mode it is compiled once per cast and dimension. Under
 ``torch.compile`` its operations are part of the model's graph. The result is int8, float8 or four-bit *codes* if a kernel takes
-codes or backward needs them. Otherwise it is bfloat16 *values*: code times its block's scale, which is exact. The scale of a
-row or a tensor is returned separately and multiplies the product. Block scales beside codes also multiply it.
+codes or backward needs them. Otherwise it is bfloat16 *values*: code times its block's scale, which is exact.
 """
 
 from __future__ import annotations

@@ -34,9 +34,7 @@ class NarrowLayers:
     """The narrow layers of a model, and the clock that they share.
 
     The seed and the step key stochastic casts. The step advances with every step of any optimizer, or only of the optimizer given
-    to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
-
-    ``str()`` says which part of the model's matrices the layers multiply, and which matrices stay wide.
+    to :meth:`follow` (``prepare`` does that). ``str()`` says which matrices of the model the layers multiply.
 
     Attributes:
         model: the model.
@@ -125,11 +123,7 @@ class NarrowLayers:
 
 
 def swap_linears(
-    model: nn.Module,
-    compute: Choice,
-    *,
-    keep: tuple[str, ...] | None = None,
-    seed: int = 0,
+    model: nn.Module, compute: Choice, *, keep: tuple[str, ...] | None = None, seed: int = 0
 ) -> NarrowLayers:
     """Make a model's linear layers and experts multiply in the formats of a compute, in place.
 
@@ -219,19 +213,17 @@ def linear_names(model: nn.Module) -> list[str]:
 
 def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
     """Return a function from a layer's name to its compute; ``None`` if ``keep`` or the compute leaves the layer alone."""
-    of_layer: Callable[[str], str | Compute | None]
-    patterns: tuple[str, ...]
-    if isinstance(compute, (str, Compute)):
-        chosen = get_compute(compute)
-        of_layer, patterns = lambda _: chosen, chosen.keep if keep is None else keep
-    else:
-        of_layer, patterns = compute, keep or ()
-    if isinstance(patterns, str):
-        raise RecipeError(f"Cannot use keep = {patterns!r} because it is no tuple.", f'Give keep=("{patterns}",).')
+    if not callable(compute):
+        compute = get_compute(compute)
+        keep = compute.keep if keep is None else keep
+    if isinstance(keep, str):
+        raise RecipeError(f"Cannot use keep = {keep!r} because it is not a tuple.", f'Give keep=("{keep}",).')
 
     def choose(name: str) -> Compute | None:
-        is_kept = any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        return None if is_kept or (own := of_layer(name)) is None else get_compute(own)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in keep or ()):
+            return None
+        layer_compute = compute(name) if callable(compute) else compute
+        return None if layer_compute is None else get_compute(layer_compute)
 
     return choose
 

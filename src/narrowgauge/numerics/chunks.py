@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 CHUNK, CHUNK_ON_GPU = 1 << 15, 1 << 22
-"""Elements in a chunk. On a CPU ten float64 temporaries fit the second-level cache. On a GPU the temporaries stay within 1 GiB.
-There a launch costs as much as some hundred thousand elements."""
+"""Elements in a chunk. On a CPU ten float64 temporaries fit the second-level cache. On a GPU they stay within 1 GiB."""
 PIECE = 1 << 16
 """Elements of a matrix that are processed at a time, where a whole copy can be avoided; at least a 64th of the matrix."""
 
@@ -22,8 +21,7 @@ def chunk_size(device: torch.device) -> int:
 def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield 1-D chunks of at most :func:`chunk_size` elements from tensors of one shape, in row-major order.
 
-    Concatenated, the chunks of each tensor are its ``reshape(-1)``. Chunks of contiguous tensors are views. Other layouts are
-    copied one chunk at a time.
+    Chunks of contiguous tensors are views. Other layouts are copied one chunk at a time.
 
     Example:
         >>> [chunk.tolist() for (chunk,) in flat_chunks(torch.arange(6).reshape(3, 2).t())]

@@ -80,13 +80,10 @@ def sendable(owner: Any, part: Tensor) -> Tensor:
 
 
 def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
-    """Group tensors by the process groups that must add up their sums.
+    """Return pairs of process groups and tensors: the groups must add up the sums of these tensors.
 
-    Args:
-        tensors: DTensors and others, on any meshes. All ranks pass them in the same order.
-    Returns:
-        Pairs of process groups and tensors. There is one group for each mesh axis that splits elements. The first pair has no
-        groups, and perhaps no tensors.
+    There is one group for each mesh axis that splits elements. The first pair has no groups, and perhaps no tensors. All ranks
+    pass the tensors, DTensors and others, in the same order.
     """
     unsplit: list[Any] = []
     pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], unsplit)}

@@ -1,14 +1,11 @@
 """Sums that do not depend on order: the norm of many tensors, and their elementwise sum.
 
-Floating-point addition is not associative, so another order gives another sum. Integer addition is associative. So both sums
-write values as whole numbers of steps of a fixed grid.
+Floating-point addition is not associative, integer addition is. So both sums count steps of a fixed grid.
 
 **The norm** reads values twice. The first pass finds the largest magnitude. The second writes each square as a whole number of
 steps of a coarse grid, and the remainder as steps of a fine grid. Both are summed in int64. The largest magnitude and the
-number ``n`` of values determine the grids, so that neither sum overflows. The result does not depend on order, chunks, shards,
-threads or ranks. Ranks merge with one MAX and one SUM all-reduce. Let ``w = 63 - n.bit_length()`` (36 for a hundred million).
-The error of a square is at most ``2^(-2w)`` times the largest square. One grid alone would read squares below ``2^-w`` of the
-largest as zero.
+number ``n`` of values determine the grids, so that neither sum overflows. Ranks merge with one MAX and one SUM all-reduce. Let
+``w = 63 - n.bit_length()`` (36 for a hundred million). The error of a square is at most ``2^(-2w)`` times the largest square.
 
 **The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them is exact. 53 bits are too few
 for gradients, so a value is split into two float64 words:
@@ -47,12 +44,7 @@ JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """Return the largest absolute value, float32 0-d. NaN wins over infinity. It is 0 for no values.
-
-    Example:
-        >>> largest_magnitude(torch.tensor([1.0, -3.0, 2.0])).item()
-        3.0
-    """
+    """Return the largest absolute value, float32 0-d. NaN wins over infinity. It is 0 for no values."""
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     # One pass and no temporary: on a CPU 14 times as fast as the maximum of abs(x).
@@ -64,13 +56,8 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
     """Return the multipliers of squares on the coarse grid and of remainders on the fine one: float64 ``[2]``.
 
     Let ``w = 63 - count.bit_length()``, and ``e`` the least with ``largest² < 2^e``. The scales are ``2^(w-e)`` and ``2^w``, so
-    ``count`` addends stay below 2^63. Nothing waits for the device.
+    ``count`` addends stay below 2^63. ``largest`` (float32, 0-d) and ``count`` (1 … 2^40) are of all tensors and ranks.
 
-    Args:
-        largest: float32, 0-d: the largest magnitude over *all* tensors and ranks.
-        count: number of elements of all tensors and ranks, 1 … 2^40.
-    Raises:
-        FormatError: for any other count.
     Example:
         >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
         [51.0, 53.0]
@@ -113,25 +100,13 @@ def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def exact_squares(
-    tensors: Sequence[Tensor],
-    *,
-    compile: bool = True,
-    table: SquaresTable | None = None,
-) -> Tensor:
+def exact_squares(tensors: Sequence[Tensor], *, compile: bool = True, table: SquaresTable | None = None) -> Tensor:
     """Return the sum of squares of all tensors, at least one: float64 0-d; NaN or infinite if a value is.
 
-    For DTensors it is that of the whole. All ranks of their meshes pass the same tensors in the same order. They get the same
-    bits as one process that holds all.
-
-    Args:
-        compile: compile the second pass for large tensors.
-        table: sums all tensors by two launches.
+    For DTensors it is that of the whole, with the bits of one process that holds all. All ranks of their meshes pass the same
+    tensors in the same order. ``compile`` compiles the second pass for large tensors. ``table`` sums all by two launches.
 
     Cost: two reads of this rank's data, and two small messages.
-    Example:
-        >>> exact_squares([torch.tensor([3.0]), torch.tensor([[4.0]])]).item()
-        25.0
     """
     device = local_of(tensors[0]).device
     groups = by_group(tensors)
@@ -210,10 +185,8 @@ class ExactSums:
     beyond 2^18. A sum of zero is +0.
 
     Cost: 16 bytes per element. On one CPU thread adding takes 2.5 ns an element, rounding the total 4 ns once.
-
     Example:
-        >>> import torch, narrowgauge as ng
-        >>> sums = ng.numerics.ExactSums(1)
+        >>> sums = ExactSums(1)
         >>> for value in (2.0**18, 2.0**-60, -(2.0**18)):
         ...     sums.add_(torch.tensor([value]))
         >>> sums.total() == 2.0**-60
@@ -275,10 +248,6 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
 
     ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32. ``output`` has any floating-point dtype, and may be the only
     row.
-
-    Example:
-        >>> sum_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2))
-        tensor([4., 6.])
     """
     _check(rows, rows.shape[1], rows.shape[0])
     scratch = _scratch(rows, 6)

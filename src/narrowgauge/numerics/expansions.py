@@ -6,9 +6,8 @@ two. An *expansion* is a tuple of parts, largest first. Each part is at most hal
 their exact sum.
 
 A part is a float32 tensor with values of a format of precision p. An operation is the float32 operation, then one rounding to
-the format. PyTorch's eager operations on 16-bit tensors do the same. Rounding twice does no harm: rounding to 24 bits and then
-to p equals rounding once, since 24 >= 2p + 2 (p <= 11). This holds for sums, products, quotients and square roots of p-bit
-numbers. An exact result that is a number of the format, such as an error, is not rounded.
+the format, as PyTorch's eager operations on 16-bit tensors do. Rounding to 24 bits and then to p equals rounding once for sums,
+products, quotients and square roots of p-bit numbers, since 24 >= 2p + 2 (p <= 11).
 
 Errors are relative, with u = 2^-p. They hold if nothing overflows and no part underflows. The sources prove the errors of
 pairs. We measured the errors of triples and of square roots.
@@ -36,8 +35,7 @@ Parts = tuple[Tensor, ...]
 class NearestEven:
     """Round float32 to 24 - ``dropped`` significant bits, ties to even. The exponent stays float32's.
 
-    ``dropped`` is 13 to 21. With fewer, float32's operations would round twice. NaNs must come from 16-bit tensors or from
-    arithmetic. On a CPU these need no care, which would be a third of the cost.
+    ``dropped`` is 13 to 21. With fewer, float32's operations would round twice. NaNs must come from 16-bit tensors or arithmetic.
 
     Example:
         >>> NearestEven(16)(torch.tensor([0.1, 1.00390625])), NearestEven(20)(torch.tensor([0.3]))

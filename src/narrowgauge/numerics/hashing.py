@@ -25,10 +25,9 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - _MODULUS, 0x94D049BB133111EB - _MODULUS
 
 
 def splitmix64(z: Any) -> Any:
-    """Mix the bits of int64 tensors, or of Python integers. Python integers stay in 0 … 2^64 - 1.
+    """Mix the bits of int64 tensors, or of Python integers, which stay in 0 … 2^64 - 1.
 
-    Source:
-        Steele, Lea, Flood, OOPSLA 2014, doi 10.1145/2660193.2660195.
+    Source: Steele, Lea, Flood, OOPSLA 2014, doi 10.1145/2660193.2660195.
     """
     # torch shifts int64 arithmetically. Mask the copies of the sign bit.
     for places, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -38,12 +37,7 @@ def splitmix64(z: Any) -> Any:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return 32 well mixed bits of (seed, step), as a signed number.
-
-    Example:
-        >>> step_seed(0, 1), step_seed(0, 2)
-        (2065550767, -1581685260)
-    """
+    """Return 32 well mixed bits of (seed, step), as a signed number."""
     word: int = splitmix64((seed * 0xD1342543DE82EF95 + step * GOLDEN) % _MODULUS) & 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word
 
@@ -66,25 +60,20 @@ def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
 
 
 def fingerprint(x: Tensor, *, offset: int = 0) -> int:
-    """Return a 64-bit hash. Tensors with equal hashes hold the same bits in the same positions.
+    """Return the fingerprint of a tensor's bits, a 64-bit hash.
 
-    Invariant: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``. ``i`` is the row-major index, ``bits_i`` the
-    element's bits as an unsigned number, ``mix`` the finalizer of splitmix64. Strides, device and chunks do not matter.
-    Shards at their own offsets add up to the whole (:func:`combine`). It detects a swap, a sign, one ulp, −0, and NaN
-    payloads. It ignores shape and dtype: zeros of two bytes and of four are alike.
+    It is ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64`` over elements in row-major order, with the finalizer of
+    splitmix64 as ``mix``. Strides, device and chunks do not matter. Shards at their own offsets add up (:func:`combine`). It
+    ignores shape and dtype.
 
     Args:
         x: any dtype of 1, 2, 4 or 8 bytes, any shape and stride.
         offset: position of ``x``'s first element in the whole tensor, in elements.
-
     Returns:
-        0 … 2^64 − 1. It is 0 for no elements.
-
+        0 … 2^64 − 1; 0 for no elements.
     Raises:
         FormatError: elements of another size.
-
     Cost: one read, 3 ns an element on one CPU thread. Temporaries stay under 16 MiB.
-
     Example:
         >>> x = torch.arange(6.0)
         >>> fingerprint(x) == combine([fingerprint(x[:2]), fingerprint(x[2:], offset=2)])
@@ -111,8 +100,7 @@ def combine(fingerprints: Iterable[int]) -> int:
 def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
     """Return one fingerprint for a set of named tensors, such as a model's ``state_dict``: 16 hexadecimal digits.
 
-    Invariant: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name). The order of the mapping does not matter.
-    Swapping two tensors' names does. You may pass a fingerprint instead of its tensor, as after :func:`combine`.
+    It is the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name). A fingerprint may stand for its tensor.
 
     >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})
     False

@@ -7,8 +7,7 @@ stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖ is the change that wa
 stochastic bfloat16 gives 20. Norms may hide that a few large entries move while all others do not. Fractions of lost elements
 count that. The sums of one small tensor are noisy: add sums of many steps first.
 
-*Tensors.* Each function is pure and has a known answer. None but :func:`cast_loss` waits for a device. So a step that computes
-a thousand of them copies its results to the host once.
+*Tensors.* None of these functions but :func:`cast_loss` waits for a device. So a step copies all results to the host once.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ CHANGE_SUMS = ("dd", "de", "ee", "nonzero", "lost", "unseen")
 DECAY_SUMS = ("cc", "ct")
 """Sums of its weight decay, see :func:`decay_terms`: C², C·T. They are zero if the rule has no separate decay."""
 KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
-"""What a kernel sums."""
 HOST_SUMS = ("elements", "spacings")
-"""What the host knows of an audited tensor: how many elements it has, and the sum of their audited decays, in ulps (a lower
-bound)."""
+"""What the host knows: the number of elements, and the sum of their audited decays in ulps (a lower bound)."""
 UPDATE_SUMS = (*KERNEL_SUMS, *HOST_SUMS)
 """The order of the sums of an update."""
 _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
@@ -47,12 +44,7 @@ _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     """Return the six addends of one element each, from D, E and V, in the order of :data:`CHANGE_SUMS`.
 
-    Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so one kind of register sums all six.
-    Squares below the dtype's range vanish (float32: changes under 1e-23). The counts do not.
-
-    Example:
-        >>> [term.item() for term in update_terms(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0))]
-        [4.0, 2.0, 1.0, 1.0, 0.0, 1.0]
+    Counts are 0 or 1 in the dtype of D, so one kind of register sums all six. Squares of float32 changes under 1e-23 vanish.
     """
     moved = intended != 0
     return (
@@ -69,13 +61,8 @@ def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two addends of one element each, from C and T, in the order of :data:`DECAY_SUMS`.
 
     C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that C causes: the stored change for D, minus
-    the stored change for D − C at the same random bits. Both are of one element and one step. So the difference comes from
-    decay alone, whatever the gradient is. If C is below 1/32 of the stored ulp, 1/32 to 1/16 is used instead
+    the stored change for D − C at the same random bits. A C below 1/32 of the stored ulp is raised
     (:func:`narrowgauge.optim.kernel.least_decay`).
-
-    Example:
-        >>> [term.item() for term in decay_terms(torch.tensor(-2.0), torch.tensor(-1.0))]
-        [4.0, 2.0]
     """
     return intended * intended, intended * stored
 
@@ -84,11 +71,6 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
     """Return the sums of one tensor's update without decay, float64 ``[10]``. This is the reference for kernels.
 
     Products are exact in float64 and summed there, chunk by chunk. Counts are exact.
-
-    Example:
-        >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
-        >>> update_sums(d, d, torch.zeros(4)).tolist()
-        [6.0, 6.0, 6.0, 3.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
     """
     if not intended.shape == stored.shape == visible.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
@@ -128,10 +110,8 @@ UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 
 def update_metrics(sums: Tensor) -> dict[str, Tensor]:
-    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each.
+    """Return all :data:`UPDATE_METRICS` of sums ``[..., 10]``, float64 ``[...]`` each. Add sums of steps or tensors first.
 
-    Args:
-        sums: from an audit or :func:`update_sums`. Add sums of several steps or tensors first.
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
         >>> metrics = update_metrics(update_sums(d, torch.tensor([1.0, 0.0, 0.0, 0.0]), d))
@@ -161,11 +141,7 @@ def rms(x: Tensor) -> Tensor:
 def power_of_rms(x: Tensor) -> Tensor:
     """Return the largest power of two not above the root mean square of ``x``, 0-d float32, detached.
 
-    It is 1 for zeros, and if the mean square is not a float32. An infinite value stays infinite when divided by it.
-
-    Example:
-        >>> power_of_rms(torch.tensor([3e-6, -5e-6])).log2()
-        tensor(-18.)
+    It is 1 for zeros, and if the mean square is not a float32.
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     power = power_below(wide.square().mean().sqrt().float())
@@ -176,7 +152,7 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
     """Count the values of each binary exponent, int64 ``[bins]``. ``first`` is the exponent of the first bin, above -126.
 
     Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``. Smaller magnitudes go into the first bin, larger ones
-    into the last. Zeros, NaN and infinities go into none. Histograms of parts add up to the histogram of the whole.
+    into the last. Zeros, NaN and infinities go into none.
 
     Example:
         >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()
@@ -256,11 +232,6 @@ def sqnr_of_sums(sums: Tensor) -> Tensor:
 
 
 def cast_loss(sums: Tensor) -> CastLoss:
-    """Return the metrics of :func:`cast_sums` ``[6]`` added up.
-
-    Example:
-        >>> cast_loss(torch.tensor([100.0, 1.0, 0, 1, 4, 5]))
-        CastLoss(sqnr_db=20.0, overflow=0.0, underflow=0.25)
-    """
+    """Return the metrics of :func:`cast_sums` ``[6]`` added up."""
     _, _, beyond, zeroed, nonzero, total = sums.tolist()
     return CastLoss(float(sqnr_of_sums(sums)), beyond / max(total, 1), zeroed / max(nonzero, 1))

@@ -2,13 +2,11 @@
 
 Values with one scale form a *group*: a tensor, a row, a column, a block. The scale maps the group's largest magnitude to the
 end of the format. Each value divided by the scale is rounded, and value ≈ code × scale. This code is the definition and,
-compiled, the kernel. It uses floats only, and each operation is exact or correctly rounded. So eager and compiled, CPU and GPU
-give the same bits. A code is computed as the float32 of its value.
+compiled, the kernel. Each operation is exact or correctly rounded, so eager and compiled, CPU and GPU give the same bits. A code
+is computed as the float32 of its value.
 
-Special values: a group with a NaN or an infinity gets the scale NaN. All of it becomes NaN, never silently finite. Magnitudes
-below 2^-100 count as 2^-100 for a scale. Zeros may lose their sign.
-
-The last section arranges codes and scales as a GPU's matmul kernels read them.
+A group with a NaN or an infinity gets the scale NaN: all of it becomes NaN. Magnitudes below 2^-100 count as 2^-100 for a
+scale. Zeros may lose their sign.
 """
 
 from __future__ import annotations
@@ -40,13 +38,12 @@ _COLUMNS = 0x2545F491
 
 
 class Quantized(NamedTuple):
-    """Hold a quantized matrix ``[rows, columns]``. Its values are ``codes * inner * outer``.
+    """Hold a quantized matrix ``[rows, columns]``. Its values are ``codes * inner * outer``, all float32.
 
     Attributes:
-        codes: float32, each a value of the format.
-        inner: float32, the scales of blocks, broadcastable over ``codes`` once :func:`spread`. ``None`` without blocks.
-        outer: float32 ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul. For granularity
-            ``column`` it is multiplied into the other operand. ``None`` without one.
+        codes: values of the format.
+        inner: scales ``[row blocks, column blocks]``, see :func:`spread`; ``None`` without blocks.
+        outer: ``[rows, 1]``, ``[1, columns]`` or ``[1, 1]``: the scale to apply after the matmul; ``None`` without one.
     """
 
     codes: Tensor
@@ -63,17 +60,9 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    x: Tensor,
-    cast: Cast,
-    dim: int = 1,
-    *,
-    words: tuple[Tensor, Tensor] | None = None,
-    amax: Tensor | None = None,
+    x: Tensor, cast: Cast, dim: int = 1, *, words: tuple[Tensor, Tensor] | None = None, amax: Tensor | None = None
 ) -> Quantized:
     """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
-
-    Invariant: with ``granularity="row"`` no row's result depends on another. Quantizing a result's values again under the same
-    scales changes nothing.
 
     Args:
         x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
@@ -82,7 +71,6 @@ def quantize(
         amax: float32 ``[1, 1]``, replaces the tensor's own largest magnitude for its scale.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
-    Cost: compiled, one pass for the scales and one for the codes.
     Example:
         >>> q = quantize(torch.tensor([[1.0, -2.0, 0.3]]), Cast("int8", "row"))
         >>> q.codes
@@ -101,33 +89,26 @@ def quantize(
 
 
 def quantize_whole(
-    x: Tensor,
-    cast: Cast,
-    dim: int,
-    words: tuple[Tensor, Tensor] | None,
-    fold: Tensor | None,
-    amax: Tensor | None,
+    x: Tensor, cast: Cast, dim: int, words: tuple[Tensor, Tensor] | None, fold: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
     values = x.float() if fold is None else x.float() * fold
-    inverse, outer = _whole_scale(values, cast, dim, amax)
-    return _codes(values, inverse, cast, words), outer
+    if cast.is_wide or cast.scaling == "static":
+        return _codes(values, None, cast, words), None
+    along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
+    largest = values.abs().amax(along, keepdim=True) if amax is None else amax
+    outer = _or_nan(largest.clamp_min(TINY) * (1 / cast.element.max), largest)
+    return _codes(values, reciprocal(outer), cast, words), outer
 
 
 def quantize_blocks(
     blocks: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Quantize a matrix in blocks. It is already rotated and split by :func:`blocked`, as the words are.
+    """Quantize a rotated matrix ``[row blocks, rows, column blocks, columns]``, see :func:`blocked`.
 
-    With the blocks' sides as tensor dims, a compiler makes loops of constant length. Scales and their inverses are returned, so
-    it computes them once, not at each value: four times faster.
-
-    Args:
-        blocks: ``[row blocks, rows, column blocks, columns]``.
-        amax: as for :func:`quantize`, or one per row block. Then each row block has its own outer scale.
-    Returns:
-        Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, the multiplier of the values, and the
-        outer scale or ``None``.
+    Return codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, the multiplier of the values, and the
+    outer scale or ``None``. A compiler computes returned scales once, not at each value: four times faster. ``amax`` is as for
+    :func:`quantize`, or one per row block; then each row block has its own outer scale.
     """
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)
@@ -138,16 +119,6 @@ def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
     """Return rows and columns of a block of a matrix contracted along ``dim``."""
     sides = cast.block or (1, 1)
     return sides if dim == 1 else sides[::-1]
-
-
-def _whole_scale(values: Tensor, cast: Cast, dim: int, amax: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the multiplier of values of a tensor, row or column, and its inverse, the scale."""
-    if cast.is_wide or cast.scaling == "static":
-        return None, None
-    along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
-    largest = values.abs().amax(along, keepdim=True) if amax is None else amax
-    outer = _or_nan(largest.clamp_min(TINY) * (1 / cast.element.max), largest)
-    return reciprocal(outer), outer
 
 
 def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -171,16 +142,10 @@ def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tens
 
 
 def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """Return random words from counters: one for each row, one for each column; see :func:`uniform`.
+    """Return random words for rows and columns, see :func:`uniform`: float32 in [0, 1), ``[rows, 1]`` and ``[1, columns]``.
 
-    The result depends only on the key and the logical indices. A chunk of rows that begins at ``first_row`` gets the same words
-    as in the whole.
-
-    Args:
-        key: 0-d int32, specific to the seed, the step, the layer and the operand, and well mixed. Keys that differ only in low
-            bits give the same words in another order.
-    Returns:
-        float32 in [0, 1): ``[rows, 1]`` of 16 bits, and ``[1, columns]`` of 16 bits plus half a last one.
+    They depend only on the logical indices and on ``key``: 0-d int32, specific to the seed, the step, the layer and the operand,
+    and well mixed. Keys that differ only in low bits give the same words in another order.
     """
     row, column = (torch.arange(count, dtype=torch.int32, device=key.device) for count in (rows, columns))
     return words_of(row, column, key, torch.as_tensor(first_row, dtype=torch.int32, device=key.device))
@@ -199,21 +164,18 @@ def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tup
 def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
     """Return a uniform number in [0, 1) for each element: the sum of its row's and its column's word, modulo 1.
 
-    It is one of the 65,536 middles of equal parts. Their mean is 1/2. Each plus a whole number up to 127 is exact in float32,
-    so values of the format never move.
-
-    Numbers of any two elements are independent. So a dot product's rounding error has the variance of independent roundings.
-    (Four at the corners of a rectangle are not independent. A hash per element costs three times the cast.)
+    It is one of the 65,536 middles of equal parts. Each plus a whole number up to 127 is exact in float32, so values of the
+    format never move. Numbers of any two elements are independent, so a dot product's rounding error has the variance of
+    independent roundings. (Four at the corners of a rectangle are not. A hash per element costs three times the cast.)
     """
     total = words[0] + words[1]
     return total - total.floor()
 
 
 def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
-    """Return the power of two that divides a group with this largest magnitude, for elements of format ``row``.
+    """Return the scale of a group: with ``up`` the smallest power of two at which nothing saturates, else the OCP rule.
 
-    With ``up`` it is the smallest at which nothing saturates. Otherwise it is the OCP rule: the exponent of ``amax`` minus the
-    format's.
+    The OCP rule is the exponent of ``amax`` minus that of the largest value of format ``row``.
     """
     mantissa = int(math.frexp(row.max)[0] * (1 << 24)) - (1 << 23)
     bits = bits_of(amax.clamp_min(TINY)) + (0x7FFFFF - mantissa if up else 0)
@@ -237,8 +199,7 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
 def rotate(x: Tensor, dim: int) -> Tensor:
     """Mix each 16 consecutive elements along ``dim`` by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
 
-    The signs repeat every 16 elements and never change, as in the published recipe. The product of two rotated operands is
-    unchanged. The dimension must be a multiple of 16 long (see :func:`padded`).
+    The 16 signs never change. The product of two rotated operands is unchanged. Pad the dimension to a multiple of 16.
 
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
@@ -292,9 +253,6 @@ def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:
 
 # ── what a GPU's matmul kernels read ────────────────────────────────────────────────────────────────────────────────────
 
-TILE_ROWS, TILE_SCALES, _GROUP_ROWS = 128, 4, 32
-SQUARE_ALIGNMENT = 4
-"""Scales of square blocks: the length of a column is a multiple of this."""
 # The magnitudes of e2m1, doubled, by code; the sign is the fourth bit.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
@@ -335,17 +293,13 @@ def tiled_scales(scales: Tensor) -> Tensor:
     The scale of row ``r`` and block ``b`` is at ``512 * tile + (r % 32) * 16 + (r % 128 // 32) * 4 + b % 4``. Tiles
     ``(r // 128, b // 4)`` are counted row by row. Zeros fill the last tiles.
 
-    Source: cuBLAS, "1D Block Scaling Factors Layout": ``offset = (outer % 32) * 16 + (outer / 32) * 4 + inner`` within a tile;
-    PyTorch, ``SwizzleType.SWIZZLE_32_4_4``.
+    Source: cuBLAS, "1D Block Scaling Factors Layout"; PyTorch, ``SwizzleType.SWIZZLE_32_4_4``.
     Example:
         >>> tiled_scales(torch.arange(1, 129, dtype=torch.uint8)[:, None])[:17:4]
         tensor([ 1, 33, 65, 97,  2], dtype=torch.uint8)
     """
     rows, blocks = scales.shape
-    padded_scales = F.pad(scales.view(torch.uint8), (0, -blocks % TILE_SCALES, 0, -rows % TILE_ROWS))
-    tiles = padded_scales.view(
-        -1, TILE_ROWS // _GROUP_ROWS, _GROUP_ROWS, padded_scales.shape[1] // TILE_SCALES, TILE_SCALES
-    )
+    tiles = F.pad(scales.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128)).view(-1, 4, 32, -(-blocks // 4), 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
 
 
@@ -362,4 +316,4 @@ def square_scales_in_columns(scales: Tensor) -> Tensor:
 
     Source: as of :func:`scales_in_columns`: K-major, "the stride between the consecutive columns must be a multiple of 4".
     """
-    return F.pad(scales, (0, -scales.shape[1] % SQUARE_ALIGNMENT)).contiguous().t()
+    return F.pad(scales, (0, -scales.shape[1] % 4)).contiguous().t()

@@ -14,8 +14,7 @@ fuse integer operations. So eager and compiled code give the same bits.
 
 Special values, unless a function says otherwise: A zero keeps its sign. A subnormal is rounded like any other value. An
 infinity stays one. A finite value that rounds past the largest becomes infinite (IEEE 754). A NaN becomes the one quiet NaN of
-its format, without a sign. X86 makes negative NaNs, CUDA positive ones of other bits, and both would be stored
-(:func:`canonical_bits`).
+its format, without a sign (:func:`canonical_bits`).
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def float_of(bits: Tensor) -> Tensor:
 def canonical_bits(x: Tensor) -> Tensor:
     """Return the int32 bits of a float32 tensor. Every NaN becomes the one quiet NaN, positive and without a payload.
 
-    IEEE 754 does not define the NaN of an operation. On x86 it is negative or an operand's, on CUDA positive and all ones.
-    Stored values must not depend on that. All ones would also carry into the sign when rounded.
+    The NaN of an operation is negative or an operand's on x86, positive and all ones on CUDA, which would carry into the sign.
     """
     # `isnan` prevents vectorized CPU loops. On CUDA this takes fewer instructions. There `where` would copy the number from the
     # host, and wait.
@@ -70,13 +68,11 @@ def power_below(x: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:
-    """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under ``seed`` (0-d int32).
+    """Return 32 hashed bits per element of ``key`` (int32, specific to each element) under a well mixed ``seed`` (0-d int32).
 
-    The result depends only on key and seed. So shards, chunks and flattenings get the same bits, and no generator needs
-    saving. Right shifts are masked, since int32 shifts copy the sign.
+    Right shifts are masked, since int32 shifts copy the sign.
 
-    Source:
-        Two of the three rounds of ``lowbias32`` of Chris Wellons' hash prospector; the seed is itself well mixed.
+    Source: two of the three rounds of ``lowbias32`` of Chris Wellons' hash prospector.
     """
     h = (key ^ seed) * 0x7FEB352D
     h = (h ^ ((h >> 15) & 0x1FFFF)) * (0x846CA68B - (1 << 32))
@@ -86,8 +82,7 @@ def random_bits(key: Tensor, seed: Tensor) -> Tensor:
 def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
     """Return a random addend for :func:`cut`, int32 in ``[0, 2**dropped)``, from ``count`` bits of ``random`` at bit ``start``.
 
-    The mean of the addend must be half of the dropped range. Fewer random bits than dropped ones would round down on average.
-    So the missing low bits are set to their middle. Without that, 12 bits for 20 lose 1 % of a second moment, 8 bits 14 %.
+    With fewer random bits than dropped ones, the missing low bits are set to their middle, or values would round down on average.
     """
     used = min(count, dropped)
     missing = dropped - used
@@ -127,8 +122,7 @@ def sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of float32 or float64 values.
 
     Eager ``torch.sqrt`` on a CPU is one ulp off for a fifth of all float32 values and 1 % of float64 ones. Compiled it is
-    right. A detour through float64 is right everywhere, but costs a compiled optimizer step a fifth of its time. NumPy's is
-    right.
+    right. A detour through float64 costs a compiled optimizer step a fifth of its time. NumPy's float64 root is right.
     """
     if is_traced() or x.device.type != "cpu":
         return x.sqrt()
@@ -156,10 +150,7 @@ def round_to_float16(x: Tensor) -> Tensor:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert float32 values to a float format that can hold them. Every NaN becomes the quiet NaN.
-
-    PyTorch's conversion gives a NaN other bits on CUDA than on a CPU. On a CPU vector instructions differ too.
-    """
+    """Convert float32 values to a float format that can hold them. Every NaN becomes the quiet NaN, on every device."""
     if dtype is torch.float32:
         return quiet(x)
     return x.to(dtype).view(torch.int16).masked_fill(x != x, QUIET_NANS[dtype]).view(dtype)
@@ -259,17 +250,15 @@ def round_to(
     * ``nearest``: Ties go to the even mantissa. A scale has no mantissa: its ties go up, as do all values between its two
       smallest powers. PyTorch and ml_dtypes do the same.
     * ``toward_zero``: Take the neighbour nearer to zero. Finite values never leave the range.
-    * ``stochastic``: Take one of the two neighbours. The nearer is more probable, so the mean is the value, to 2^-30 of an ulp.
-      The random bits are a hash of the seed, the element's logical index and its bits. They are the same in any memory
-      layout, eager and compiled.
+    * ``stochastic``: Take one of the two neighbours. The mean is the value, to 2^-30 of an ulp. The random bits are a hash of
+      the seed, the element's logical index and its bits.
     * Overflow means a rounded value past the largest, or an infinity. It gives infinity if the format has one, else NaN if it
       has that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers). ``saturate=True`` gives
-      the end of the range in every format, for infinities too. ml_dtypes saturates formats without NaN alone; PyTorch 2.13
-      also saturates ``float8_e4m3fn``.
+      the end of the range in every format. PyTorch 2.13 saturates ``float8_e4m3fn``, ml_dtypes does not.
     * NaN: It becomes the quiet NaN. In a format without NaN it becomes 0. A scale of such codes must carry the NaN.
-    * A zero, or a value that rounds to zero, keeps its sign if the format has −0. Subnormals are values like others.
-    * Below zero, an unsigned integer overflows to 0. A scale (``float8_e8m0fnu``) has nothing at or below zero. Such values
-      overflow to NaN, or with ``saturate`` to its smallest power. A smaller positive value becomes the smallest power.
+    * A zero, or a value that rounds to zero, keeps its sign if the format has −0.
+    * A scale (``float8_e8m0fnu``) has nothing at or below zero. Such values overflow to NaN, or with ``saturate`` to its
+      smallest power. A smaller positive value becomes the smallest power.
 
     Args:
         x: floating-point tensor of any shape. Float64 is rounded once, not through float32.
@@ -282,11 +271,8 @@ def round_to(
         float32 tensor shaped like ``x``, without gradient.
     Raises:
         FormatError: float32 cannot hold the format, ``x`` is not floating-point, or the rounding or seed is missing.
-    Cost:
-        One pass, about 20 integer operations an element, 40 if stochastic. Eager, each makes a temporary.
-    Source:
-        IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2; stochastic rounding: Croci et al.,
-        Royal Society Open Science 9 (2022) 211631.
+    Cost: one pass, about 20 operations an element, 40 if stochastic. Eager, each makes a temporary.
+    Source: IEEE 754-2019, sections 4.3 and 7.4; OCP FP8 v1.0, section 5.2.2; Croci et al. 2022 (10.1098/rsos.211631).
     Example:
         >>> round_to(torch.tensor([0.1, 460.0, 1000.0]), "float8_e4m3fn")
         tensor([1.0156e-01, 4.4800e+02,        nan])

@@ -28,46 +28,31 @@ COUNTERS = ("lives", "good_steps", "num_overflows", "num_held")
 class LossScaler:
     """Grow a loss scale while nothing overflows, and reduce it after repeated overflows.
 
-    Invariant: the scale is a power of two from 1 to 2^24. The state depends only on the sequence of overflows:
+    Invariant: the scale is a power of two from 1 to 2^24. The state depends only on the sequence of overflows, on which all ranks
+    must agree:
 
-    * A step that overflows spends one of ``hysteresis`` lives and restarts the count of good steps. If no life is left, it
-      halves the scale, but never below 1.
-    * A step that does not overflow restores all lives. So only ``hysteresis`` overflows *in a row* lower the scale. If a
-      fraction p of steps overflows, two in a row come after about 1/p² steps.
-    * After ``growth_interval`` steps in a row without an overflow the scale is doubled, but never above 2^24. Then the
-      count restarts.
-
-    Ranks that train together must agree on overflows, as they do on a norm over all of them. Then their scales are equal.
+    * From the ``hysteresis``-th overflow in a row on, each halves the scale, but never below 1.
+    * ``growth_interval`` steps in a row without an overflow double it, but never above 2^24.
 
     Args:
         initial: the first scale.
         growth_interval: steps without an overflow until the scale grows.
-        hysteresis: lives. 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
+        hysteresis: overflows in a row until the scale shrinks. With 1, every overflow halves it, as in ``torch.amp.GradScaler``.
     Raises:
         RecipeError: the scale is not a power of two from 1 to 2^24, or a count is below 1.
-
     Example:
         >>> scaler = LossScaler(growth_interval=2, hysteresis=1)
         >>> for overflowed in (True, False, False, False):
         ...     scaler.update_(torch.tensor(overflowed))
-        ...     print(scaler.scale_tensor.item())
-        32768.0
-        32768.0
-        65536.0
-        65536.0
+        >>> scaler.scale_tensor
+        tensor(65536.)
 
     Source:
-        Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740. Hysteresis is Megatron-LM's. Lives return after
-        every step without an overflow, as in DeepSpeed's ``consecutive_hysteresis``.
+        Micikevicius et al. 2018, Mixed Precision Training (1710.03740); hysteresis as in Megatron-LM and DeepSpeed's
+        ``consecutive_hysteresis``.
     """
 
-    def __init__(
-        self,
-        initial: float = 2.0**16,
-        *,
-        growth_interval: int = 2000,
-        hysteresis: int = 2,
-    ) -> None:
+    def __init__(self, initial: float = 2.0**16, *, growth_interval: int = 2000, hysteresis: int = 2) -> None:
         _require_scale("initial", initial)
         for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
             if type(count) is not int or not 1 <= count < 1 << 31:

@@ -1,9 +1,8 @@
 """Widening: compute matmuls and attention of 8- and 16-bit operands in float32, for processors without their format.
 
-bfloat16, float16 and int8 numbers are float32 numbers. The product of two bfloat16 or int8 numbers is exact in float32.
-Operands are widened, multiplied and added in float32, and the result is rounded once. It equals a matmul in their format,
-except for the order of the sum. Sums of integers are exact: 1,024 products of two int8 codes fit float32's 24 bits. Such
-partial sums are added exactly. Only tiles of the operands are widened at a time, in reused memory.
+The product of two bfloat16 or int8 numbers is exact in float32. Operands are widened, multiplied and added in float32, and the
+result is rounded once. It equals a matmul in their format, except for the order of the sum. Sums of integers are exact: 1,024
+products of two int8 codes fit float32's 24 bits. Only tiles of the operands are widened at a time, in reused memory.
 
 :func:`linear`, :func:`matmul` and :func:`add_product` are PyTorch's own functions if the processor multiplies the operands'
 format. Otherwise one operator does all three matmuls. It saves the original operands for backward.
@@ -113,10 +112,7 @@ def float32_attention() -> Iterator[None]:
     """Compute fused attention of 16-bit operands in float32, within a context, on a CPU that does not multiply bfloat16.
 
     Enter it around forward and backward. There the kernel's backward pass is 5 to 20 times slower in bfloat16 than in float32.
-    The kernel gets widened operands, and its results are rounded. Tensors saved for backward stay bfloat16.
-
-    Invariant: float32 operands, and all operands on a processor that multiplies bfloat16, give the same bits as before.
-    Cost: float32 copies of one call's operands during the call.
+    Tensors saved for backward stay bfloat16. Float32 operands, and other processors, give the same bits as before.
     """
     with ExitStack() as stack:
         if not multiplies("bfloat16"):
@@ -143,16 +139,9 @@ def _as_float32(value: Any) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, on any processor.
+    """Return ``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, rounded once, on any processor.
 
-    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once. The
-    weight is converted to that dtype first. Gradients have each operand's own dtype.
-
-    Cost: PyTorch's, or a float32 matmul plus widening tiles of both operands.
-    Example:
-        >>> linear(torch.ones(2, 3), torch.ones(4, 3, dtype=torch.bfloat16))
-        tensor([[3., 3., 3., 3.],
-                [3., 3., 3., 3.]])
+    The weight is converted to that dtype first. Gradients have each operand's own dtype.
     """
     weight = weight.to(x.dtype)
     if not is_widened(x.dtype, x.device.type):

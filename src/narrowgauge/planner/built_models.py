@@ -66,7 +66,7 @@ def _architecture(model: Any, config: Any, name: str) -> Architecture:
     is_recurrent = any(_RECURRENT.search(n) for layer in layers for n, _ in layer.named_parameters())
     if is_recurrent or not (layers and heads and embedding is not None and head is not None):
         raise DataError(
-            f"Cannot plan {name}, because it is no decoder of attention layers.",
+            f"Cannot plan {name}, because it is not a decoder of attention layers.",
             f"Plan its state: narrowgauge plan state --params {total}.",
         )
 

@@ -50,7 +50,7 @@ class Cluster:
         if self.chips % self.chips_per_node:
             size, near = self.chips_per_node, self.chips - self.chips % self.chips_per_node
             raise ChipError(
-                f"{self.chips} chips were requested in nodes of {size}, which is {self.chips / size:.2f} nodes.",
+                f"Cannot place {self.chips} chips in nodes of {size} because they fill {self.chips / size:.2f} nodes.",
                 f"Use {near} or {near + size} chips, or name the chips of a node.",
             )
 

@@ -72,7 +72,7 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
     """Return a chip's efficiencies with a library of ``SOFTWARE``; empty for the chip's default assumption."""
     if software and software not in SOFTWARE:
         raise NarrowgaugeError(
-            f"software {software!r} was requested.",
+            f"Cannot plan for software {software!r} because its efficiency is unknown.",
             suggestion(software, SOFTWARE) or f"There is {', '.join(SOFTWARE)}.",
         )
 

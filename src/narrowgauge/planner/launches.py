@@ -37,7 +37,7 @@ def read_launch(path: str | Path) -> dict[str, Any]:
     path = Path(path).expanduser()
     settings = read_table(path, "launch", _KEYS, ("model", "recipes", "chip", "chips"))
     if not 0 < settings.get("step_seconds", 1) < math.inf:
-        raise DataError(f"{path}: step_seconds = {settings['step_seconds']} is no time.", "Write seconds above zero.")
+        raise DataError(f"{path} has step_seconds = {settings['step_seconds']}.", "Write seconds above zero.")
     return settings
 
 

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 _KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/activations.py)"
 _ZERO = "Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5"
 _FSDP = "torch FSDP2: the layer in use, and the one that is gathered meanwhile"
-_STAGES = (
-    "torchtitan and torch.distributed.pipelining: stages gather weights once a step, and share gradients after the last"
-)
+_STAGES = "torchtitan and torch.distributed.pipelining: stages gather weights once a step, and reduce gradients after the last"
 _SEQUENCE = (
     "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
 )

@@ -81,22 +81,18 @@ def plan(
     numbers = {"sequence_length": sequence_length, "tokens_per_step": tokens_per_step, "tokens": tokens}
     for name, value in numbers.items():
         if value is not None and not 1 <= value < math.inf:
-            raise NarrowgaugeError(f"{name} = {value} was requested.", "Use 1 or more.")
+            raise NarrowgaugeError(f"Cannot plan with {name} = {value}.", "Use 1 or more.")
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
     fixed, length = read_layout(layout), _sequence_length(architecture, sequence_length)
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     counts = [chips] if isinstance(chips, int) else list(chips)
     if bool(clusters) == bool(kinds) or (clusters and (counts or rates)):
-        problem = (
-            f"a cluster and {next(iter(rates), 'chips')} were requested together"
-            if clusters
-            else "no machine was named"
-        )
+        both = f"a cluster has its own {next(iter(rates), 'chips')}"
         advice = (
             "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
         )
-        raise ChipError(f"{problem}.", advice)
+        raise ChipError(f"Cannot plan because {both if clusters else 'no machine was named'}.", advice)
     machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
     asked = read_recipes(recipes, optimizer)
@@ -131,8 +127,7 @@ def _sequence_length(architecture: Architecture, length: int | None) -> int:
     # Rotary positions extend beyond the trained positions, learned positions do not.
     if architecture.positions and length > architecture.positions:
         raise NarrowgaugeError(
-            f"sequences of {length:,} tokens were requested for {architecture.name}, which has {architecture.positions:,} "
-            "positions.",
+            f"Cannot plan sequences of {length:,} tokens because {architecture.name} has {architecture.positions:,} positions.",
             "Use shorter sequences.",
         )
     return length
@@ -156,7 +151,7 @@ def read_recipes(recipes: str | Recipe | Sequence[str | Recipe], optimizer: str)
     """
     if optimizer not in OPTIMIZER_STATES:
         raise RecipeError(
-            f"the states of optimizer {optimizer!r} were requested.",
+            f"Cannot plan optimizer {optimizer!r} because its states are unknown.",
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
     names = [recipes] if isinstance(recipes, str | Recipe) else recipes

@@ -54,13 +54,13 @@ def read_points(text: str) -> list[tuple[int, float]]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+\.?\d*)\s*(s|min|m|h|d)\s*", part)
         if match is None or not int(match[1]) or not float(match[2]):
-            raise DataError(f"'{part}' is no measured time: it must be CHIPS:TIME, both above zero.", _EXAMPLE)
+            raise DataError(
+                f"Cannot read '{part}' as a measured time: it must be CHIPS:TIME, both above zero.", _EXAMPLE
+            )
         points.append((int(match[1]), float(match[2]) * _UNITS[match[3]]))
     if len(dict(points)) < 2:
         raise DataError(
-            f"measured times on several numbers of chips were requested, and {text!r} has times on "
-            f"{counted(points[0][0], 'chip')} only.",
-            _EXAMPLE,
+            f"Cannot fit a scaling law because {text!r} has times on {counted(points[0][0], 'chip')} only.", _EXAMPLE
         )
     return sorted(points)
 

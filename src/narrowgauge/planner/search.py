@@ -98,9 +98,9 @@ def search(
     if tokens_per_step is not None and not small:
         least = micro_batch * min(shape.num_replicas for shape in shapes)
         raise RecipeError(
-            f"a step of {num_sequences * sequence_length:,} tokens was requested on {counted(cluster.chips, 'chip')}, which "
+            f"Cannot plan a step of {num_sequences * sequence_length:,} tokens on {counted(cluster.chips, 'chip')} because they "
             f"compute {least * sequence_length:,} at once.",
-            "Ask for as many, or for fewer chips.",
+            "Name as many tokens, or fewer chips.",
         )
     # With free tokens, steps of one micro-batch are tried: they need no memory for sums of gradients.
     is_batch_free = tokens_per_step is None and "micro_batches" not in fixed

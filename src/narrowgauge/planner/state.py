@@ -46,7 +46,7 @@ def plan_state(
         [80.0, 160.0]
     """
     if not 1 <= params < 1e18:
-        raise RecipeError(f"{params:g} parameters were requested.", "Give a number above 1, such as 10e9.")
+        raise RecipeError(f"Cannot plan {params:g} parameters.", "Give a number above 1, such as 10e9.")
     if optimizer in RANKS:
         raise RecipeError(
             f"Cannot count the states of {optimizer} without shapes of matrices.", "narrowgauge plan run --model …"
@@ -61,7 +61,7 @@ def plan_state(
         ranks, rest = divmod(number, base.num_ranks)
         if rest or ranks < 1 or (ranks > 1 and not open_axes):
             raise ChipError(
-                f"a layout of {counted(base.num_ranks, 'chip')} was requested on {number}.",
+                f"Cannot place a layout of {counted(base.num_ranks, 'chip')} on {number}.",
                 "Name all its axes, or none.",
             )
         axes = replace(base, **{axis: getattr(base, axis) * ranks for axis in open_axes[:1]})

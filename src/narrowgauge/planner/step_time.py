@@ -35,8 +35,8 @@ UNSTEADY_GROUP = "checkpoints"
 CHECKPOINT_SECONDS = 3600.0
 """Seconds between checkpoints: an assumption."""
 _GROUPS = {
-    "matmuls": ("linear layers and head", "roofline, measured share of the peak"),
-    "casts": ("casts to narrow formats", "roofline, measured share of the bandwidth"),
+    "matmuls": ("linear layers and head", "roofline, measured fraction of the peak"),
+    "casts": ("casts to narrow formats", "roofline, measured fraction of the bandwidth"),
     "attention": ("attention", "arXiv 2307.08691, 2407.08608"),
     "elementwise": ("norms, residuals, gates", "bytes moved by fused kernels"),
     "loss": ("softmax and cross entropy", "bytes moved by fused kernels"),
@@ -69,13 +69,13 @@ def check_job(job: Job) -> None:
     architecture, layout, chip = job.architecture, job.layout, job.chip
     if chip.rate_format(job.recipe.dtype) not in chip.peak_tflops:
         raise ChipError(
-            f"{job.recipe.name} was requested on {chip.name}, which does not multiply {job.recipe.dtype}.",
+            f"Cannot run {job.recipe.name} on {chip.name} because it does not multiply {job.recipe.dtype}.",
             f"It multiplies {', '.join(chip.peak_tflops)}.",
         )
     if layout.num_ranks > job.cluster.chips:
         raise ChipError(
-            f"a layout of {layout.num_ranks} ranks was requested on {job.cluster.chips} chips.",
-            "Share less, or add chips.",
+            f"Cannot place a layout of {layout.num_ranks} ranks on {job.cluster.chips} chips.",
+            "Shard less, or add chips.",
         )
     why = why_not(architecture, layout, job.sequence_length)
     if why:

@@ -4,8 +4,8 @@ A machine's speed drifts by tens of percent within minutes. So each round times 
 in each recipe, and both passes of one layer of each kind. Ratios are taken within a round. Everything is compiled before the
 first round.
 
-The layers are the model's own, on random inputs. They run one by one. In a step a compiler fuses them with their neighbours,
-and layers of one input (q, k and v) share its cast. The steps show that time.
+The layers are the model's own, on random inputs, one of each kind. They run one by one. In a step a compiler fuses them with
+their neighbours, and layers of one input (q, k and v) share its cast. The steps show that time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from narrowgauge.inductor import MANY_VERSIONS
+from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.planner.model import read_model
-from narrowgauge.profiling.layers import Kind, baseline_of, kinds_of
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
 from narrowgauge.trainer.session import Session, build
@@ -37,6 +39,41 @@ ROUNDS = 5
 _LEAST_SECONDS = 2e-3  # a shorter call is repeated until it takes this long
 _RANDOM_TOKENS = 1 << 18
 Work = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Layers of one shape whose names differ only in numbers, ``*`` in ``pattern``."""
+
+    pattern: str
+    out_features: int
+    in_features: int
+    names: tuple[str, ...]
+
+
+def kinds_of(model: Any) -> tuple[Kind, ...]:
+    """Return the kinds of linear layers of a PyTorch model, in their order."""
+    names: dict[tuple[str, int, int], list[str]] = {}
+    for name, module in model.named_modules():
+        if is_linear(module):
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            rows, columns = module.weight.shape
+            sides = (columns, rows) if is_transposed(module) else (rows, columns)
+            names.setdefault((pattern, *sides), []).append(name)
+    return tuple(Kind(*key, tuple(layers)) for key, layers in names.items())
+
+
+def baseline_of(recipe: Recipe) -> Recipe:
+    """Return the bfloat16 recipe to compare a recipe with: with the same storage, if bfloat16 supports it.
+
+    Example:
+        >>> from narrowgauge.spec.notation import parse
+        >>> baseline_of(parse("float32/float32")).name, baseline_of(parse("float16/split")).name
+        ('bfloat16/float32', 'bfloat16/word')
+    """
+    if recipe.storage.owner:
+        return Recipe(COMPUTES["bfloat16"], STORAGES["word"])
+    return replace(recipe, compute=COMPUTES["bfloat16"], overrides=())
 
 
 @dataclass(frozen=True)

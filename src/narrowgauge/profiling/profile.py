@@ -5,18 +5,17 @@ A machine's speed drifts. So every ratio is taken within a round, and the median
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from narrowgauge.matmul.gemm import describe_matmuls
 from narrowgauge.profiling import cast_error, measurement
-from narrowgauge.profiling.layers import baseline_of
-from narrowgauge.profiling.measurement import Times
+from narrowgauge.profiling.measurement import Times, baseline_of
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig, known_model
@@ -68,27 +67,17 @@ def cost_row(recipe: Recipe, times: Times) -> Row:
     layers = []
     for kind in times.kinds:
         narrow, wide = (times.layers[of, kind.pattern] for of in (recipe, baseline))
-        layers.append(
-            {
-                "pattern": kind.pattern,
-                "out_features": kind.out_features,
-                "in_features": kind.in_features,
-                "count": len(kind.names),
-                "compute": recipe.compute_of(kind.names[0]).name,
-                "forward_seconds": statistics.median(forward for forward, _ in narrow),
-                "seconds": statistics.median(both for _, both in narrow),
-                "baseline_seconds": statistics.median(both for _, both in wide),
-                "ratio": statistics.median(base / both for (_, both), (_, base) in zip(narrow, wide, strict=True)),
-            }
-        )
+        layers.append({
+            "pattern": kind.pattern, "out_features": kind.out_features, "in_features": kind.in_features,
+            "count": len(kind.names), "compute": recipe.compute_of(kind.names[0]).name,
+            "forward_seconds": median(forward for forward, _ in narrow),
+            "seconds": median(seconds for _, seconds in narrow), "baseline_seconds": median(seconds for _, seconds in wide),
+            "ratio": median(base / seconds for (_, seconds), (_, base) in zip(narrow, wide, strict=True)),
+        })  # fmt: skip
     return {
-        "recipe": recipe.name,
-        "baseline": baseline.name,
-        "step_seconds": statistics.median(times.steps[recipe]),
-        "step_ratio": statistics.median(ratios),
-        "step_ratio_range": (ratios[0], ratios[-1]),
-        "layers": layers,
-    }
+        "recipe": recipe.name, "baseline": baseline.name, "step_seconds": median(times.steps[recipe]),
+        "step_ratio": median(ratios), "step_ratio_range": (ratios[0], ratios[-1]), "layers": layers,
+    }  # fmt: skip
 
 
 def _ms(name: str) -> Any:

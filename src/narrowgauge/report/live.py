@@ -1,11 +1,11 @@
 """The live page: the report of unfinished runs, rendered again when they grow, and served locally to a browser.
 
-The watched training needs the processor more. So ``narrowgauge watch`` runs at the lowest priority, and waits ten times as long
-as the last rendering took. Nothing is written into the run folders.
+``narrowgauge watch`` leaves the processor to training: it runs at the lowest priority, and waits ten times as long as the last
+rendering took. Nothing is written into the run folders.
 
 Any web page in a browser may send requests to the loopback address. It cannot guess the token in the address. It may point its
-own name to 127.0.0.1 (DNS rebinding). The ``Host`` header check refuses that. A tunnel may end on another port than the
-server's, so ports are not compared.
+own name to 127.0.0.1 (DNS rebinding): the ``Host`` header check refuses that. A tunnel may end on another port, so ports are
+not compared.
 """
 
 from __future__ import annotations
@@ -111,9 +111,8 @@ _HEADERS = {
 class PageServer(ThreadingHTTPServer):
     """Serve one page on the loopback address.
 
-    Args:
-        page: the page to serve.
-        port: 0 for a free port.
+    Port 0 is a free port.
+
     Raises:
         NarrowgaugeError: the port is taken.
     """

@@ -35,12 +35,7 @@ def digest_of(script: str) -> str:
 
 
 def packed(value: Any) -> str:
-    """Return JSON, compressed and encoded. Floats must be finite.
-
-    Example:
-        >>> gzip.decompress(base64.b64decode(packed([1.5, None])))
-        b'[1.5,null]'
-    """
+    """Return JSON, compressed and encoded. Floats must be finite."""
     return _encoded(gzip.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 9, mtime=0))
 
 
@@ -99,12 +94,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
-    environment.globals |= {
-        "symbol_of": symbol_of,
-        "dash_of": dash_of,
-        "num_colours": NUM_COLOURS,
-        "solid": DASHES[0],
-    }
+    environment.globals |= {"symbol_of": symbol_of, "dash_of": dash_of, "num_colours": NUM_COLOURS, "solid": DASHES[0]}
     return environment
 
 

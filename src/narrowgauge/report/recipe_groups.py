@@ -1,10 +1,7 @@
 """The recipes of a page: groups of runs that differ only in their seed, with their diagnoses and the figures of their gauges.
 
-A group has one label and one palette index, in every figure and table.
-
-The gauges of a long run are a thousand numbers for each of hundreds of samples. As Python objects they take seven times the
-size of their file. For several runs, most machines lack the memory. So we read each file once, draw what the page shows, and
-release the rows before the next file.
+A group has one label and one palette index, in every figure and table. The gauges of a long run take seven times the size of
+their file in memory. So we read each file once, draw what the page shows, and release the rows before the next file.
 """
 
 from __future__ import annotations
@@ -76,24 +73,12 @@ class Group:
 
 
 def groups_of(comparison: Comparison) -> list[Group]:
-    """Return the recipes of a comparison, in its order.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from narrowgauge.analysis.comparison.comparison import compare_runs
-        >>> made = [Run(Path("a"), {"config": {"recipe": "bfloat16/word", "seed": seed}}) for seed in (0, 1)]
-        >>> [(group.label, len(group.runs)) for group in groups_of(compare_runs(made))]
-        [('bfloat16/word', 2)]
-    """
+    """Return the recipes of a comparison, in its order."""
     return [Group(label, index, stats.runs) for index, (label, stats) in enumerate(comparison.classes.items())]
 
 
 def details_of(run: Run, index: int) -> RunDetails:
-    """Read the gauges of a run once, and release them unless they were loaded before.
-
-    Args:
-        index: palette index of the run.
-    """
+    """Read the gauges of a run once, and release them unless they were loaded before. ``index`` is of its colour."""
     was_held = "gauges" in vars(run)
     try:
         diagnosis, rows = diagnosed(run), rows_of(run, "gauges")

@@ -1,9 +1,7 @@
 """The page of runs: one recipe or many, with costs, figures, findings, events and settings.
 
-Its tables equal the terminal's. Lost updates are the audit's last values, as in the verdict. The first large steps dominate
-sums over a run. Such sums hide losses at a small learning rate.
-
-If the diagnosis fails, its section says so, and the measurements stay readable.
+Its tables equal the terminal's. Lost updates are the audit's last values, as in the verdict: the first large steps dominate
+sums over a run, which hide losses at a small learning rate. If the diagnosis fails, its section says so.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from markupsafe import Markup
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.reading import Reading, reading_table
-from narrowgauge.report.event_table import ROUTINE, event_table
 from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS
 from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges
@@ -27,23 +24,16 @@ from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import document, environment
 from narrowgauge.report.recipe_groups import Group, groups_of
-from narrowgauge.report.run_settings import setting_tables
+from narrowgauge.report.run_tables import ROUTINE, event_table, setting_tables
 from narrowgauge.runs.finding import counted, listed, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table, name_columns, text_columns
 
 SECTIONS: dict[str, str] = {
-    "verdict": "Verdict",
-    "diagnosis": "Diagnosis",
-    "costs": "Cost",
-    "loss": "Loss",
-    "layers": "Layers",
-    "ranges": "Ranges",
-    "history": "Gradients",
-    "events": "Events",
-    "environment": "Environment",
-}
+    "verdict": "Verdict", "diagnosis": "Diagnosis", "costs": "Cost", "loss": "Loss", "layers": "Layers", "ranges": "Ranges",
+    "history": "Gradients", "events": "Events", "environment": "Environment",
+}  # fmt: skip
 """Headings of the page's sections in order, by id. A section with nothing to show is left out."""
 
 
@@ -65,22 +55,13 @@ def render(comparison: Comparison, live: bool = False) -> str:
     words: dict[str, Any] = {
         "title": title_of([run for run, _ in named], [group.label for group in groups]),
         "subtitle": _subtitle([run for run, _ in named]),
-        "groups": groups,
-        "indices": {group.label: group.index for group in groups},
-        "comparison": comparison,
-        "readings": readings,
-        "figures": figures,
-        "details": details,
+        "groups": groups, "indices": {group.label: group.index for group in groups}, "comparison": comparison,
+        "readings": readings, "figures": figures, "details": details,
         # The run whose worst tensor lost most at the end. For healthy runs, the first.
         "shown": min(range(len(details)), key=lambda run: round(details[run].lowest_edq, 1), default=0),
-        "metrics": HEAT_MAPS,
-        "named": named,
-        "events": event_table(named),
-        "routine": ROUTINE,
-        "settings_apart": differing,
-        "settings": shared,
-        "formats": SHOWN_FORMATS,
-    }
+        "metrics": HEAT_MAPS, "named": named, "events": event_table(named), "routine": ROUTINE,
+        "settings_apart": differing, "settings": shared, "formats": SHOWN_FORMATS,
+    }  # fmt: skip
     macros: Any = environment().get_template("sections.html.j2").make_module({**words, "headings": SECTIONS})
     rendered = {name: Markup(getattr(macros, f"{name}_section")().strip()) for name in SECTIONS}
     sections = {name: html for name, html in rendered.items() if html}
@@ -97,12 +78,7 @@ def render(comparison: Comparison, live: bool = False) -> str:
 
 
 def title_of(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Return the title of a page of runs.
-
-    Example:
-        >>> title_of([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})], ["bfloat16/word"])
-        'llama-1m in bfloat16/word'
-    """
+    """Return the title of a page of runs."""
     models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
     return f"{listed(models)} in {listed(labels) if len(labels) <= 4 else f'{len(labels)} recipes'}"
 
@@ -145,10 +121,7 @@ class RunReadings:
 
 
 def run_readings(groups: Iterable[Group]) -> RunReadings:
-    """Return the diagnosis of a page's runs.
-
-    Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
-    """
+    """Return the diagnosis of a page's runs."""
     rows, first, lines = list[Row](), [], []
     healthy: dict[str, list[str]] = {}
     for group in groups:

@@ -66,12 +66,7 @@ class Chip:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory in bytes. Drivers report up to 3 % less.
-
-        Example:
-            >>> get_chip("RTX-4090").memory_bytes // 2**30
-            24
-        """
+        """Return the memory in bytes. Drivers report up to 3 % less."""
         return self.reachable_mib << 20 if self.reachable_mib else self.memory_gb << 30
 
     @property
@@ -115,7 +110,7 @@ def get_chip(name: str) -> Chip:
         return CHIPS[matches[0]]
     if matches:
         raise ChipError(
-            f"chip {name!r} was requested, and {len(matches)} names begin with it: {', '.join(matches)}.",
+            f"Cannot choose a chip for {name!r} because {len(matches)} names begin with it: {', '.join(matches)}.",
             "Name one of them.",
         )
     # A100-40GB omits a part of A100-SXM4-40GB, so comparing letters alone would not match.

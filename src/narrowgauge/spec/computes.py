@@ -6,8 +6,7 @@ rounding and scaling. A :class:`Slot` says which tensor an operand is, and which
 Kernels, profiler, tests, documentation and ``narrowgauge show`` read the same table. A new compute is a new row here.
 
 An operand is a matrix ``[rows, contraction]``. So ``row`` is one scale per dot product, ``1x32`` one per 32 terms of it, and
-``column`` one per term. A scale per term cannot be factored out of the sum. It multiplies the *other* operand before that
-operand's cast.
+``column`` one per term. A scale per term cannot be factored out: it multiplies the *other* operand before that operand's cast.
 """
 
 from __future__ import annotations
@@ -179,10 +178,6 @@ class Compute:
         """Return this compute with one accumulation in all three matmuls, which native kernels alone follow.
 
         torchao's ``rowwise`` recipe is ``float8-row`` with ``"fast"``: a sum of n products is up to n · 2^-13 off.
-
-        Example:
-            >>> COMPUTES["float8-row"].accumulating("fast").grad_input.accumulation
-            'fast'
         """
         output, grad_input, grad_weight = (replace(p, accumulation=accumulation) for p in self.products.values())
         name = f"{self.name} {accumulation}"
@@ -416,36 +411,25 @@ class Slot:
     """
 
     matmul: str
-    side: Literal["left", "right"]
     tensor: str
     dim: int
     random_key: int
     reuses: str = ""
 
-    @property
-    def name(self) -> str:
-        """``matmul.side``, as in :attr:`Compute.casts`."""
-        return f"{self.matmul}.{self.side}"
 
-
-_SLOTS = (
-    Slot("output", "left", "input", dim=1, random_key=0),
-    Slot("output", "right", "weight", dim=1, random_key=1),
-    Slot("grad_input", "left", "gradient", dim=1, random_key=3),
-    Slot("grad_input", "right", "weight", dim=0, random_key=1, reuses="output.right"),
-    Slot("grad_weight", "left", "gradient", dim=0, random_key=2, reuses="grad_input.left"),
-    Slot("grad_weight", "right", "input", dim=0, random_key=0, reuses="output.left"),
-)
-SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
+SLOTS: dict[str, Slot] = {
+    "output.left": Slot("output", "input", dim=1, random_key=0),
+    "output.right": Slot("output", "weight", dim=1, random_key=1),
+    "grad_input.left": Slot("grad_input", "gradient", dim=1, random_key=3),
+    "grad_input.right": Slot("grad_input", "weight", dim=0, random_key=1, reuses="output.right"),
+    "grad_weight.left": Slot("grad_weight", "gradient", dim=0, random_key=2, reuses="grad_input.left"),
+    "grad_weight.right": Slot("grad_weight", "input", dim=0, random_key=0, reuses="output.left"),
+}
+"""Operands by ``matmul.side``, as in :attr:`Compute.casts`."""
 
 
 def casts_made(compute: Compute) -> tuple[str, ...]:
-    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32 bits.
-
-    Example:
-        >>> casts_made(COMPUTES["float8-tensor"])
-        ('output.left', 'output.right', 'grad_input.left')
-    """
+    """Return the slots that a compute casts: no reused codes, and no mere rounding to 16 or 32 bits."""
     slots, casts = compute.cast_slots, compute.casts
     return tuple(name for name in SLOTS if slots[name] == name and not casts[name].is_wide)
 
@@ -482,10 +466,5 @@ def stores_codes(compute: Compute, with_weight: bool = False) -> bool:
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:
-    """Return whether the weights of outlier columns are multiplied in 16 bits.
-
-    Example:
-        >>> [keeps_outlier_weights(COMPUTES[name]) for name in ("int8-row", "int8-outlier", "int8-outlier-codes")]
-        [False, True, False]
-    """
+    """Return whether the weights of outlier columns are multiplied in 16 bits."""
     return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"

@@ -97,11 +97,7 @@ class Format:
 
     @property
     def nearest_floor(self) -> int:
-        """Return the exponent of the smallest step of rounding to nearest.
-
-        It is ``finest_exponent``. For a scale it is one more: values between the two smallest powers round up, as in PyTorch
-        and ml_dtypes.
-        """
+        """Return the exponent of the smallest step of rounding to nearest. A scale rounds up between its two smallest powers."""
         return self.finest_exponent + (0 if self.signed else 1)
 
     @property
@@ -146,7 +142,7 @@ class Format:
         """
         if not 0 <= code < 1 << self.bits:
             raise FormatError(
-                f"code {code:#x} was requested of {self.name}, whose codes are 0 to {(1 << self.bits) - 1:#x}.",
+                f"Cannot decode {code:#x} in {self.name} because its codes are 0 to {(1 << self.bits) - 1:#x}.",
                 "Give the bits as an unsigned integer.",
             )
         negative = self.signed and bool(code >> (self.bits - 1))
@@ -167,7 +163,6 @@ class Format:
         Values out of range become infinity. Without infinities they become NaN, and without NaN the end of the range. With
         ``saturate`` they become the end of the range in every format. NaN becomes NaN, or zero in a format without NaN. For a
         scale, values at or below zero are out of range. Positive values below the smallest power become it.
-        ml_dtypes saturates formats without NaN alone. PyTorch 2.13 also saturates ``float8_e4m3fn``.
 
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))

@@ -83,13 +83,7 @@ KERNELS = (
 
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
-    """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are emulated or need no row.
-
-    Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> [kernel.name for chip in ("sm90", "sm100") if (kernel := kernel_for(COMPUTES["mxfp8"].output, chip))]
-        ['mxfp8']
-    """
+    """Return the kernel that multiplies a product's operands on a chip; ``None`` if they are emulated or need no row."""
     return next((kernel for kernel in KERNELS if kernel.takes(product) and kernel.runs_on(architecture)), None)
 
 

@@ -57,9 +57,6 @@ def get_model(name: str) -> Model:
 
     Raises:
         RecipeError: no preset has that name.
-    Example:
-        >>> get_model("gpt2-124m").num_parameters
-        124439808
     """
     preset = MODELS.get(name.strip().lower())
     if preset is None:
@@ -83,9 +80,6 @@ def weights_file(folder: Path) -> Path | None:
     Raises:
         DataError: it holds weights of another kind, or a broken link to weights. A model would otherwise start from random
             weights without an error.
-    Example:
-        >>> weights_file(Path("no/such/folder")) is None
-        True
     """
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in WEIGHTS:
@@ -111,8 +105,6 @@ def refuse_own_code(folder: Path) -> None:
 
     Raises:
         DataError: it names code.
-    Example:
-        >>> refuse_own_code(Path("no/such/folder"))
     """
     file = folder / "config.json" if folder.is_dir() else folder
     try:
@@ -134,10 +126,5 @@ source text are stable with every storage; above: the published rates (GPT-3, ar
 
 
 def usual_rate(num_parameters: int) -> float:
-    """Return the usual peak learning rate of a model of this many parameters.
-
-    Example:
-        >>> usual_rate(1_000_000), usual_rate(7_000_000_000)
-        (0.003, 0.0003)
-    """
+    """Return the usual peak learning rate of a model of this many parameters."""
     return next(rate for bound, rate in LEARNING_RATES if num_parameters < bound)

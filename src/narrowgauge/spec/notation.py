@@ -1,9 +1,8 @@
 """Read recipes from a name (``compute/storage/reduction``), from another library's name, or from a TOML table.
 
-Short spellings of formats (``bf16``) are expanded, ignoring case, before a name is looked up. Another library's name is
-accepted if it means exactly one recipe. Ambiguous or unsupported names are refused, with the nearest recipes. A 16-bit format
-alone is not accepted as a recipe, since libraries mean different weights and moments by it. Within a recipe (``bf16/word``) it
-is the compute.
+Short spellings of formats (``bf16``) are expanded, ignoring case. Another library's name is accepted if it means exactly one
+recipe. Ambiguous names are refused, with the nearest recipes: also a 16-bit format alone, by which libraries mean different
+weights and moments. Within a recipe (``bf16/word``) it is the compute.
 """
 
 from __future__ import annotations
@@ -120,12 +119,7 @@ def parse(value: Any, where: str = "") -> Recipe:
 
 
 def parse_names(names: str) -> list[Recipe]:
-    """Read the recipes of a command line: names and ``.toml`` files, separated by commas.
-
-    Example:
-        >>> [recipe.name for recipe in parse_names("bf16/master, bf16/word")]
-        ['bfloat16/master', 'bfloat16/word']
-    """
+    """Read the recipes of a command line: names and ``.toml`` files, separated by commas."""
     parts = list(filter(None, map(str.strip, names.split(","))))
     if not parts:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")

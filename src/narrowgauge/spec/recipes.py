@@ -43,10 +43,8 @@ class Recipe:
         RecipeError: the parts contradict each other.
     Example:
         >>> from narrowgauge.spec.notation import parse
-        >>> parse("bf16/word").name
-        'bfloat16/word'
-        >>> parse("bfloat16/word").bytes_per_param
-        8.0
+        >>> parse("bf16/word").name, parse("bf16/word").bytes_per_param
+        ('bfloat16/word', 8.0)
     """
 
     compute: Compute
@@ -68,16 +66,7 @@ class Recipe:
 
     @property
     def title(self) -> str:
-        """Return the display name: the full name, and for a recipe with exceptions its label.
-
-        Example:
-            >>> from narrowgauge.spec.notation import parse
-            >>> override = {"pattern": "lm_head", "compute": "bfloat16"}
-            >>> parse({"recipe": "float8-row/word", "override": [override]}).title
-            'float8-row/word with override'
-            >>> parse({"recipe": "float8-row/word", "override": [override], "name": "wide head"}).title
-            'float8-row/word (wide head)'
-        """
+        """Return the display name: the full name, and for a recipe with exceptions its label, or "with override"."""
         if not self.overrides:
             return self.name
         return f"{self.name} ({self.label})" if self.label else f"{self.name} with override"
@@ -98,10 +87,9 @@ class Recipe:
         return self.compute.dtype
 
     def compute_of(self, name: str) -> Compute:
-        """Return the compute of the linear layer of that dotted name.
+        """Return the compute of the linear layer of that dotted name: of the last matching override, or the recipe's.
 
-        It is that of the last matching override, in the recipe's ``dtype``; else, for a layer that the recipe's compute keeps
-        wide, the plain compute of ``dtype``; else the recipe's compute.
+        A layer that the recipe's compute keeps wide has the plain compute of ``dtype``.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
@@ -113,8 +101,7 @@ class Recipe:
             if override.matches(name):
                 compute = override.compute
                 return compute if compute.dtype == self.dtype else replace(compute, dtype=self.dtype)
-        is_kept_wide = _matches_within(name, self.compute.keep)
-        return COMPUTES[self.dtype] if is_kept_wide else self.compute
+        return COMPUTES[self.dtype] if _matches_within(name, self.compute.keep) else self.compute
 
     def to_value(self) -> str | dict[str, Any]:
         """Return the full name of a recipe without overrides, else a TOML table.
@@ -136,13 +123,7 @@ def _matches_within(name: str, patterns: Iterable[str]) -> bool:
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
-    """Tell whether a compute supports a storage.
-
-    Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> [is_pair(COMPUTES[name], STORAGES["word"]) for name in ("float8-row", "float8")]
-        [True, False]
-    """
+    """Tell whether a compute supports a storage."""
     if storage.owner:
         return storage.owner == compute.name
     return not compute.owns_storages and f"{compute.name}/{storage.name}" not in STORAGES
@@ -160,7 +141,7 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
         fitting = [row.short_name for row in STORAGES.values() if is_pair(compute, row)]
         advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}."
     raise RecipeError(
-        f"compute '{compute.name}' was requested with storage '{storage.name}', which it does not support.", advice
+        f"Cannot use compute '{compute.name}' with storage '{storage.name}' because it does not support it.", advice
     )
 
 

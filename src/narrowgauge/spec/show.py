@@ -17,20 +17,13 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Code, Storage, low_parts, width_of
-from narrowgauge.spec.sums import REDUCTIONS, Reduction
+from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.spec.tables import Column, Row, Table, cell_text
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
 
 def table(name: str) -> Table:
-    """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold.
-
-    Example:
-        >>> print(table("storages").plain().split()[:3])
-        ['name', 'weight', 'exp']
-        >>> [row["bytes_per_param"] for row in table("storages").rows if row["name"] == "word"]
-        [8.0]
-    """
+    """Return a table of :data:`TABLES`. Its rows are plain values that JSON can hold."""
     _, make, hidden = TABLES[name]
     return _table(make(), hidden)
 
@@ -48,49 +41,27 @@ def _column(key: str, rows: list[Row]) -> Column:
 
 _NOWHERE = "nowhere: emulated"
 
-# ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _attributes(objects: Iterable[Any], names: str) -> list[Row]:
-    return [{name: getattr(item, name) for name in names.split()} for item in objects]
+def _rows(objects: Iterable[Any], keys: str, **computed: Callable[[Any], Any]) -> list[Row]:
+    """Return a row per object. A value is the attribute of that name, or what the function of that name computes."""
+    return [{k: computed[k](item) if k in computed else getattr(item, k) for k in keys.split()} for item in objects]
 
 
-def _recipe_row(recipe: Recipe) -> Row:
-    return {
-        "name": recipe.name,
-        "bytes_per_param": recipe.bytes_per_param,
-        "loses": recipe.storage.loses,
-        "purpose": recipe.compute.purpose,
-    }
+def _recipe_rows(recipes: Iterable[Recipe]) -> list[Row]:
+    keys = "name bytes_per_param loses purpose"
+    return _rows(
+        recipes, keys, loses=lambda recipe: recipe.storage.loses, purpose=lambda recipe: recipe.compute.purpose
+    )
 
 
-def _compute_row(compute: Compute) -> Row:
-    def operands(*places: str) -> str:
-        return " × ".join(dict.fromkeys(str(compute.casts[place]) for place in places))
-
-    return {
-        "name": compute.name,
-        "storage": compute.default_storage,
-        "forward": operands("output.left", "output.right"),
-        "gradients": operands("grad_input.left", "grad_weight.left"),
-        "saved_bytes": compute.kept_bytes,
-        "native": compute.native or _NOWHERE,
-        "purpose": compute.purpose,
-        "source": compute.source,
-    }
+def _operands(*slots: str) -> Callable[[Compute], str]:
+    return lambda compute: " × ".join(dict.fromkeys(str(compute.casts[slot]) for slot in slots))
 
 
-def _storage_row(storage: Storage) -> Row:
-    return {
-        "name": storage.name,
-        "weight": f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight),
-        "exp_avg": _code_text(storage.exp_avg),
-        "exp_avg_sq": _code_text(storage.exp_avg_sq),
-        "bytes_per_param": storage.bytes_per_param,
-        "vectors": storages.for_vectors(storage).name,
-        "loses": storage.loses,
-        "source": storage.source,
-    }
+def _native(compute: Compute) -> str:
+    return compute.native or _NOWHERE
 
 
 def _code_text(code: Code) -> str:
@@ -99,96 +70,65 @@ def _code_text(code: Code) -> str:
     return f"{code.name}{bits}{', stochastic' if code.rounding == 'stochastic' else ''}"
 
 
-def _rule_row(rule: UpdateRule) -> Row:
-    return {
-        "name": rule.name,
-        "optimizer": rule.optimizer,
-        "purpose": rule.purpose,
-        "steps": "matrices; AdamW the rest" if rule.is_matrix else "everything",
-        "settings": dict(rule.settings),
-        "options": {option.name: option_text(option.in_training) for option in rule.options},
-        "rate": "none" if rule.rate is None else f"{rule.rate:.2g} × AdamW's",
-        "source": rule.source,
-    }
+def _weight_text(storage: Storage) -> str:
+    return f"{storage.visible} + {storage.weight.name} master" if storage.master else _code_text(storage.weight)
 
 
-def _reduction_row(reduction: Reduction) -> Row:
-    return {
-        "name": reduction.name,
-        "sent_as": reduction.wire or "the gradient's own format",
-        "sent_bytes": {gradient: reduction.bytes_per_element(gradient) for gradient in ("float32", "bfloat16")},
-        "error": reduction.error,
-        "order_invariant": reduction.order_invariant,
-        "purpose": reduction.purpose,
-        "source": reduction.source,
-    }
+def _rate_text(rule: UpdateRule) -> str:
+    return "none" if rule.rate is None else f"{rule.rate:.2g} × AdamW's"
 
 
 def _alias_rows() -> list[Row]:
     aliases = [{"name": name, **alias} for name, alias in ALIASES.items()]
     return aliases + [
-        {"name": n, "recipe": list(few), "source": "ambiguous: say which"} for n, few in AMBIGUOUS.items()
+        {"name": name, "recipe": list(recipes), "source": "ambiguous: say which"} for name, recipes in AMBIGUOUS.items()
     ]
 
 
 TABLES: dict[str, tuple[str, Callable[[], list[Row]], str]] = {
-    "formats": (
-        "Number formats: range and precision.",
-        lambda: _attributes(
-            FORMATS.values(),
-            "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
-            "purpose source",
-        ),
-        "source",
-    ),
-    "recipes": (
-        "Recipes: purpose, bytes, losses.",
-        lambda: [_recipe_row(notation.parse(name)) for name in notation.representative_names()],
-        "",
-    ),
+    "formats": ("Number formats: range and precision.", lambda: _rows(
+        FORMATS.values(),
+        "name bits exponent_bits mantissa_bits bias max min smallest_normal smallest_subnormal epsilon infinities nans "
+        "purpose source",
+    ), "source"),
+    "recipes": ("Recipes: purpose, bytes, losses.",
+                lambda: _recipe_rows(map(notation.parse, notation.representative_names())), ""),
     "aliases": ("Names in other libraries, and the recipe that each means.", _alias_rows, ""),
-    "computes": (
-        "How operands of the three matmuls are cast.",
-        lambda: [_compute_row(row) for row in COMPUTES.values()],
-        "storage source",
-    ),
-    "rules": (
-        "Update rules: options, usual rates, sources.",
-        lambda: [_rule_row(row) for row in UPDATE_RULES.values()],
-        "",
-    ),
-    "storages": (
-        "How weights and moments are stored between steps.",
-        lambda: [_storage_row(row) for row in STORAGES.values()],
-        "source",
-    ),
-    "reductions": (
-        "How and in which format ranks sum gradients.",
-        lambda: [_reduction_row(row) for row in REDUCTIONS.values()],
-        "source",
-    ),
-    "chips": (
-        "Accelerators: memory, bandwidth, peak rates, links.",
-        lambda: _attributes(
-            CHIPS.values(),
-            "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
-        ),
-        "source",
-    ),
-    "models": (
-        "Preset models: shapes and parameter counts.",
-        lambda: _attributes(
-            MODELS.values(),
-            "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size max_positions "
-            "tie_embeddings source",
-        ),
-        "max_positions tie_embeddings",
-    ),
-}
+    "computes": ("How operands of the three matmuls are cast.", lambda: _rows(
+        COMPUTES.values(), "name storage forward gradients saved_bytes native purpose source",
+        storage=lambda compute: compute.default_storage,
+        forward=_operands("output.left", "output.right"), gradients=_operands("grad_input.left", "grad_weight.left"),
+        saved_bytes=lambda compute: compute.kept_bytes, native=_native,
+    ), "storage source"),
+    "rules": ("Update rules: options, usual rates, sources.", lambda: _rows(
+        UPDATE_RULES.values(), "name optimizer purpose steps settings options rate source",
+        steps=lambda rule: "matrices; AdamW the rest" if rule.is_matrix else "everything",
+        settings=lambda rule: dict(rule.settings),
+        options=lambda rule: {option.name: option_text(option.in_training) for option in rule.options}, rate=_rate_text,
+    ), ""),
+    "storages": ("How weights and moments are stored between steps.", lambda: _rows(
+        STORAGES.values(), "name weight exp_avg exp_avg_sq bytes_per_param vectors loses source", weight=_weight_text,
+        exp_avg=lambda storage: _code_text(storage.exp_avg), exp_avg_sq=lambda storage: _code_text(storage.exp_avg_sq),
+        vectors=lambda storage: storages.for_vectors(storage).name,
+    ), "source"),
+    "reductions": ("How and in which format ranks sum gradients.", lambda: _rows(
+        REDUCTIONS.values(), "name sent_as sent_bytes error order_invariant purpose source",
+        sent_as=lambda reduction: reduction.wire or "the gradient's own format",
+        sent_bytes=lambda reduction: {name: reduction.bytes_per_element(name) for name in ("float32", "bfloat16")},
+    ), "source"),
+    "chips": ("Accelerators: memory, bandwidth, peak rates, links.", lambda: _rows(
+        CHIPS.values(), "name memory_gb bandwidth_gb_per_second peak_tflops link link_gb_per_second official source",
+    ), "source"),
+    "models": ("Preset models: shapes and parameter counts.", lambda: _rows(
+        MODELS.values(),
+        "name num_parameters num_layers hidden_size intermediate_size num_heads num_kv_heads vocab_size max_positions "
+        "tie_embeddings source",
+    ), "max_positions tie_embeddings"),
+}  # fmt: skip
 """By name: a line of help, what makes the rows, and the keys that only JSON has."""
 
 
-# ── one recipe in full ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one recipe in full ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
@@ -206,7 +146,7 @@ def page_recipe(name: str) -> tuple[list[Row], list[Table]]:
         {"matmul": place, "left": str(product.left), "right": str(product.right), "accumulation": product.accumulation}
         for place, product in recipe.compute.products.items()
     ]
-    row = {**_recipe_row(recipe), "facts": facts, "stored": stored, "matmuls": matmuls}
+    row = {**_recipe_rows([recipe])[0], "facts": facts, "stored": stored, "matmuls": matmuls}
     in_all = {"part": "in all", "format": "", "bytes": recipe.bytes_per_param, "rounding": ""}
     return [row], [
         Table(
@@ -222,8 +162,9 @@ def _facts(recipe: Recipe) -> dict[str, str]:
     facts = {
         "for": compute.purpose,
         "loses": recipe.storage.loses,
-        "native": compute.native or _NOWHERE,
-        "source": compute.source,
+        "native": _native(compute),
+        "compute from": compute.source,
+        "storage from": recipe.storage.source,
         "transform": compute.transform,
         "norm gains, biases": f"stored as {vectors.name}, {cell_text(vectors.bytes_per_param)} bytes each",
         "saved for backward": f"{compute.kept_bytes:g} bytes per element of a linear layer's input",
@@ -251,8 +192,8 @@ def _stored_parts(storage: Storage) -> list[Row]:
         parts |= {low: (f"low part of the {words}", text, rounding(code)) for low in low_parts(name, code)}
     visible_bytes = VISIBLE[storage.visible][0] / 8
     seen = "nearest" if storage.beside else rounding(storage.weight)
-    held = f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
-    stored = [("weight that the model sees", held, visible_bytes, seen)]
+    visible = f"{parts['weight'][1]}, in {storage.visible}" if storage.weight.scaled else storage.visible
+    stored = [("weight that the model sees", visible, visible_bytes, seen)]
     for group in storage.packing:
         # Unused bits of a word are counted with its first field.
         unused = width_of(group) - sum(bits for _, bits in group)

@@ -6,24 +6,17 @@ import math
 from functools import lru_cache
 
 MIN_EDQ = 0.9
-"""A storage whose effective descent quality lies below this loses its updates."""
+"""A storage with a lower effective descent quality loses its updates."""
 FEWEST_SPACINGS = 400
-"""Of how many spacings of its weights the decay of a tensor must be, all elements and steps together, before its share is read.
-
-A spacing arrives whole or not at all. Where decay arrives on average, the share's standard error over ``n`` spacings is at most
-``√(3 / n)`` for normally distributed weights: 0.09."""
+"""Ulps of decay of a tensor, over all elements and steps, from which its lost fraction is read. If decay arrives on average, the
+standard error of the fraction over ``n`` ulps is at most ``√(3 / n)`` for normally distributed weights: 0.09."""
 
 
 @lru_cache(maxsize=256)
 def student_t(degrees: int, confidence: float = 0.95) -> float:
     """Return the two-sided quantile of Student's t: a sample lies within ± this many standard errors with that probability.
 
-    ``degrees`` of freedom are at least 1, ``confidence`` is from 0 to below 1. Exact but for rounding.
-
-    Cost: proportional to ``degrees``; results are cached.
-    Example:
-        >>> round(student_t(2), 3), round(student_t(19, 1 - 2e-4), 3)
-        (4.303, 4.59)
+    ``degrees`` of freedom are at least 1, ``confidence`` is from 0 to below 1.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.3 and 26.7.4.
     """

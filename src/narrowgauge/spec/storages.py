@@ -105,11 +105,7 @@ CODES: dict[str, Code] = {
 """Codes by name. A row of the table writes ``weight+first moment+second moment``."""
 FLOAT32, BFLOAT16 = CODES["float32"], CODES["bfloat16"]
 
-VISIBLE: dict[str, tuple[int, int, int]] = {
-    "float32": (32, 0, 0),
-    "bfloat16": (16, 16, 0),
-    "float16": (16, 13, -112),
-}
+VISIBLE: dict[str, tuple[int, int, int]] = {"float32": (32, 0, 0), "bfloat16": (16, 16, 0), "float16": (16, 13, -112)}
 """Per format that a model sees: its bits, the float32 mantissa bits that it lacks, and the exponent by which a float32 is scaled
 so that its upper bits are the format's."""
 
@@ -144,9 +140,7 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
 _ALONE = (16, 32, 64)
 
 
-def _partitions(
-    fields: tuple[tuple[str, int], ...],
-) -> Iterator[tuple[tuple[tuple[str, int], ...], ...]]:
+def _partitions(fields: tuple[tuple[str, int], ...]) -> Iterator[tuple[tuple[tuple[str, int], ...], ...]]:
     if not fields:
         yield ()
         return

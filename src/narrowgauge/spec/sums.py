@@ -42,12 +42,7 @@ class Reduction:
     order_invariant: bool = False
 
     def bytes_per_element(self, gradient: str) -> float:
-        """Return the bytes sent per element of a gradient in the format ``gradient``, each time that it is sent.
-
-        Example:
-            >>> REDUCTIONS["float32"].bytes_per_element("bfloat16")
-            4.0
-        """
+        """Return the bytes sent per element of a gradient in the format ``gradient``, each time that it is sent."""
         return get_format(self.wire or gradient).bits / 8
 
 

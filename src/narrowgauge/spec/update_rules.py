@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
@@ -33,23 +33,24 @@ class Range:
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value outside the range. For a pair, check both."""
-        parts = value if self.is_pair and isinstance(value, (tuple, list)) else (value,)
-        if self.is_pair and len(parts) != 2:
-            raise RecipeError(f"{name} = {value!r} was requested; it must be two numbers, each {self}.")
-        for place, part in enumerate(parts):
-            label = name if part is value else f"{'beta' if name == 'betas' else name}{place + 1}"
-            try:
-                if isinstance(part, (bool, str)):
-                    raise TypeError
-                number = operator.index(part) if self.is_integer else float(part)
-            except (TypeError, ValueError, RuntimeError):
-                kind = "integer" if self.is_integer else "number"
-                limits = "" if str(self) == _ANY else f", {self}"
-                raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}{limits}.") from None
-            if not (self.low < number if self.above else self.low <= number) or not number < self.high:
-                shown = part if isinstance(part, (int, float)) else number
-                finite = "" if self.is_integer else " and finite"
-                raise RecipeError(f"{label} = {shown} was requested; it must be {self}{finite}.")
+        if self.is_pair:
+            if not isinstance(value, (tuple, list)) or len(value) != 2:
+                raise RecipeError(f"Cannot use {name} = {value!r}: it must be two numbers, each {self}.")
+            for place, part in enumerate(value):
+                replace(self, is_pair=False).check(f"{'beta' if name == 'betas' else name}{place + 1}", part)
+            return
+        try:
+            if isinstance(value, (bool, str)):
+                raise TypeError
+            number = operator.index(value) if self.is_integer else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            kind = "integer" if self.is_integer else "number"
+            limits = "" if str(self) == _ANY else f", {self}"
+            raise RecipeError(f"Cannot use {name} = {value!r}: it must be one {kind}{limits}.") from None
+        if not (self.low < number if self.above else self.low <= number) or not number < self.high:
+            shown = value if isinstance(value, (int, float)) else number
+            finite = "" if self.is_integer else " and finite"
+            raise RecipeError(f"Cannot use {name} = {shown}: it must be {self}{finite}.")
 
     def __str__(self) -> str:
         low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
@@ -66,7 +67,7 @@ class Choice:
         """Refuse any other value."""
         if value not in self.values:
             near = suggestion(value, list(map(str, self.values))) if isinstance(value, str) else ""
-            raise RecipeError(f"{name} = {value!r} was requested; it is one of {self}.", near)
+            raise RecipeError(f"Cannot use {name} = {value!r}: it must be one of {self}.", near)
 
     def __str__(self) -> str:
         return ", ".join(map(option_text, self.values))
@@ -231,6 +232,6 @@ def refuse_pair(rule: str, storage: Storage, *, is_matrix: bool, is_adamw: bool)
         )
     if storage.arithmetic == "expansion" and not is_adamw:
         raise RecipeError(
-            f"rule '{rule}' was requested with storage '{storage.name}', whose arithmetic is published for AdamW alone.",
+            f"Cannot step rule '{rule}' in storage '{storage.name}' because its arithmetic is published for AdamW alone.",
             "Take rule 'adamw', or a storage such as 'kahan' or 'split'.",
         )

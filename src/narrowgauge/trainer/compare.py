@@ -44,7 +44,7 @@ def planned(recipes: Sequence[Any], seeds: int | Sequence[int]) -> list[tuple[An
     if not recipes:
         raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
     if not numbers or len(set(numbers)) < len(numbers):
-        raise NarrowgaugeError(f"seeds = {seeds!r} was requested.", "Request at least one, none twice.")
+        raise NarrowgaugeError(f"Cannot compare with seeds = {seeds!r}.", "Name at least one, none twice.")
     for place, folder in enumerate(folders):
         if folder in folders[:place]:
             raise RecipeError(
@@ -168,7 +168,7 @@ def run_comparison(
     folder = Path(out) if out is not None else first_free(Path("comparisons") / Path(configs[0].model).name)
     configs = [replace(config, out=str(folder / str(config.out))) for config in configs]
     present = [run_to_continue(config) for config in configs]
-    if configs[0].lr is None:  # it follows from the model's size; a comparison goes on with its rate
+    if configs[0].lr is None:  # it follows from the model's size; a comparison continues with its rate
         lr = next((run.config.get("lr") for run in present if run is not None), None)
         configs = [replace(config, lr=lr) for config in configs]
 

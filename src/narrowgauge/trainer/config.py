@@ -59,7 +59,7 @@ def require(field: dataclasses.Field[Any], value: Any) -> None:
     kind, law, flag = kind_of(field), field.metadata["law"], f"--{field.name.replace('_', '-')}"
     # Exact types: True is an int in Python. An int may stand for a float.
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise NarrowgaugeError(f"{field.name} = {value!r} was requested; it must be {_KINDS[kind]}.", f"Change {flag}.")
+        raise NarrowgaugeError(f"Cannot use {field.name} = {value!r}: it must be {_KINDS[kind]}.", f"Change {flag}.")
     if kind is str and not value:
         raise NarrowgaugeError(f"{field.name} is empty.", f"Omit {flag}.")
     if law is not None:
@@ -132,7 +132,7 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; inf disables it.")
     seed: int = setting(
         0, "Seed of the initial weights, the order of the data and stochastic rounding.", Range(0, 1 << 64, is_integer=True))
-    out: str | None = setting(None, "Run folder: new, or with a run of these settings, which goes on.  "
+    out: str | None = setting(None, "Run folder: new, or with a run of these settings, which continues.  "
         "[default: runs/MODEL-RECIPE-N, the first free N]")
     held_out: float = setting(0.05, "Fraction of the documents held out for validation.", Range(0, 1, above=True))
     eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
@@ -155,7 +155,7 @@ class TrainConfig:
     activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
     compile: bool | None = setting(None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]")
     shard: str = setting(
-        "full", "On several ranks, share weights, gradients and states out over them: full or none.", Choice(tuple(SHARDINGS)))
+        "full", "On several ranks, shard weights, gradients and states over them: full or none.", Choice(tuple(SHARDINGS)))
     threads: int | None = count(None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]")
     # fmt: on
 
@@ -192,7 +192,7 @@ class TrainConfig:
         """Return the same settings with each None filled in: by the model or by the steps.
 
         Args:
-            num_parameters: size of a model that is no preset.
+            num_parameters: size of a model that is not a preset.
         Raises:
             ChipError: the settings ask for a compiled model, and nothing can be compiled here.
         """
@@ -207,7 +207,7 @@ class TrainConfig:
             values["compile"] = is_worth and not _compiler_missing()
         elif self.compile and (missing := _compiler_missing()):
             raise ChipError(
-                f"a compiled model was requested, and {missing}.",
+                f"Cannot compile the model because {missing}.",
                 "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
             )
         return replace(self, **values)
@@ -276,7 +276,7 @@ class TrainConfig:
             ),
             (
                 num_ranks > parts, RankError,
-                f"{num_ranks} ranks were requested, and each rank needs one of a step's {parts} micro-batches",
+                f"each of {num_ranks} ranks needs one of a step's {parts} micro-batches",
                 f"Set --gradient-accumulation-steps (in run.toml for a resume) to {num_ranks} or more, or start fewer ranks.",
             ),
         )  # fmt: skip

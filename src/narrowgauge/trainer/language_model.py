@@ -72,7 +72,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
 @torch.no_grad()
 def _require_causal(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse a model that sees the tokens it shall predict, such as a BERT that is no decoder."""
+    """Refuse a model that sees the tokens it must predict, such as BERT."""
     tokens = torch.zeros(2, 4, dtype=torch.int64, device="cpu")
     tokens[1, -1] = 1
     with torch.random.fork_rng(devices=[]):
@@ -111,7 +111,7 @@ def loss_sum(
 def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     """Save only the input of each decoder layer for backward and recompute the rest there, with the same bits."""
     if not model.supports_gradient_checkpointing:
-        raise DataError(f"Activation checkpointing was requested; {type(model).__name__} does not support it.")
+        raise DataError(f"Cannot recompute activations because {type(model).__name__} does not support it.")
     # transformers 5.23 renamed the method and its argument; both take them by position.
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable

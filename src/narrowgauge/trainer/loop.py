@@ -122,7 +122,7 @@ def resume(
         step = session.step
         if stop_after is not None and stop_after <= step:
             raise RecordError(
-                f"{folder} has done {counted(step, 'step')}, and a stop after step {stop_after} was requested.",
+                f"Cannot stop {folder} after step {stop_after} because it has done {counted(step, 'step')}.",
                 "Name a later step with --stop-after, or leave it out.",
             )
         events = [Event("checkpoint_damaged", 0, f"{damage} and was not loaded") for damage in damaged]
@@ -199,7 +199,7 @@ def _run(session: Session, record: Record, console: Console) -> None:
 
 
 def _finish(end: _End, session: Session, record: Record, console: Console, row: Row, number: int) -> None:
-    """End a run whose last checkpoint is being written: write what its record lacks, and say how to go on.
+    """End a run whose last checkpoint is being written: write what its record lacks, and say how to continue.
 
     ``row`` is its last step's, ``number`` the signal that interrupted it, 0 if it was the console.
     """

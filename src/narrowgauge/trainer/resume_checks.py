@@ -1,4 +1,4 @@
-"""Check a run folder before it goes on: whether it is over, and settings that changed since the run began.
+"""Check a run folder before training continues in it: whether it is over, and settings that changed since the run began.
 
 Nothing here needs PyTorch.
 """
@@ -49,7 +49,7 @@ def other_settings(run: Run, config: TrainConfig) -> list[tuple[str, str, str]]:
 
 
 def run_to_continue(config: TrainConfig) -> Run | None:
-    """Return the run in the folder of checked settings, which then goes on; ``None`` if the folder is free.
+    """Return the run in the folder of checked settings, which then continues; ``None`` if the folder is free.
 
     Refuse a folder that holds something else, or a run with other settings or data.
     """
@@ -61,7 +61,7 @@ def run_to_continue(config: TrainConfig) -> Run | None:
     if changes := other_settings(run, config):
         name, before, now = changes[0]
         raise RecordError(
-            f"Cannot go on in {folder}: its run has {name} = {before}, and {now} was requested.",
+            f"Cannot continue in {folder} because its run has {name} = {before}, not {now}.",
             "Name another --out, or the settings of the run there.",
         )
     require_same_data(run, config, data_fingerprint(read_tokens(str(config.data)), config.held_out, config.seed))

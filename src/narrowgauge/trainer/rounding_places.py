@@ -86,7 +86,7 @@ class RoundingPlaces:
         names = name_columns(variant="name")
         numbers = number_columns(**{name: number(name) for name in ("loss", "gradient", "share")})
         texts = text_columns(what_is_rounded=lambda row: VARIANTS[row["name"]])
-        title = "Relative differences to float32, and the share of the squared difference of all places"
+        title = "Relative differences to float32, and their fractions of the squared difference of all places"
         return Table((*names, *numbers, *texts), list(self.rows), title)
 
     def __str__(self) -> str:

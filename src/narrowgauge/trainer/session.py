@@ -334,7 +334,7 @@ def describe(session: Session) -> dict[str, Any]:
 
 
 def open_on_ranks(config: TrainConfig, run: Run | None = None) -> Dataset:
-    """Open the data of the settings on every rank. Refuse other tokens than those of ``run``, which goes on with them."""
+    """Open the data of the settings on every rank. Refuse other tokens than those of ``run``, which continues with them."""
     ranks = all_ranks()
     data = ranks.together(lambda: open_data(str(config.data), config.held_out, config.seed))
     data.require(config.sequence_length)

@@ -1,14 +1,11 @@
 """Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
 
-Low-precision formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each
-operand of each matmul before the cast. Scalify propagates scales. A tensor is ``data * scale``, and a rule for each operation
-gives its result a scale, forward and backward (docs/scaled-models.md). Most sizes are guessed. Outputs of activations,
-gradients behind a norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then needs no
-scale and no amax: it casts ``data`` directly.
+A tensor is ``data * scale``, and a rule for each operation gives its result a scale, forward and backward
+(docs/scaled-models.md). Most sizes are guessed. Outputs of activations, gradients behind a norm, and weights are measured, since
+errors of guesses would accumulate there. A float8 matmul then needs no scale and no amax: it casts ``data`` directly.
 
-The model keeps its parameters, their names and its class. Only modules with parameters, and activations, compute by a rule. The
-rest is the model's own code, run on scaled tensors. Tensors are scaled from the embedding to the last norm. Logits and the
-parameters' gradients are plain tensors.
+Only modules with parameters, and activations, compute by a rule. The rest is the model's own code, run on scaled tensors.
+Tensors are scaled from the embedding to the last norm. Logits and the parameters' gradients are plain tensors.
 
 **Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the
 function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule fixes the backward pass.
@@ -233,11 +230,9 @@ FUNCTIONS[unwrap(F.scaled_dot_product_attention)] = attention  # attached gauges
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Make a model compute with scaled tensors from its inputs to its outputs.
 
-    Logits and gradients have the plain model's values. Most operations give the same bits, since scales are powers of two.
-    Every operand of a linear layer's three matmuls has a root mean square of the order of one. Parameters, ``state_dict`` and
-    gradients are plain tensors under the same names. Copies, pickles, activation checkpointing and ``torch.compile`` work.
-
-    A linear layer with a method ``multiply(x, weight, bias)``, such as a narrow layer, multiplies its plain data with it.
+    Logits and gradients have the plain model's values. Every operand of a linear layer's three matmuls has a root mean square of
+    the order of one. Parameters, ``state_dict`` and gradients are plain tensors under the same names. A linear layer with a
+    method ``multiply(x, weight, bias)``, such as a narrow layer, multiplies its plain data with it.
 
     Args:
         model: changed in place. Each module with parameters, and each activation, gets its own class. Swap narrow layers

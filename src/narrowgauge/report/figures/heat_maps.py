@@ -19,11 +19,8 @@ from narrowgauge.report.figures.palette import SEQUENTIAL, plain
 from narrowgauge.report.figures.series import json_list
 from narrowgauge.runs.schema import Row, gauge_metrics, step_of
 
-MOST_TENSORS = 64
-"""Maximum number of rows in a heat map."""
-MOST_COLUMNS = 100
-"""Maximum number of columns in a heat map."""
-
+MOST_TENSORS, MOST_COLUMNS = 64, 100
+"""Maximum numbers of rows and columns in a heat map."""
 _DIVERGING = [[0, "@below"], [0.5, "@even"], [1, "@above"]]
 _SMALLEST = 1e-7
 
@@ -55,7 +52,7 @@ class Metric:
 
 HEAT_MAPS: dict[str, Metric] = {
     "edq": Metric(
-        "updates", "edq", "EDQ: share of the update that was applied",
+        "updates", "edq", "EDQ: fraction of the update that was applied",
         "A row is a parameter, a column a sampled step. The middle colour is 1: the whole update was applied. Towards 0 the "
         "update was rounded away and the parameter stalls; above 1 the storage moved it farther than intended.",
         0.0, 2.0, good=1.0,
@@ -67,26 +64,26 @@ HEAT_MAPS: dict[str, Metric] = {
         1e-3, 30.0, is_log=True,
     ),
     "lost": Metric(
-        "updates", "lost_fraction", "Share of lost updates",
-        "The share of intended changes that left the stored value unchanged. A high share in embeddings is normal, because "
-        "most tokens are rare. A high share in every row late in training means that updates are too small for the storage.",
+        "updates", "lost_fraction", "Fraction of lost updates",
+        "The fraction of intended changes that left the stored value unchanged. A high fraction in embeddings is normal, because "
+        "most tokens are rare. A high fraction in every row late in training means that updates are too small for the storage.",
         0.0, 1.0,
     ),
     "decay": Metric(
-        "updates", "lost_decay", "Share of weight decay that is lost",
-        "The share of the intended weight decay that the storage did not take. A row near 1 does not decay at all, and its "
+        "updates", "lost_decay", "Fraction of weight decay that is lost",
+        "The fraction of the intended weight decay that the storage did not take. A row near 1 does not decay at all, and its "
         "weights grow; this happens in bfloat16 while EDQ is still near 1, since decay is far smaller than an update.",
         0.0, 1.0,
     ),
     "underflow": Metric(
         "tensors", "underflow", "Underflow of the cast",
-        "The share of nonzero values that the cast into the matmul rounds to zero. A row is an operand. A row that brightens "
+        "The fraction of nonzero values that the cast into the matmul rounds to zero. A row is an operand. A row that brightens "
         "over time is a tensor whose values become too small for their format.",
         1e-6, 1.0, is_log=True,
     ),
     "overflow": Metric(
         "tensors", "overflow", "Overflow of the cast",
-        "The share of values beyond the range of their format. Most rows should stay dark. Formats with power-of-two block "
+        "The fraction of values beyond the range of their format. Most rows should stay dark. Formats with power-of-two block "
         "scales saturate a few of the largest values by design; with any other scale, a row that stays bright has a scale "
         "that is too large or stale.",
         1e-6, 1.0, is_log=True,
@@ -137,26 +134,17 @@ def _heat_map(metric: Metric, tensors: Mapping[str, Array], steps: npt.NDArray[n
     low, high = (reduce(values[lines], starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat))
     worst = np.where(high - metric.good >= metric.good - low, high, low)
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
+    places, labels = list(range(len(worst))), [plain(name) for name in shown]
     trace = {
-        "type": "heatmap",
-        "x": json_list(steps[[*(start - 1 for start in starts[1:]), -1]], 9),
-        "y": list(range(len(worst))),
-        "z": [json_list(row, 3) for row in metric.scaled(worst)],
-        "zmin": low_end,
-        "zmax": high_end,
-        "colorscale": _DIVERGING if metric.good else SEQUENTIAL,
-        "hoverongaps": False,
-        "meta": {"names": [plain(name) for name in shown], "log": metric.is_log},
-    }
+        "type": "heatmap", "x": json_list(steps[[*(start - 1 for start in starts[1:]), -1]], 9), "y": places,
+        "z": [json_list(row, 3) for row in metric.scaled(worst)], "zmin": low_end, "zmax": high_end,
+        "colorscale": _DIVERGING if metric.good else SEQUENTIAL, "hoverongaps": False,
+        "meta": {"names": labels, "log": metric.is_log},
+    }  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {
-            "autorange": "reversed",
-            "tickvals": list(range(len(worst))),
-            "ticktext": [plain(name) for name in shown],
-        },
-        "height": 22 * len(worst) + 110,
-    }
+        "xaxis": {"title": {"text": "step"}}, "height": 22 * len(worst) + 110,
+        "yaxis": {"autorange": "reversed", "tickvals": places, "ticktext": labels},
+    }  # fmt: skip
     how = metric.how
     if len(worst) < len(names):
         how += f" Shown are the {len(worst)} of {len(names)} tensors that were farthest from health."

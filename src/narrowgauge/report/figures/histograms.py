@@ -1,7 +1,6 @@
 """Histograms of binary exponents over the ranges of number formats, for a slider over a run's sampled steps.
 
-Left of a format's range values round to zero, right of it they overflow. A histogram of exponents below these ranges shows the
-losses of a format, and the scale that the values need.
+Left of a format's range values round to zero, right of it they overflow.
 """
 
 from __future__ import annotations
@@ -20,13 +19,9 @@ SHOWN_FORMATS = (
 """Formats with ranges above the histograms."""
 
 KIND_TITLES: dict[str, str] = {
-    "weight": "Weights",
-    "input": "Layer inputs",
-    "output_grad": "Output gradients",
-    "grad": "Parameter gradients",
-    "exp_avg": "First moments",
-    "exp_avg_sq": "Second moments",
-}
+    "weight": "Weights", "input": "Layer inputs", "output_grad": "Output gradients", "grad": "Parameter gradients",
+    "exp_avg": "First moments", "exp_avg_sq": "Second moments",
+}  # fmt: skip
 """Panels of the histogram figure, from top to bottom."""
 
 MOST_STEPS = 30
@@ -53,18 +48,13 @@ def histogram(rows: Sequence[Row], index: int) -> Row | None:
     frames = [[_shares(counts.get(kind), span) for kind, span in spans.items()] for _, counts in chosen]
     data = [
         {
-            "type": "bar",
-            "x": [bin + FIRST_EXPONENT for bin in range(*span)],
-            "y": frames[-1][panel],
-            "offset": 0,
-            "width": 1,
-            "yaxis": f"y{panel + 2}",
-            "marker": {"color": colour(index), "line": {"width": 0}},
+            "type": "bar", "x": [bin + FIRST_EXPONENT for bin in range(*span)], "y": frames[-1][panel], "offset": 0, "width": 1,
+            "yaxis": f"y{panel + 2}", "marker": {"color": colour(index), "line": {"width": 0}},
             "meta": {"title": KIND_TITLES[kind]},
             "hovertemplate": f"%{{y:.3~p}} of {KIND_TITLES[kind].lower()}<br>2<sup>%{{x}}</sup> to twice that<extra></extra>",
         }
         for panel, (kind, span) in enumerate(spans.items())
-    ]
+    ]  # fmt: skip
     # All exponents that occur, and the whole range of float16 for comparison.
     half = FORMATS["float16"]
     low = min(half.finest_exponent, *(start + FIRST_EXPONENT for start, _ in spans.values()))
@@ -111,34 +101,26 @@ def format_ranges() -> list[Row]:
     """
     return [
         {
-            "name": name,
-            "subnormal": FORMATS[name].finest_exponent,
-            "normal": FORMATS[name].min_exponent,
-            "max": rounded(math.log2(FORMATS[name].max), 5),
-            # Half of the smallest value still rounds up to it.
-            "zero_below": FORMATS[name].finest_exponent - 1,
-            "last": FORMATS[name].max_exponent,
+            "name": name, "subnormal": row.finest_exponent, "normal": row.min_exponent, "max": rounded(math.log2(row.max), 5),
+            "zero_below": row.finest_exponent - 1,  # half of the smallest value still rounds up to it
+            "last": row.max_exponent,
         }
-        for name in SHOWN_FORMATS
-    ]
+        for name, row in ((name, FORMATS[name]) for name in SHOWN_FORMATS)
+    ]  # fmt: skip
 
 
 def _format_bars() -> list[Row]:
     """Return a thick bar over a format's normal range, a thin bar over its subnormals."""
     return [
         {
-            "type": "scatter",
-            "mode": "lines",
-            "x": [row[start], row[stop]],
-            "y": [line, line],
-            "line": {"color": "@muted", "width": width},
-            "meta": {"format": row["name"], "part": start},
+            "type": "scatter", "mode": "lines", "x": [row[start], row[stop]], "y": [line, line],
+            "line": {"color": "@muted", "width": width}, "meta": {"format": row["name"], "part": start},
             "hovertemplate": f"{row['name']}: normal from 2<sup>{row['normal']}</sup> to 2<sup>{row['max']:.4g}</sup>, "
-            f"subnormal from 2<sup>{row['subnormal']}</sup><extra></extra>",
+                             f"subnormal from 2<sup>{row['subnormal']}</sup><extra></extra>",
         }
         for line, row in enumerate(format_ranges())
         for start, stop, width in (("subnormal", "normal", 3), ("normal", "max", 9))
-    ]
+    ]  # fmt: skip
 
 
 def _panels(num_panels: int, exponents: list[float]) -> Row:
@@ -146,34 +128,20 @@ def _panels(num_panels: int, exponents: list[float]) -> Row:
     top, panel, gap, bottom = 24 * len(SHOWN_FORMATS), 74, 30, 10
     total = top + (panel + gap) * num_panels + bottom
     layout: Row = {
-        "height": total + 180,
+        "height": total + 180, "bargap": 0,
         "xaxis": {
-            "title": {"text": "magnitude, as a power of two"},
-            "range": exponents,
-            "tickprefix": "2<sup>",
-            "ticksuffix": "</sup>",
-            "dtick": 8,
-            "tick0": 0,
-            "anchor": f"y{num_panels + 1}",
+            "title": {"text": "magnitude, as a power of two"}, "range": exponents, "tickprefix": "2<sup>", "ticksuffix": "</sup>",
+            "dtick": 8, "tick0": 0, "anchor": f"y{num_panels + 1}",
         },
         "yaxis": {
-            "domain": [1 - top / total, 1],
-            "range": [len(SHOWN_FORMATS) - 0.5, -0.5],
-            "tickvals": list(range(len(SHOWN_FORMATS))),
-            "ticktext": list(SHOWN_FORMATS),
-            "showgrid": False,
-            "fixedrange": True,
+            "domain": [1 - top / total, 1], "range": [len(SHOWN_FORMATS) - 0.5, -0.5], "showgrid": False, "fixedrange": True,
+            "tickvals": list(range(len(SHOWN_FORMATS))), "ticktext": list(SHOWN_FORMATS),
         },
-        "bargap": 0,
-    }
+    }  # fmt: skip
     for index in range(num_panels):
         upper = total - top - gap - index * (panel + gap)
         layout[f"yaxis{index + 2}"] = {
-            "domain": [(upper - panel) / total, upper / total],
-            "type": "log",
-            "range": [-6, 0],
-            "tickvals": [1e-6, 1e-4, 1e-2, 1],
-            "ticktext": ["0.0001 %", "0.01 %", "1 %", "100 %"],
-            "fixedrange": True,
-        }
+            "domain": [(upper - panel) / total, upper / total], "type": "log", "range": [-6, 0], "fixedrange": True,
+            "tickvals": [1e-6, 1e-4, 1e-2, 1], "ticktext": ["0.0001 %", "0.01 %", "1 %", "100 %"],
+        }  # fmt: skip
     return layout

@@ -32,12 +32,7 @@ def dash_of(index: int) -> str:
 
 
 def symbol_of(index: int) -> str:
-    """Return the marker that goes with a recipe's colour.
-
-    Example:
-        >>> symbol_of(1), symbol_of(9)
-        ('square', 'square')
-    """
+    """Return the marker that goes with a recipe's colour."""
     return SYMBOLS[index % len(SYMBOLS)]
 
 

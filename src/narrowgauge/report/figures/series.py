@@ -1,9 +1,8 @@
 """Lines of a page as numpy arrays: joined across seeds, and drawn in columns that hide no extreme.
 
-A figure is some hundred columns wide and a run has ten thousand steps. So each column joins its steps: a line through their
-means, and a band from the lowest to the highest, where a spike of one step keeps its height. A non-finite value is NaN: a gap
-in the line, never a bridge over it. Seeds of one recipe become a mean and a band too. If a seed ends, the line breaks, because
-the means before and after cover different runs.
+Each column joins its steps: a line through their means, and a band from the lowest to the highest, where a spike of one step
+keeps its height. A non-finite value is NaN: a gap in the line. Seeds of one recipe become a mean and a band too. If a seed
+ends, the line breaks, because the means before and after cover different runs.
 """
 
 from __future__ import annotations
@@ -32,22 +31,12 @@ class Band:
 
 
 def rounded(value: float, digits: int = 6) -> float:
-    """Round a number to ``digits`` significant digits, to keep pages small.
-
-    Example:
-        >>> rounded(2.123456789)
-        2.12346
-    """
+    """Round a number to ``digits`` significant digits, to keep pages small."""
     return float(f"{value:.{digits}g}")
 
 
 def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
-    """Return rounded numbers for JSON, a gap as ``None``.
-
-    Example:
-        >>> json_list(np.array([2.123456789, np.nan]))
-        [2.12346, None]
-    """
+    """Return rounded numbers for JSON, a gap as ``None``."""
     return [None if value != value else rounded(value, digits) for value in np.asarray(values, float).tolist()]
 
 

@@ -1,8 +1,4 @@
-"""The figure of the verdict: each recipe's loss difference from the baseline, with its interval and the threshold.
-
-The figure shows the verdict at a glance. An interval inside the band is as good as the baseline. An interval beyond it costs
-something. An interval across the edge is not resolved.
-"""
+"""The figure of the verdict: each recipe's loss difference from the baseline, with its interval and the threshold."""
 
 from __future__ import annotations
 
@@ -38,12 +34,10 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         "tickvals": list(range(len(drawn))), "ticktext": [plain(group.label) for group, _ in drawn],
         "range": [len(drawn) - 0.5, -0.5], "zeroline": False, "showgrid": False,
     }  # fmt: skip
-    layout["shapes"] = [
-        {
-            "type": "rect", "xref": "x", "yref": "paper", "x0": -threshold, "x1": threshold, "y0": 0, "y1": 1,
-            "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
-        }
-    ]  # fmt: skip
+    layout["shapes"] = [{
+        "type": "rect", "xref": "x", "yref": "paper", "x0": -threshold, "x1": threshold, "y0": 0, "y1": 1,
+        "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
+    }]  # fmt: skip
     how = (
         f"Left of zero is better than {comparison.baseline}, right of it worse. A bar is the 95 % interval of the mean over "
         f"seeds, of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
