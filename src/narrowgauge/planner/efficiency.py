@@ -92,5 +92,17 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
 
 def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float]:
     """Return the 10 and 90 % quantiles of measured over planned seconds, for published runs of one class."""
-    row = _TABLES["error"]["mixture" if has_mixture else "dense"]["named" if has_software else "assumed"]
+    row = _error_row(has_mixture, has_software)
     return row["low"], row["high"]
+
+
+def median_of(*, has_mixture: bool, has_software: bool) -> float:
+    """Return the median of measured seconds over the model's terms; 1 for dense models, whose terms explain them."""
+    return _error_row(has_mixture, has_software).get("median", 1.0)
+
+
+def _error_row(has_mixture: bool, has_software: bool) -> dict[str, float]:
+    row: dict[str, float] = _TABLES["error"]["mixture" if has_mixture else "dense"][
+        "named" if has_software else "assumed"
+    ]
+    return row

@@ -138,6 +138,10 @@ def why_not(architecture: Architecture, layout: Layout, sequence_length: int) ->
         return f"{stages} groups of layers and {architecture.num_layers} layers"
     if architecture.num_heads % layout.tensor:
         return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
+    if architecture.num_kv_heads % layout.tensor and layout.tensor % architecture.num_kv_heads:
+        return (
+            f"{layout.tensor} tensor ranks and {architecture.num_kv_heads} key and value heads do not divide each other"
+        )
     if sequence_length % layout.context:
         return f"{layout.context} context ranks do not divide {sequence_length} tokens"
     num_experts = architecture.mixture.num_experts if architecture.mixture else 1

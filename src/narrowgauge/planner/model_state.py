@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture, Matmul
+from narrowgauge.planner.program import DEFAULT, Program, adapters_of
 from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
@@ -45,6 +46,8 @@ class Bytes:
 
 OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
 """States of each optimizer per matrix element, with the storage's code for each state."""
+FROZEN_BYTES = 2
+"""Bytes of a frozen parameter outside the layers' matrices: bfloat16."""
 _FACTOR_BYTES = 4  # per row and column of a matrix under Adafactor
 RANKS = {row.name: option.default for row in UPDATE_RULES.values() for option in row.options if option.name == "rank"}
 """Default rank of the subspace, by low-rank rule."""
@@ -78,15 +81,24 @@ class ModelState:
 
 @lru_cache(maxsize=256)
 def state_of(
-    a: Architecture, storage: Storage, optimizer: str = "adamw", tensor: int = 1, expert_tensor: int = 1
+    a: Architecture,
+    storage: Storage,
+    optimizer: str = "adamw",
+    tensor: int = 1,
+    expert_tensor: int = 1,
+    program: Program = DEFAULT,
 ) -> ModelState:
     """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
+
+    Under adapters, the layers' matrices are frozen in the program's base format, and all else in the visible format.
 
     A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head, too.
     """
     is_matrix = UPDATE_RULES[optimizer].is_matrix
     outer = "adamw" if is_matrix and optimizer != "adafactor" else optimizer
     vectors = bytes_per_parameter(for_vectors(storage).keeping(OPTIMIZER_STATES["adamw" if is_matrix else optimizer]))
+    if program.lora:
+        return _adapted_state(a, storage, optimizer, tensor, expert_tensor, program)
     layers, experts = vectors * a.vectors, Bytes()
     for matmul in a.matmuls[:-1]:
         if matmul.is_expert:
@@ -100,6 +112,21 @@ def state_of(
     if not a.tie_embeddings:
         last += _matrix_state(storage, outer, a.matmuls[-1], vectors, tensor)
     return ModelState(layers, experts, first, last)
+
+
+def _adapted_state(
+    a: Architecture, storage: Storage, optimizer: str, tensor: int, expert_tensor: int, program: Program
+) -> ModelState:
+    layers, experts = Bytes(FROZEN_BYTES * a.vectors), Bytes()
+    for matmul in a.matmuls[:-1]:
+        ranks = 1 if matmul.split == "none" else expert_tensor if matmul.is_expert else tensor
+        frozen = Bytes(program.base_bytes * matmul.num_elements / ranks)
+        experts, layers = (experts + frozen, layers) if matmul.is_expert else (experts, layers + frozen)
+    for matmul in adapters_of(a, program):
+        layers += _matrix_state(storage, optimizer, matmul, Bytes(), 1)
+    outer = (a.vocab_size / tensor + a.positions) * a.hidden_size
+    head = (0 if a.tie_embeddings else a.matmuls[-1].num_parameters / tensor) + a.outer_vectors
+    return ModelState(layers, experts, Bytes(FROZEN_BYTES * outer), Bytes(FROZEN_BYTES * head))
 
 
 def _matrix_state(storage: Storage, optimizer: str, matmul: Matmul, vectors: Bytes, ranks: int) -> Bytes:
@@ -136,7 +163,8 @@ def on_stage(job: Job, layers: float, stage: int) -> tuple[Bytes, Bytes]:
     The first stage has the embedding, the last the head.
     """
     a, layout = job.architecture, job.layout
-    state = state_of(a, job.recipe.storage, job.optimizer, layout.tensor, layout.expert_tensor_ranks)
+    ranks = layout.tensor, layout.expert_tensor_ranks
+    state = state_of(a, job.recipe.storage, job.optimizer, *ranks, job.program)
     share = layers / a.num_layers
     rest = state.layers * share
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
