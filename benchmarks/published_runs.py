@@ -310,7 +310,7 @@ def held_by_others(points: Sequence[Point], wider: float = 1.0) -> float:
 
 
 def widening_of(points: Sequence[Point]) -> float:
-    """Return the least widening of quantiles that holds 80 % of the runs of a publication that is left out; 1 for few of these."""
+    """Return the least widening of quantiles that holds 80 % of the runs of a publication left out; 1 for few publications."""
     if len({family_of(point) for point in points}) < FEWEST_PUBLICATIONS:
         return 1.0
     return next(wider for step in range(60) if held_by_others(points, wider := 1 + step / 20) >= 0.8)

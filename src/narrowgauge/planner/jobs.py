@@ -108,7 +108,8 @@ class Job:
     def trained_parameters(self) -> int:
         """Count the parameters that train: all, or the adapters'."""
         adapters = sum(matmul.num_elements for matmul in adapters_of(self.architecture, self.program))
-        return adapters if self.program.lora else self.architecture.num_parameters
+        counts = self.architecture.counts
+        return adapters if self.program.lora else counts.trained if counts else self.architecture.num_parameters
 
     def moved(self, num_bytes: float) -> float:
         """Return the seconds to read or write ``num_bytes`` of the chip's memory."""

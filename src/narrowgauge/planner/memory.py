@@ -131,6 +131,13 @@ class _Rank:
             of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
         always = [weights, optimizer, *sums]
+        if counts := a.counts:
+            text = f"{self.tokens:g} tokens × {counts.activations / counts.tokens:,.0f} B, counted on fake tensors"
+            value = counts.activations / counts.tokens * self.tokens
+            kept = Term("activations", "at the peak of a step", value, text)
+            at_peak = gradients._replace(value=min(gradients.value, counts.gradients), formula="at this moment, counted")
+            last = [weights, optimizer, gradients, *sums]
+            return Terms(max([[*always, at_peak, kept, *buffers], last], key=lambda terms: sum(t.value for t in terms)))
         # Before the first layer's backward, no gradient is in transit.
         gathered = [term for term in buffers if term.name != _IN_TRANSIT]
         # With full recomputation one layer's activations coexist with every layer's saved input.
@@ -157,6 +164,9 @@ class _Rank:
         weights, gradients, optimizer = (
             term("weights", "weights", 3), term("gradients", "gradients", 2), term("optimizer", "states beside the weights", 1)
         )  # fmt: skip
+        share = self.job.trained_parameters / self.a.num_parameters
+        if self.a.counts and share < 1:
+            gradients, optimizer = (t._replace(value=t.value * share) for t in (gradients, optimizer))
         if self.program.lora:
             base = f"weights frozen in {self.program.base}, adapters of rank {self.program.lora}"
             weights, gradients, optimizer = (t._replace(formula=base) for t in (weights, gradients, optimizer))

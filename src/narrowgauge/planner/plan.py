@@ -45,8 +45,10 @@ FINE_MOMENT = 5
 
 
 def plan(
-    model: str | Path | Architecture,
+    model: Any,
     *,
+    batch: Any = None,
+    loss: Any = None,
     recipes: str | Recipe | Sequence[str | Recipe] = (),
     chip: str | Chip | Sequence[str | Chip] = (),
     chips: int | Sequence[int] = (),
@@ -54,7 +56,7 @@ def plan(
     sequence_length: int | None = None,
     tokens_per_step: float | None = None,
     tokens: float | None = None,
-    optimizer: str = "adamw",
+    optimizer: Any = "adamw",
     layout: str | Mapping[str, Any] = "",
     program: str | Program = "",
     lora: int = 0,
@@ -64,7 +66,9 @@ def plan(
     """Plan what fits, how fast, in which layout, and why. Nothing is trained, and only a ``config.json`` needs transformers.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
+        model: a preset's name, a Hugging Face ``config.json`` or its folder, an architecture, or a module. A step of a
+            module is counted on fake tensors, and planned over data and shard ranks.
+        batch, loss: of a module's step: arguments, and ``loss(model, batch)``; None for the output's ``loss`` or its sum.
         recipes: names, files or recipes. By default the recipes of :data:`USUAL_RECIPES` that the chips multiply natively;
             ``"all"`` for every recipe that they multiply natively.
         chip, chips: names (``narrowgauge show chips``) and numbers, 1 by default. Several are compared.
@@ -72,7 +76,7 @@ def plan(
         sequence_length: in tokens; None for 4096, or for the positions of a preset or of learned positions if they are fewer.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for its days.
-        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states.
+        optimizer: a rule of ``narrowgauge show rules`` but ``"sgd"``, for its states; or an optimizer, for its rule and storage.
         layout: fields of the layout with fixed values: ``{"tensor": 2}``, ``"fsdp2,recompute=none"``.
         program: the training loop: a name, fields with values, or both, as ``"hf-trainer,loss=chunked"``. See
             :class:`~narrowgauge.planner.program.Program`. By default a loop of compiled layers that any program may run.
@@ -93,8 +97,18 @@ def plan(
     for name, value in numbers.items():
         if value is not None and not 1 <= value < math.inf:
             raise NarrowgaugeError(f"{name} = {value} was requested.", "Use 1 or more.")
+    fixed = read_layout(layout)
+    if batch is not None:
+        from narrowgauge.planner.own_module import of_module, question_of
+
+        model, length = of_module(model, batch, loss)
+        sequence_length = sequence_length or length
+        fixed = {"tensor": 1, "pipeline": 1, "recompute": "none", **fixed}
+        if not isinstance(optimizer, str):
+            optimizer, storage = question_of(optimizer)
+            recipes = recipes or f"bfloat16/{storage}"
     architecture = model if isinstance(model, Architecture) else read_model(str(model))
-    fixed, length = read_layout(layout), _sequence_length(architecture, sequence_length)
+    length = _sequence_length(architecture, sequence_length)
     clusters = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     counts = [chips] if isinstance(chips, int) else list(chips)

@@ -72,7 +72,7 @@ class Plan:
             )
         if best.resuming_bytes > memory:
             lines.append(
-                f"While resuming, optimizer states exist twice, and a chip has {bytes_text(memory)}: load the checkpoint on the CPU."
+                f"While resuming, optimizer states exist twice: {bytes_text(best.resuming_bytes)}. Load the checkpoint on the CPU."
             )
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
