@@ -38,7 +38,7 @@ from _published import Run, load, measured_tokens_per_second
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.clusters import Cluster, cluster_of
-from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of, median_of
+from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of
 from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
@@ -100,7 +100,7 @@ class Point(NamedTuple):
     @property
     def is_inside(self) -> bool:
         """Tell whether the measured rate lies within the interval."""
-        low, high = error_of(has_mixture=self.has_mixture, has_software=self.has_software)
+        _, low, high = error_of(has_mixture=self.has_mixture, has_software=self.has_software)
         return low <= self.ratio <= high
 
 
@@ -330,7 +330,7 @@ def write_errors() -> None:
             (low, high), middle, lines_of_median = interval_of(ratios, wider), 1.0, []
             if kind == "mixture":  # the plan's seconds become the median
                 middle = statistics.median(ratios)
-                written = middle * median_of(has_mixture=True, has_software=not assumed)
+                written = middle * error_of(has_mixture=True, has_software=not assumed)[0]
                 lines_of_median = [f"median = {written:.3f}"]
             ends = [f"low = {low / middle:.3f}", f"high = {high / middle:.3f}", f"runs = {len(chosen)}", ""]
             lines += [f"[error.{kind}.{name}]", *lines_of_median, *ends]

@@ -42,7 +42,10 @@ def llama() -> nn.Module:
 
 
 TOKENS = torch.zeros(4, 64, dtype=torch.int64)
-CASES: dict[str, tuple[Any, Any]] = {"residual": (Residual, TOKENS), "llama": (llama, {"input_ids": TOKENS, "labels": TOKENS})}
+CASES: dict[str, tuple[Any, Any]] = {
+    "residual": (Residual, TOKENS),
+    "llama": (llama, {"input_ids": TOKENS, "labels": TOKENS}),
+}
 
 
 @pytest.mark.parametrize("storage", ["float32", "word"])

@@ -23,7 +23,9 @@ QWEN = decoder(
 )  # Qwen-7B, config.json: 22,016 counts gate and up
 
 
-def job(program: str, layout: Layout = Layout(shard=8), recipe: str = "bfloat16/master", length: int = 8192, **rows: Any) -> Job:  # noqa: B008
+def job(
+    program: str, layout: Layout = Layout(shard=8), recipe: str = "bfloat16/master", length: int = 8192, **rows: Any
+) -> Job:  # noqa: B008
     chip = rows.pop("chip", "H100-SXM")
     cluster = cluster_of(chip, layout.num_ranks)
     return Job(LLAMA, parse(recipe), layout, cluster, length, program=read_program(program), **rows)
@@ -65,7 +67,9 @@ def test_unfused_attention_saves_its_scores() -> None:
 
 def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
     """Float32 shards of 16 bytes a parameter; gathered layers, activations and the stream in bfloat16; no sum beside them."""
-    mixed, cast = (job(name, Layout(shard=8, micro_batches=4), "bfloat16/float32") for name in ("torchtitan", "narrowgauge"))
+    mixed, cast = (
+        job(name, Layout(shard=8, micro_batches=4), "bfloat16/float32") for name in ("torchtitan", "narrowgauge")
+    )
     assert term(cast, "two layers, gathered") == 2 * term(mixed, "two layers, gathered")
     assert mixed.memory.groups["activations"] < cast.memory.groups["activations"]
     assert not [row for row in mixed.memory if row.name.startswith("sum in")]
@@ -76,7 +80,9 @@ def test_mixed_precision_of_fsdp_gathers_what_it_computes_with() -> None:
 def test_a_released_gradient_and_states_on_the_host_leave_the_chip() -> None:
     one = Layout()
     kept, freed, away = (job(text, one, length=256) for text in ("", "release=true", "offload=true"))
-    assert freed.memory.total < kept.memory.total - 1.8 * (LLAMA.num_parameters - LLAMA.largest_layer - LLAMA.outer_parameters)
+    assert freed.memory.total < kept.memory.total - 1.8 * (
+        LLAMA.num_parameters - LLAMA.largest_layer - LLAMA.outer_parameters
+    )
     assert away.memory.groups["optimizer"] == 0
     # ZeRO-Offload: four billion parameters a second on the processors of a node, and four bytes each over the host's path.
     assert away.step.groups["optimizer"] > LLAMA.num_parameters / 4e9
@@ -99,7 +105,9 @@ def test_adapters_need_what_qwen_published(length: int) -> None:
 
 def test_seven_billion_fit_a_card_of_24_gigabytes_under_adapters() -> None:
     """torchtune's QLoRA of Llama-2 7B takes less than 10 GB; all weights of 7B do not fit."""
-    answer = plan("llama-7b", chip="RTX-4090", lora=8, base="nf4", sequence_length=512, layout="micro_batch=2,recompute=full")
+    answer = plan(
+        "llama-7b", chip="RTX-4090", lora=8, base="nf4", sequence_length=512, layout="micro_batch=2,recompute=full"
+    )
     assert answer.best.fits and answer.best.memory.total < 10e9
     assert [program.name for program in programs_of(answer.best)] == ["hf-trainer"]
     assert not plan("llama-7b", chip="RTX-4090", recipes="bfloat16/word").best.fits

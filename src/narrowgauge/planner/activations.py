@@ -95,19 +95,17 @@ def layer_bytes(
     a: Architecture,
     recipe: Recipe,
     program: Program = DEFAULT,
-    *,
     gathered: str = "",
-    is_selective: bool = False,
+    repeated: str = "",
     sequence_length: int = 0,
 ) -> LayerBytes:
     """Return the bytes that a mean layer saves.
 
-    The recipe's main compute and storage set the width of each tensor. Overrides by layer do not count. ``sequence_length`` is
-    for the scores of unfused attention. With ``is_selective`` backward repeats what the program names.
+    The recipe's main compute and storage set the width of each tensor. Overrides by layer do not count. ``repeated`` is what
+    backward recomputes (``Program.selective``). ``sequence_length`` is for the scores of unfused attention.
     """
     widths = widths_of(recipe, gathered)
     layer = _Layer(a, recipe.compute, widths, program)
-    repeated = program.selective if is_selective else ""
     per_token = stream = 0.0
     for mlp, count in ((layer.mlp, a.num_dense_layers), (layer.mixture, a.num_layers - a.num_dense_layers)):
         tensors = [*layer.norms(), *layer.attention(), *mlp()] if count else []
@@ -202,13 +200,7 @@ class _Layer:
         if a.is_gated:
             tensors += 2 if is_eager else 1
         yield SavedTensor(name, copies * tensors * self.widths.matmul * size)
-        if not self.trains_attention_only:
-            yield SavedTensor(f"product of the {name}", copies * self.inputs(size), is_repeated=True)
-
-    @property
-    def trains_attention_only(self) -> bool:
-        """Tell whether no matrix of an MLP needs its input for a gradient."""
-        return bool(self.program.lora) and self.program.adapted == "attention"
+        yield SavedTensor(f"product of the {name}", copies * self.inputs(size), is_repeated=True)
 
     def every_second_matmul(self, *, is_mixture: bool) -> Iterator[SavedTensor]:
         """Yield what torchtitan saves with per-operation checkpointing: a layer's input, attention, and every second matmul."""
@@ -228,8 +220,7 @@ class _Layer:
         """Yield inputs and inner tensors of a dense MLP."""
         a = self.architecture
         gates = 2 if a.is_gated and not a.has_fused_inputs else 1
-        if not self.trains_attention_only:
-            yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, gates), True, True)
+        yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, gates), True, True)
         yield from self.inner("MLP", a.intermediate_size)
 
     def mixture(self) -> Iterator[SavedTensor]:

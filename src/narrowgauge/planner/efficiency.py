@@ -90,19 +90,11 @@ def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
     return Efficiency(values, engines)
 
 
-def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float]:
-    """Return the 10 and 90 % quantiles of measured over planned seconds, for published runs of one class."""
-    row = _error_row(has_mixture, has_software)
-    return row["low"], row["high"]
+def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float, float]:
+    """Return the errors of published runs of one class.
 
-
-def median_of(*, has_mixture: bool, has_software: bool) -> float:
-    """Return the median of measured seconds over the model's terms; 1 for dense models, whose terms explain them."""
-    return _error_row(has_mixture, has_software).get("median", 1.0)
-
-
-def _error_row(has_mixture: bool, has_software: bool) -> dict[str, float]:
-    row: dict[str, float] = _TABLES["error"]["mixture" if has_mixture else "dense"][
-        "named" if has_software else "assumed"
-    ]
-    return row
+    They are the median of measured seconds over the model's terms (1 for dense models), and the 10 and 90 % quantiles of
+    measured over planned seconds.
+    """
+    row = _TABLES["error"]["mixture" if has_mixture else "dense"]["named" if has_software else "assumed"]
+    return row.get("median", 1.0), row["low"], row["high"]

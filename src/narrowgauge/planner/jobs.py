@@ -11,7 +11,7 @@ from narrowgauge.planner.efficiency import RESTARTS, Efficiency, efficiency_of, 
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.model_state import OPTIMIZER_STATES, state_of
+from narrowgauge.planner.model_state import OPTIMIZER_STATES
 from narrowgauge.planner.program import DEFAULT, Program, adapters_of
 from narrowgauge.planner.roofline import bytes_per_number, bytes_seconds
 from narrowgauge.planner.step_time import step_terms
@@ -64,19 +64,7 @@ class Job:
 
     @cached_property
     def bytes_per_param(self) -> float:
-        """Return the bytes per parameter of weight, gradient and the optimizer's states: for matrices, or the mean of all.
-
-        The mean includes the frozen weights.
-        """
-        if self.program.lora:
-            state = state_of(self.architecture, self.recipe.storage, self.optimizer, program=self.program)
-            parts = (state.layers, state.experts, state.embedding, state.head)
-            total = sum(part.weights + part.gradients + part.optimizer for part in parts)
-            return round(total / self.architecture.num_parameters, 2)
-        return self.trained_bytes_per_param
-
-    @property
-    def trained_bytes_per_param(self) -> float:
+        """Return the bytes per parameter that trains of weight, gradient and the optimizer's states, for matrices."""
         return self.recipe.storage.keeping(OPTIMIZER_STATES[self.optimizer]).bytes_per_param
 
     @property
@@ -178,8 +166,7 @@ class Job:
     @property
     def _error(self) -> Ends:
         """Return the ends of measured over planned seconds."""
-        has_mixture, has_software = self.architecture.mixture is not None, bool(self.software)
-        return error_of(has_mixture=has_mixture, has_software=has_software)
+        return error_of(has_mixture=self.architecture.mixture is not None, has_software=bool(self.software))[1:]
 
     @property
     def rate_interval(self) -> Ends:

@@ -160,4 +160,4 @@ def optimizer_seconds(job: Job, num_parameters: float) -> float:
         rate = 1e9 * job.chip.host_gb_per_second * job.efficiency["host"]
         updates = job.efficiency["host_updates"] / min(job.num_chips, job.cluster.chips_per_node)
         return num_parameters * (2 * gradient / rate + 1 / updates)
-    return job.moved(num_parameters * (2 * job.trained_bytes_per_param - gradient))
+    return job.moved(num_parameters * (2 * job.bytes_per_param - gradient))

@@ -9,7 +9,7 @@ data, shard and context axes. They also lie inside the tensor axis, unless tenso
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -139,9 +139,7 @@ def why_not(architecture: Architecture, layout: Layout, sequence_length: int) ->
     if architecture.num_heads % layout.tensor:
         return f"{layout.tensor} tensor ranks do not divide {architecture.num_heads} heads"
     if architecture.num_kv_heads % layout.tensor and layout.tensor % architecture.num_kv_heads:
-        return (
-            f"{layout.tensor} tensor ranks and {architecture.num_kv_heads} key and value heads do not divide each other"
-        )
+        return f"{layout.tensor} tensor ranks do not suit {architecture.num_kv_heads} key and value heads"
     if sequence_length % layout.context:
         return f"{layout.context} context ranks do not divide {sequence_length} tokens"
     num_experts = architecture.mixture.num_experts if architecture.mixture else 1
@@ -172,21 +170,27 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
         8
     """
     text = layout if isinstance(layout, str) else ",".join(f"{name}={value}" for name, value in layout.items())
-    named: dict[str, Any] = {}
-    fields: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, equals, value = (side.strip() for side in part.partition("="))
-        choices = _FIELDS if equals else tuple(NAMED_LAYOUTS)
-        if name not in choices:
-            raise RecipeError(
-                f"a layout has no {'field' if equals else 'name'} '{name}'.", suggestion(name, choices) or _ADVICE
-            )
-        if not equals:
-            if named not in ({}, NAMED_LAYOUTS[name]):
-                raise RecipeError(f"a layout has two names, the last is '{name}'.", "Give one name.")
-            named = NAMED_LAYOUTS[name]
-        elif str(fields.setdefault(name, int(value) if value.isdecimal() else value)) != value:
-            raise RecipeError(f"a layout has {name} = {fields[name]} and {name} = {value}.", "Name it once.")
-    fields = {**named, **fields}
+    named, fields = read_fields(text, "layout", NAMED_LAYOUTS, _FIELDS, _ADVICE)
+    fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
     return fields
+
+
+def read_fields(
+    text: str, what: str, names: Iterable[str], fields: Sequence[str], advice: str
+) -> tuple[str, dict[str, Any]]:
+    """Read a name of ``names`` and ``FIELD=VALUE`` between commas; ``what`` they describe. The name is empty without one."""
+    named, values = "", dict[str, Any]()
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (side.strip() for side in part.partition("="))
+        choices = fields if equals else tuple(names)
+        if name not in choices:
+            problem = f"a {what} has no {'field' if equals else 'name'} '{name}'."
+            raise RecipeError(problem, suggestion(name, choices) or advice)
+        if not equals:
+            if named not in ("", name):
+                raise RecipeError(f"a {what} has two names, the last is '{name}'.", "Give one name.")
+            named = name
+        elif str(values.setdefault(name, int(value) if value.isdecimal() else value)) != value:
+            raise RecipeError(f"a {what} has {name} = {values[name]} and {name} = {value}.", "Name it once.")
+    return named, values

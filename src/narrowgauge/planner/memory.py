@@ -29,9 +29,7 @@ _STAGES = (
 _SEQUENCE = (
     "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
 )
-_LOSS = (
-    "compiled: logits and their gradient; eager: float32 logits, log-softmax and its gradient, 16-bit logits reserved"
-)
+_LOSS = "compiled: logits and their gradient; eager: 16-bit and float32 logits, log-softmax and its gradient"
 _SUMS = "Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32"
 _OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
@@ -135,7 +133,9 @@ class _Rank:
             text = f"{self.tokens:g} tokens × {counts.activations / counts.tokens:,.0f} B, counted on fake tensors"
             value = counts.activations / counts.tokens * self.tokens
             kept = Term("activations", "at the peak of a step", value, text)
-            at_peak = gradients._replace(value=min(gradients.value, counts.gradients), formula="at this moment, counted")
+            at_peak = gradients._replace(
+                value=min(gradients.value, counts.gradients), formula="at this moment, counted"
+            )
             last = [weights, optimizer, gradients, *sums]
             return Terms(max([[*always, at_peak, kept, *buffers], last], key=lambda terms: sum(t.value for t in terms)))
         # Before the first layer's backward, no gradient is in transit.
@@ -197,20 +197,13 @@ class _Rank:
     def activation_terms(self) -> tuple[list[Term], Term]:
         """Return the tensors saved by all layers in flight at the end of forward, and the memory of the layer in backward."""
         a, layout, in_flight, tokens = self.a, self.layout, self.layers_in_flight, self.tokens
-        length = self.job.sequence_length if self.program.attention == "eager" else 0
+        job, length = self.job, self.job.sequence_length if self.program.attention == "eager" else 0
 
-        def bytes_of(is_selective: bool) -> tuple[float, float]:
-            saved, stream, casts = layer_bytes(
-                a,
-                self.job.recipe,
-                self.program,
-                gathered=self.job.gathered,
-                is_selective=is_selective,
-                sequence_length=length,
-            )
+        def bytes_of(repeated: str) -> tuple[float, float]:
+            saved, stream, casts = layer_bytes(a, job.recipe, self.program, job.gathered, repeated, length)
             return stream / layout.stream_ranks + (saved - stream) / layout.tensor, casts / layout.tensor
 
-        per_layer, casts = bytes_of(False)
+        per_layer, casts = bytes_of("")
         formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
         layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
         start = f"{in_flight:g} layers in flight × {tokens:g} tokens × "
@@ -220,7 +213,7 @@ class _Rank:
             formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
             return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
         if layout.recompute == "selective":
-            per_layer, casts = bytes_of(True)
+            per_layer, casts = bytes_of(self.program.selective)
         value = in_flight * tokens * per_layer
         formula = f"{start}{per_layer:,.0f} B ({self.program.kernels} kernels, {self.program.attention} attention)"
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]

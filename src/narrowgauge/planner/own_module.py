@@ -64,7 +64,9 @@ class LiveBytes(TorchDispatchMode):
         self.accumulated += parameter.grad.untyped_storage().nbytes()
 
 
-def of_module(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> tuple[Architecture, int]:
+def of_module(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None
+) -> tuple[Architecture, int]:
     """Return the shape of a module with counts of one step on ``batch``, and its sequence length. The module is not called.
 
     Args:
@@ -115,7 +117,9 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
     depth = max((len(m) for m in lists), default=1)
     hidden = Counter(weight.shape[1] for weight in linears).most_common(1)[0][0]
     *inner, head = linears
-    matmuls = [Matmul(f"{o}x{i}", i, o, count, "mlp", "none") for (o, i), count in Counter(w.shape for w in inner).items()]
+    matmuls = [
+        Matmul(f"{o}x{i}", i, o, count, "mlp", "none") for (o, i), count in Counter(w.shape for w in inner).items()
+    ]
     tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
     rows = [table.shape[0] for table in tables if table is not head and table.shape[1] == hidden]
     is_tied = head.shape[0] not in rows

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.planner.layouts import AXES, read_fields
 from narrowgauge.planner.model import Architecture, Matmul
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
@@ -27,36 +28,6 @@ Attention = Literal["flash", "eager"]
 BASE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256), "nvfp4": 4.5}
 """Bits of a frozen weight, scales included. NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA,
 arXiv 2305.14314, section 3)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Describe what a program runs.
-
-    Args:
-        axes: of the layout that may exceed one rank.
-        zeros: ZeRO stages, if ranks shard the state.
-        narrow_axes: axes under narrow layers of this project; None for all.
-        ours: it steps an optimizer of this project. Otherwise it runs its own ``computes`` and ``storages`` only.
-        computes, storages: narrow computes and storages that the program has itself.
-        rules: optimizers that it runs; empty for all.
-        divides_kv_heads: tensor ranks must divide the key and value heads.
-        has_even_stages: stages must have equally many layers, embedding and head counted or not.
-        vendor: of the chips; empty for NVIDIA and AMD.
-    """
-
-    axes: tuple[str, ...]
-    zeros: tuple[int, ...]
-    narrow_axes: tuple[str, ...] | None = None
-    ours: bool = True
-    computes: tuple[str, ...] = ()
-    storages: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()
-    divides_kv_heads: bool = False
-    has_even_stages: bool = False
-    has_adapters: bool = False
-    has_offload: bool = False
-    vendor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +70,7 @@ class Program:
     text: str = field(default="", compare=False)
     software: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
-    limits: Limits | None = field(default=None, compare=False)
+    limits: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name, values in _VALUES.items():
@@ -108,9 +79,7 @@ class Program:
                 choices = ", ".join(str(value) or "the default" for value in values)
                 raise RecipeError(f"a program has {name} = {value!r}.", advice or f"It is one of {choices}.")
         if type(self.lora) is not int or self.lora < 0:
-            raise RecipeError(
-                f"a program has lora = {self.lora!r}.", "Use a rank from 1 on, or 0 to train all weights."
-            )
+            raise RecipeError(f"a program has lora = {self.lora!r}.", "Use a rank from 1 on, or 0 for none.")
 
     @property
     def base_bytes(self) -> float:
@@ -139,40 +108,35 @@ class Program:
 
     def why_not(self, job: Job) -> str:
         """Say why this program does not run a job; empty if it does."""
-        limits, layout, recipe = self.limits, job.layout, job.recipe
-        if limits is None:
+        limits, layout, recipe, a = self.limits, job.layout, job.recipe, job.architecture
+        if not limits:
             return ""
-        used = [axis for axis in _AXES if getattr(layout, axis) > 1]
-        if job.chip.vendor not in ((limits.vendor,) if limits.vendor else ("NVIDIA", "AMD")):
-            return f"it does not run on {job.chip.vendor}'s chips"
-        if missing := [axis for axis in used if axis not in limits.axes]:
-            return f"it has no {missing[0]} ranks"
-        if layout.zero not in limits.zeros and layout.num_sharing > 1:
-            return f"it has no ZeRO-{layout.zero}"
-        if job.program.lora and not limits.has_adapters:
-            return "it has no adapters"
-        if job.program.offload and not limits.has_offload:
-            return "it does not offload states"
-        is_own = _is_own(limits, recipe) and job.optimizer in ("adamw", "adam")
-        if not is_own and not limits.ours and not job.program.lora:
-            return f"it does not run {recipe.name}"
-        if limits.rules and UPDATE_RULES[job.optimizer].optimizer not in limits.rules:
-            return f"it does not run {job.optimizer}"
-        is_wide = recipe.compute.is_wide or is_own
-        if not is_wide and (blocked := [axis for axis in used if axis not in (limits.narrow_axes or limits.axes)]):
-            return f"it has no {blocked[0]} ranks under narrow layers"
-        if limits.divides_kv_heads and job.architecture.num_kv_heads % layout.tensor:
-            return f"{layout.tensor} tensor ranks do not divide {job.architecture.num_kv_heads} key and value heads"
-        groups, layers = layout.pipeline * layout.interleave, job.architecture.num_layers
-        if limits.has_even_stages and layers % groups and (layers + 2) % groups:
-            return f"{groups} groups of layers do not divide {layers} layers"
-        return ""
-
-
-def _is_own(limits: Limits, recipe: Recipe) -> bool:
-    """Tell whether a program has a recipe itself, without this project's optimizer and layers."""
-    is_known = recipe.compute.is_wide or recipe.compute.name in limits.computes
-    return is_known and recipe.storage.short_name in limits.storages and not recipe.reduction.order_invariant
+        axes, zeros, heads = limits["axes"], limits["zeros"], a.num_kv_heads
+        used = [axis for axis in (*AXES, "expert") if getattr(layout, axis) > 1]
+        groups, rule = layout.pipeline * layout.interleave, UPDATE_RULES[job.optimizer].optimizer
+        # A recipe that the program has itself needs no optimizer and no layers of ours.
+        is_own = recipe.storage.short_name in limits.get("storages", ()) and rule in ("AdamW", "Adam")
+        is_own &= recipe.compute.is_wide or recipe.compute.name in limits.get("computes", ())
+        is_own &= not recipe.reduction.order_invariant
+        is_wide, is_lora = recipe.compute.is_wide or is_own, bool(job.program.lora)
+        narrow_axes = axes if is_wide else limits.get("narrow_axes", axes)
+        reasons = {
+            f"it does not run on {job.chip.vendor}'s chips": job.chip.vendor not in limits.get("vendors", ("NVIDIA", "AMD")),
+            f"it has no {', '.join(sorted({*used} - {*axes}))} ranks": not {*used} <= {*axes},
+            f"it has no ZeRO-{layout.zero}": layout.zero not in zeros and layout.num_sharing > 1,
+            "it has no adapters": is_lora and not limits.get("has_adapters"),
+            "it does not offload states": job.program.offload and not limits.get("has_offload"),
+            f"it does not run {recipe.name}": not (is_own or is_lora or limits.get("ours", True)),
+            f"it does not run {job.optimizer}": rule not in limits.get("rules", (rule,)),
+            f"it has no {', '.join(sorted({*used} - {*narrow_axes}))} ranks under narrow layers": not {*used} <= {*narrow_axes},
+            f"{layout.tensor} tensor ranks do not divide {heads} key and value heads": (
+                limits.get("divides_kv_heads") and heads % layout.tensor
+            ),
+            f"{groups} groups of layers do not divide {a.num_layers} layers": (
+                limits.get("has_even_stages") and a.num_layers % groups and (a.num_layers + 2) % groups
+            ),
+        }  # fmt: skip
+        return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
 def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
@@ -185,7 +149,6 @@ def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
 
 CHUNKS = 8
 """Chunks of the tokens in a chunked loss: torchtitan's default."""
-_AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "kernels": get_args(Kernels), "loss": get_args(Loss), "selective": get_args(Selective),
     "attention": get_args(Attention), "head": ("", "bfloat16", "float32"), "gathered": ("", "bfloat16"),
@@ -194,12 +157,7 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _of_row(name: str, row: Mapping[str, Any]) -> Program:
-    limits = {key: tuple(value) if isinstance(value, list) else value for key, value in row.get("limits", {}).items()}
-    return Program(name, **{**row, "limits": Limits(**limits) if limits else None})
-
-
-PROGRAMS: dict[str, Program] = {name: _of_row(name, row) for name, row in load_data("programs", "planner").items()}
+PROGRAMS: dict[str, Program] = {name: Program(name, **row) for name, row in load_data("programs", "planner").items()}
 """Programs by name. The first is the default."""
 DEFAULT = PROGRAMS["compiled"]
 
@@ -223,18 +181,6 @@ def read_program(text: str | Program) -> Program:
     """
     if isinstance(text, Program):
         return text
-    program, fields = DEFAULT, dict[str, Any]()
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, equals, value = (side.strip() for side in part.partition("="))
-        choices = _FIELDS if equals else tuple(PROGRAMS)
-        if name not in choices:
-            what = "no field" if equals else "no name"
-            raise RecipeError(
-                f"a program has {what} '{name}'.", suggestion(name, choices) or f"Known: {', '.join(choices)}."
-            )
-        if equals:
-            switches = {"true": True, "yes": True, "false": False, "no": False}
-            fields[name] = int(value) if value.isdecimal() else switches.get(value.lower(), value)
-        else:
-            program = PROGRAMS[name]
-    return replace(program, **fields)
+    name, fields = read_fields(text, "program", PROGRAMS, _FIELDS, f"There are {', '.join(PROGRAMS)}.")
+    switches = {"true": True, "false": False}
+    return replace(PROGRAMS.get(name, DEFAULT), **{key: switches.get(value, value) for key, value in fields.items()})

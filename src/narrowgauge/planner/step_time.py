@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
-from narrowgauge.planner.efficiency import median_of
+from narrowgauge.planner.efficiency import error_of
 from narrowgauge.planner.layer_times import (
     Seconds,
     attention_seconds,
@@ -67,7 +67,7 @@ def step_terms(job: Job) -> Terms:
     if job.program.lora:
         number = job.trained_parameters * layers / job.architecture.num_layers / sharing
     seconds = optimizer_seconds(job, number)
-    formula = f"{number:.3g} parameters × {job.trained_bytes_per_param:g} B read and written"
+    formula = f"{number:.3g} parameters × {job.bytes_per_param:g} B read and written"
     optimizer = Term("optimizer", "states read and written", seconds, formula, "bytes of the storage")
     terms = [*_stage_terms(job, layers, has_head), optimizer]
     return Terms((*terms, *_waiting_terms(job, number, sum(term.value for term in terms))))
@@ -126,13 +126,11 @@ def _micro_batch_seconds(job: Job) -> tuple[dict[str, float], dict[str, float]]:
         )
         for is_head in (False, True)
     )
-    body = {
-        "matmuls": total(matmuls, again["matmuls"]),
-        "casts": total(casts, again["casts"]),
-        "attention": total(attention_seconds(job), again["attention"]),
-        "elementwise": total(elementwise_seconds(job), again["elementwise"]),
-        "waiting": total(mixture_seconds(job), again["waiting"]),
-    }
+    of_layers = {
+        "matmuls": matmuls, "casts": casts, "attention": attention_seconds(job), "elementwise": elementwise_seconds(job),
+        "waiting": mixture_seconds(job),
+    }  # fmt: skip
+    body = {group: total(seconds, again[group]) for group, seconds in of_layers.items()}
     return body, {"matmuls": total(head), "casts": total(head_casts), "loss": total(loss_seconds(job))}
 
 
@@ -171,10 +169,10 @@ def _waiting_terms(job: Job, number: float, seconds: float) -> Iterator[Term]:
         source = "an assumption; Sinha et al., SC 2022"
         yield Term("waiting", "for the slowest chip", seconds * late, formula, source)
         seconds *= 1 + late
-    beyond = median_of(has_mixture=job.architecture.mixture is not None, has_software=bool(job.software)) - 1
+    beyond = error_of(has_mixture=job.architecture.mixture is not None, has_software=bool(job.software))[0] - 1
     if beyond:
         formula = f"{seconds:.3g} s × {beyond:.3g}, the median of published mixtures"
         yield Term("waiting", "beyond the terms", seconds * beyond, formula, "benchmarks/published_runs.py")
-    saved = number * job.trained_bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])
+    saved = number * job.bytes_per_param / (1e9 * job.chip.host_gb_per_second * shares["host"])
     formula = f"{saved:.3g} s to the host's memory every {CHECKPOINT_SECONDS:,.0f} s"
     yield Term(UNSTEADY_GROUP, "copying states", seconds * saved / CHECKPOINT_SECONDS, formula, "an assumption")
