@@ -1,4 +1,4 @@
-"""Programs: memory and time follow one description, a program is offered only what it runs, and adapters need what was published."""
+"""Programs: memory and time follow one description, a program is offered what it runs, adapters need what was published."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ QWEN = decoder(
 )  # Qwen-7B, config.json: 22,016 counts gate and up
 
 
-def job(
-    program: str, layout: Layout = Layout(shard=8), recipe: str = "bfloat16/master", length: int = 8192, **rows: Any
-) -> Job:  # noqa: B008
+EIGHT = Layout(shard=8)
+
+
+def job(program: str, layout: Layout = EIGHT, recipe: str = "bfloat16/master", length: int = 8192, **rows: Any) -> Job:
     chip = rows.pop("chip", "H100-SXM")
     cluster = cluster_of(chip, layout.num_ranks)
     return Job(LLAMA, parse(recipe), layout, cluster, length, program=read_program(program), **rows)
@@ -131,7 +132,7 @@ def test_galore_of_seven_billion_fits_with_gradients_freed_by_layer() -> None:
 
 # ── what a program runs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-SHARDS, TENSOR = Layout(shard=8), Layout(shard=4, tensor=2)
+SHARDS, TENSOR = EIGHT, Layout(shard=4, tensor=2)
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ class _Rank:
             at_peak = gradients._replace(
                 value=min(gradients.value, counts.gradients), formula="at this moment, counted"
             )
-            last = [weights, optimizer, gradients, *sums]
-            return Terms(max([[*always, at_peak, kept, *buffers], last], key=lambda terms: sum(t.value for t in terms)))
+            last = (weights, optimizer, gradients, *sums)
+            return Terms(max([(*always, at_peak, kept, *buffers), last], key=lambda terms: sum(t.value for t in terms)))
         # Before the first layer's backward, no gradient is in transit.
         gathered = [term for term in buffers if term.name != _IN_TRANSIT]
         # With full recomputation one layer's activations coexist with every layer's saved input.

@@ -1,4 +1,4 @@
-"""A user's own module: count its parameters, matmuls, memory and operations in one step on fake tensors, which have no memory."""
+"""A user's own module: count parameters, matmuls, memory and operations of a step on fake tensors, which have no memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from narrowgauge.errors import DataError
 from narrowgauge.planner.model import Architecture, Counts, Matmul
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
-
-aten = torch.ops.aten
-_FLASH = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-"""Fused attention of CPUs, which the counter does not know, and of GPUs."""
+_FLASH = "_scaled_dot_product_flash_attention"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -37,7 +31,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: dict[int, int] = {p.untyped_storage()._cdata: 0 for p in parameters}
         self.live = self.accumulated = self.activations = self.gradients = 0
         for parameter in parameters:
@@ -84,7 +78,9 @@ def of_module(
         fake_model = copy.deepcopy(model, fakes)
         inputs = tree_map(lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value, batch)
         live, flops = LiveBytes(list(fake_model.parameters())), FlopCounterMode(display=False)
-        flops.flop_registry |= {cpu: flops.flop_registry[gpu] for cpu, gpu in _FLASH.items()}
+        for end in ("", "_backward"):  # the counter does not know fused attention on CPUs
+            cpu, gpu = (getattr(torch.ops.aten, f"{_FLASH}{place}{end}") for place in ("_for_cpu", ""))
+            flops.flop_registry[cpu] = flops.flop_registry[gpu]
         try:
             with live, flops:
                 # A loop holds the output until backward has run.
@@ -127,7 +123,8 @@ def _shape(model: nn.Module, counts: Counts) -> Architecture:
     matmuls.append(Matmul("lm_head", head.shape[1], head.shape[0], 1, "head", "column"))
     result = Architecture(
         type(model).__name__, depth, hidden, head.shape[0], tuple(matmuls), 0, 0, 1, 1, hidden, hidden,
-        max(w.shape[0] for w in linears[:-1] or linears), is_gated=False, tie_embeddings=is_tied, positions=positions, counts=counts,
+        max(w.shape[0] for w in linears[:-1] or linears), is_gated=False, tie_embeddings=is_tied, positions=positions,
+        counts=counts,
     )  # fmt: skip
     total = sum(p.numel() for p in model.parameters())
     return replace(result, outer_vectors=total - result.num_parameters)

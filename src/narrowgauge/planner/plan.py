@@ -113,14 +113,9 @@ def plan(
     kinds = [chip] if isinstance(chip, str | Chip) else list(chip)
     counts = [chips] if isinstance(chips, int) else list(chips)
     if bool(clusters) == bool(kinds) or (clusters and (counts or rates)):
-        problem = (
-            f"a cluster and {next(iter(rates), 'chips')} were requested together"
-            if clusters
-            else "no machine was named"
-        )
-        advice = (
-            "Name chips (--chip H100-SXM --chips 8), or clusters, which have their chips and rates (--cluster FILE)."
-        )
+        together = f"a cluster and {next(iter(rates), 'chips')} were requested together"
+        problem = together if clusters else "no machine was named"
+        advice = "Name chips (--chip H100-SXM --chips 8), or clusters, which have chips and rates (--cluster FILE)."
         raise ChipError(f"{problem}.", advice)
     machines = [where if isinstance(where, Cluster) else read_cluster(where) for where in clusters]
     machines += [cluster_of(kind, count, **rates) for kind in kinds for count in counts or [1]]
@@ -138,12 +133,13 @@ def plan(
         )  # fmt: skip
 
     jobs: list[Job] = []
+    rows: list[Job] = []
     left_out: dict[str, NarrowgaugeError] = {}
     for where in machines:
         usual = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
         # Of the default recipes take those that some program runs.
         for names in [asked] if asked else [usual, _native_recipes(where.chip, optimizer)]:
-            rows: list[Job] = []
+            rows = []
             for recipe in names:
                 try:
                     rows.append(searched(where, recipe))
@@ -155,21 +151,14 @@ def plan(
                 break
         jobs += rows
     if not jobs:
-        raise next(
-            iter(left_out.values()), ChipError(f"no program trains {architecture.name} there.", "Name a recipe.")
-        )
+        unknown = ChipError(f"no program trains {architecture.name} there.", "Name a recipe.")
+        raise next(iter(left_out.values()), unknown)
     # Rows of one table have one number of tokens per step, if it is a usual one.
-    least = min(
-        (j.tokens_per_step for j in jobs if j.fits and j.tokens_per_step >= LEAST_TOKENS_PER_STEP), default=None
-    )
+    is_free = tokens_per_step is None and "micro_batches" not in fixed
+    steps = [job.tokens_per_step for job in jobs if job.fits and job.tokens_per_step >= LEAST_TOKENS_PER_STEP]
+    least = min(steps) if is_free and steps else math.inf
     for place, job in enumerate(jobs):
-        if (
-            tokens_per_step is None
-            and least
-            and job.fits
-            and job.tokens_per_step > least
-            and "micro_batches" not in fixed
-        ):
+        if job.fits and job.tokens_per_step > least:
             with contextlib.suppress(RecipeError):  # its ranks compute more at once
                 jobs[place] = searched(job.cluster, job.recipe, tokens=least)
     jobs = _ranked(jobs)

@@ -72,7 +72,7 @@ class Plan:
             )
         if best.resuming_bytes > memory:
             lines.append(
-                f"While resuming, optimizer states exist twice: {bytes_text(best.resuming_bytes)}. Load the checkpoint on the CPU."
+                f"While resuming, states exist twice, {bytes_text(best.resuming_bytes)}: load the checkpoint on the CPU."
             )
         for row, reason in self.left_out.items():
             lines.append(f"Left out: {row}: {reason}")
@@ -168,7 +168,7 @@ def _program_sentences(job: Job) -> Iterator[str]:
     """Yield the program that is planned, and the memory of the same layout in the programs that differ."""
     yield f"Program: {job.program} (--program)."
     others = []
-    for program in programs_of(replace(job, program=replace(job.program, limits=None))):
+    for program in programs_of(replace(job, program=replace(job.program, limits={}))):
         same = {name: getattr(job.program, name) for name in ("lora", "base", "adapted", "release", "offload")}
         other = replace(job, program=replace(program, **same))
         if abs(other.memory.total / job.memory.total - 1) > NOTABLE:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.planner.layouts import AXES, read_fields
 from narrowgauge.planner.model import Architecture, Matmul
-from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
 from narrowgauge.spec.update_rules import UPDATE_RULES
