@@ -132,7 +132,7 @@ class Program:
                 limits.get("divides_kv_heads") and heads % layout.tensor
             ),
             f"{groups} groups of layers do not divide {a.num_layers} layers": (
-                limits.get("has_even_stages") and a.num_layers % groups and (a.num_layers + 2) % groups
+                limits.get("has_even_stages") and all((a.num_layers + extra) % groups for extra in range(4))
             ),
         }  # fmt: skip
         return next((reason for reason, is_so in reasons.items() if is_so), "")

@@ -37,9 +37,9 @@ ADAPTER_TOKENS_PER_STEP = 1 << 16
 """Default tokens of a step of adapters: 32 sequences of 2,048."""
 SIMPLER_STEP_FACTOR = 2
 """Factor on the default tokens that a simpler layout may use, if no tokens are given."""
-LONG_SEQUENCE = 32_768
-"""Minimum tokens for context ranks."""
-_TENSOR, _CONTEXT, _MICRO_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)
+LEAST_PART = 4096
+"""Minimum tokens of a sequence on a context rank."""
+_TENSOR, _CONTEXT, _EXPERT, _MICRO_BATCHES = (1, 2, 4, 8), (1, 2, 4, 8, 16), (16, 32, 64), range(1, 9)
 _MOST_STAGES, _MOST_GROUPS = 64, 12  # stages, and groups of layers of a stage: published runs had up to 12
 MUCH_FASTER = 1.1
 """Ratio of rates from which a layout that may run out of memory is named beside one that does not."""
@@ -184,13 +184,13 @@ def _shapes(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
     # Powers of two, and stages of equally many layers (embedding and head may count as a layer each).
     stages = [n for n in stages if not n & (n - 1) or 0 in (model.num_layers % n, (model.num_layers + 2) % n)]
     stages = stages if chips > node else [1]
-    contexts = _values(fixed, "context", _CONTEXT if job.sequence_length >= LONG_SEQUENCE else (1,))
+    contexts = _values(fixed, "context", (n for n in _CONTEXT if n == 1 or job.sequence_length >= n * LEAST_PART))
     for tensor, pipeline, context in product(tensors, _values(fixed, "pipeline", stages), contexts):
         ranks, rest = divmod(chips, tensor * pipeline * context)
         if rest or (pipeline == 1 and "pipeline" not in fixed and fixed.get("interleave", 1) > 1):
             continue
         most = math.gcd(model.mixture.num_experts, chips // (tensor * pipeline)) if model.mixture else 1
-        experts = _values(fixed, "expert", (1, math.gcd(most, node), most))
+        experts = _values(fixed, "expert", (1, math.gcd(most, node), *(n for n in _EXPERT if most % n == 0), most))
         per_stage = math.ceil((model.num_layers + 2 * (model.num_layers % pipeline > 0)) / pipeline)
         groups = range(1, min(per_stage, _MOST_GROUPS) + 1 if pipeline > 1 else 2)
         depths = _values(fixed, "interleave", (number for number in groups if per_stage % number == 0))
