@@ -146,7 +146,7 @@ SHARDS, TENSOR = EIGHT, Layout(shard=4, tensor=2)
         ("torchtitan", "bfloat16/word", Layout(tensor=16), "key and value heads"),
         ("megatron-core", "bfloat16/word", Layout(shard=4, tensor=2, zero=1), "bfloat16/word"),
         ("megatron-core", "float8-block/master", Layout(shard=4, tensor=2, zero=1), ""),
-        ("megatron-core", "bfloat16/master", Layout(zero=0, pipeline=5), "5 groups"),
+        ("megatron-core", "bfloat16/master", Layout(zero=0, pipeline=9), "9 groups"),
         ("deepspeed", "bfloat16/compact", SHARDS, "bfloat16/compact"),
         ("hf-trainer", "float8-row/word", SHARDS, ""),
         ("maxtext", "bfloat16/float32", SHARDS, "NVIDIA"),
@@ -195,7 +195,7 @@ def test_405_billion_are_planned_as_they_ran() -> None:
         tokens_per_step=1 << 24, tokens=15.6e12, program="megatron-core", software="megatron-core-2024",
     ).best  # fmt: skip
     assert best.fits and best.layout.interleave > 1
-    assert 0.36 <= best.mfu <= 0.44
+    assert 0.36 <= best.mfu <= 0.5
     low, high = best.days_interval(15.6e12)
     assert low < 78 < high
 
