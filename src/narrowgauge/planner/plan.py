@@ -136,9 +136,9 @@ def plan(
     rows: list[Job] = []
     left_out: dict[str, NarrowgaugeError] = {}
     for where in machines:
-        usual = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
+        names_of_chip = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
         # Of the default recipes take those that some program runs.
-        for names in [asked] if asked else [usual, _native_recipes(where.chip, optimizer)]:
+        for names in [asked] if asked else [names_of_chip, _native_recipes(where.chip, optimizer)]:
             rows = []
             for recipe in names:
                 try:
@@ -155,8 +155,9 @@ def plan(
         raise next(iter(left_out.values()), unknown)
     # Rows of one table have one number of tokens per step, if it is a usual one.
     is_free = tokens_per_step is None and "micro_batches" not in fixed
-    steps = [job.tokens_per_step for job in jobs if job.fits and job.tokens_per_step >= LEAST_TOKENS_PER_STEP]
-    least = min(steps) if is_free and steps else math.inf
+    steps = sorted(job.tokens_per_step for job in jobs if job.fits)
+    usual = [tokens for tokens in steps if tokens >= LEAST_TOKENS_PER_STEP]
+    least = (usual or steps)[0] if is_free and steps else math.inf
     for place, job in enumerate(jobs):
         if job.fits and job.tokens_per_step > least:
             with contextlib.suppress(RecipeError):  # its ranks compute more at once
