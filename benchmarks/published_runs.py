@@ -1,6 +1,6 @@
 """Plan training runs that others measured and published, and write the errors of the plans into the planner's table.
 
-Claim: the mean error over the published runs and its worst are as printed, and 75 to 85 % of the runs lie within the interval
+Claim: the mean error over the published runs and its worst are as printed, and 80 % or more of the runs lie within the interval
 that the planner states. Shares of printed rates come from publications about kernels and links, but for those of libraries,
 which were set with the runs in view. Each run is planned with the software that its source names, or, with ``--assumed``, with
 what the planner assumes on the chip. A third of the first round and half of the second (``--later``) are held out

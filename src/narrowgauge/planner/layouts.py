@@ -64,11 +64,7 @@ class Layout:
         for name in _COUNTS:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise RecipeError(f"a layout has {name} = {getattr(self, name)!r}.", "Use a number from 1 on.")
-        for name, values in _VALUES.items():
-            if (value := getattr(self, name)) not in values:
-                near = suggestion(str(value), tuple(map(str, values)))
-                advice = near or f"It is one of {', '.join(map(str, values))}."
-                raise RecipeError(f"a layout has {name} = {value!r}.", advice)
+        refuse_others("layout", self, _VALUES)
         if self.interleave > 1 and self.pipeline == 1:
             raise RecipeError(f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages.")
 
@@ -120,14 +116,10 @@ class Layout:
         return self.micro_batch * sequence_length / self.context
 
     @property
-    def is_whole(self) -> bool:
-        """Tell whether every rank computes whole layers of whole sequences: only the data and shard axes."""
-        return self.tensor == self.pipeline == self.context == self.expert == 1
-
-    @property
     def is_fsdp(self) -> bool:
         """Tell whether it is plain FSDP2, HSDP or data parallelism, which this project's trainer runs."""
-        return self.is_whole and (self.zero in (0, 3) or self.shard == 1)
+        is_whole = self.tensor == self.pipeline == self.context == self.expert == 1
+        return is_whole and (self.zero in (0, 3) or self.shard == 1)
 
 
 def why_not(architecture: Architecture, layout: Layout, sequence_length: int) -> str:
@@ -174,6 +166,15 @@ def read_layout(layout: str | Mapping[str, Any]) -> dict[str, Any]:
     fields = {**NAMED_LAYOUTS.get(named, {}), **fields}
     Layout(**{name: value for name, value in fields.items() if name != "interleave"})
     return fields
+
+
+def refuse_others(what: str, row: Any, values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise if a field of ``row`` is none of its ``values``."""
+    for name, choices in values.items():
+        if (value := getattr(row, name)) not in choices:
+            near = suggestion(str(value), tuple(map(str, choices)))
+            advice = near or f"It is one of {', '.join(str(choice) or 'the default' for choice in choices)}."
+            raise RecipeError(f"a {what} has {name} = {value!r}.", advice)
 
 
 def read_fields(

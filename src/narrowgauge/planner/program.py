@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.planner.layouts import AXES, read_fields
+from narrowgauge.errors import RecipeError
+from narrowgauge.planner.layouts import AXES, read_fields, refuse_others
 from narrowgauge.planner.model import Architecture, Matmul
 from narrowgauge.spec.sums import ACCUMULATION_DTYPES
 from narrowgauge.spec.toml import load_data
@@ -20,10 +20,6 @@ from narrowgauge.spec.update_rules import UPDATE_RULES
 if TYPE_CHECKING:
     from narrowgauge.planner.jobs import Job
 
-Kernels = Literal["eager", "compiled", "fused"]
-Loss = Literal["whole", "compiled", "chunked"]
-Selective = Literal["attention", "operations", "modules"]
-Attention = Literal["flash", "eager"]
 BASE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4 + 8 / 64 + 32 / (64 * 256), "nvfp4": 4.5}
 """Bits of a frozen weight, scales included. NF4 has 8-bit scales of 64 weights, and float32 scales of 256 of these (QLoRA,
 arXiv 2305.14314, section 3)."""
@@ -53,11 +49,11 @@ class Program:
     """
 
     name: str
-    kernels: Kernels = "compiled"
-    loss: Loss = "compiled"
+    kernels: str = "compiled"
+    loss: str = "compiled"
     head: str = ""
-    selective: Selective = "attention"
-    attention: Attention = "flash"
+    selective: str = "attention"
+    attention: str = "flash"
     gathered: str = ""
     reduced: str = "float32"
     sums: str = "float32"
@@ -72,11 +68,7 @@ class Program:
     limits: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name, values in _VALUES.items():
-            if (value := getattr(self, name)) not in values:
-                advice = suggestion(str(value), tuple(map(str, values)))
-                choices = ", ".join(str(value) or "the default" for value in values)
-                raise RecipeError(f"a program has {name} = {value!r}.", advice or f"It is one of {choices}.")
+        refuse_others("program", self, _VALUES)
         if type(self.lora) is not int or self.lora < 0:
             raise RecipeError(f"a program has lora = {self.lora!r}.", "Use a rank from 1 on, or 0 for none.")
 
@@ -149,13 +141,11 @@ def adapters_of(a: Architecture, program: Program) -> Iterator[Matmul]:
 CHUNKS = 8
 """Chunks of the tokens in a chunked loss: torchtitan's default."""
 _VALUES: dict[str, tuple[Any, ...]] = {
-    "kernels": get_args(Kernels), "loss": get_args(Loss), "selective": get_args(Selective),
-    "attention": get_args(Attention), "head": ("", "bfloat16", "float32"), "gathered": ("", "bfloat16"),
+    "kernels": ("eager", "compiled", "fused"), "loss": ("whole", "compiled", "chunked"), "head": ("", "bfloat16", "float32"),
+    "selective": ("attention", "operations", "modules"), "attention": ("flash", "eager"), "gathered": ("", "bfloat16"),
     "reduced": ("bfloat16", "float32"), "sums": ("weight", *ACCUMULATION_DTYPES), "release": (False, True),
     "offload": (False, True), "base": tuple(BASE_BITS), "adapted": ("all", "attention"),
 }  # fmt: skip
-
-
 PROGRAMS: dict[str, Program] = {name: Program(name, **row) for name, row in load_data("programs", "planner").items()}
 """Programs by name. The first is the default."""
 DEFAULT = PROGRAMS["compiled"]
