@@ -81,64 +81,57 @@ class ModelState:
 
 @lru_cache(maxsize=256)
 def state_of(
-    a: Architecture,
-    storage: Storage,
-    optimizer: str = "adamw",
-    tensor: int = 1,
-    expert_tensor: int = 1,
+    a: Architecture, storage: Storage, optimizer: str = "adamw", tensor: int = 1, expert_tensor: int = 1,
     program: Program = DEFAULT,
-) -> ModelState:
+) -> ModelState:  # fmt: skip
     """Return the state of a model on each of ``tensor`` ranks. ``expert_tensor`` ranks shard an expert's matrices.
-
-    Under adapters, the layers' matrices are frozen in the program's base format, and all else in the visible format.
 
     A rule for matrices leaves vectors to AdamW, and all but Adafactor leave it embedding and head, too.
     """
     is_matrix = UPDATE_RULES[optimizer].is_matrix
     outer = "adamw" if is_matrix and optimizer != "adafactor" else optimizer
     vectors = bytes_per_parameter(for_vectors(storage).keeping(OPTIMIZER_STATES["adamw" if is_matrix else optimizer]))
+    positions = bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[outer]))
+    inside = outside = 0.0
     if program.lora:
-        return _adapted_state(a, storage, optimizer, tensor, expert_tensor, program)
+        vectors = positions = Bytes(FROZEN_BYTES)
+        inside, outside = program.base_bytes, FROZEN_BYTES
     layers, experts = vectors * a.vectors, Bytes()
     for matmul in a.matmuls[:-1]:
         if matmul.is_expert:
-            experts += _matrix_state(storage, optimizer, matmul, vectors, expert_tensor)
+            experts += _matrix_state(storage, optimizer, matmul, vectors, expert_tensor, inside)
         else:
-            layers += _matrix_state(storage, optimizer, matmul, vectors, tensor)
+            layers += _matrix_state(storage, optimizer, matmul, vectors, tensor, inside)
+    for matmul in adapters_of(a, program):
+        layers += _matrix_state(storage, optimizer, matmul, vectors, tensor)
     embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
-    first = _matrix_state(storage, outer, embedding, vectors, tensor)
-    first += bytes_per_parameter(storage.keeping(OPTIMIZER_STATES[outer])) * (a.positions * a.hidden_size)
+    first = _matrix_state(storage, outer, embedding, vectors, tensor, outside) + positions * (
+        a.positions * a.hidden_size
+    )
     last = vectors * a.outer_vectors
     if not a.tie_embeddings:
-        last += _matrix_state(storage, outer, a.matmuls[-1], vectors, tensor)
+        last += _matrix_state(storage, outer, a.matmuls[-1], vectors, tensor, outside)
     return ModelState(layers, experts, first, last)
 
 
-def _adapted_state(
-    a: Architecture, storage: Storage, optimizer: str, tensor: int, expert_tensor: int, program: Program
-) -> ModelState:
-    layers, experts = Bytes(FROZEN_BYTES * a.vectors), Bytes()
-    for matmul in a.matmuls[:-1]:
-        ranks = 1 if matmul.split == "none" else expert_tensor if matmul.is_expert else tensor
-        frozen = Bytes(program.base_bytes * matmul.num_elements / ranks)
-        experts, layers = (experts + frozen, layers) if matmul.is_expert else (experts, layers + frozen)
-    for matmul in adapters_of(a, program):
-        layers += _matrix_state(storage, optimizer, matmul, Bytes(), 1)
-    outer = (a.vocab_size / tensor + a.positions) * a.hidden_size
-    head = (0 if a.tie_embeddings else a.matmuls[-1].num_parameters / tensor) + a.outer_vectors
-    return ModelState(layers, experts, Bytes(FROZEN_BYTES * outer), Bytes(FROZEN_BYTES * head))
+def _matrix_state(
+    storage: Storage, optimizer: str, matmul: Matmul, vectors: Bytes, ranks: int, frozen: float = 0.0
+) -> Bytes:
+    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split.
 
-
-def _matrix_state(storage: Storage, optimizer: str, matmul: Matmul, vectors: Bytes, ranks: int) -> Bytes:
-    """Return the state of a matmul's weights and biases. ``ranks`` shard the weights if the matmul is split."""
+    ``frozen`` are the bytes of a weight that does not train.
+    """
+    biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
+    share = 1 if matmul.split == "none" else 1 / ranks
+    if frozen:
+        return Bytes(frozen * matmul.num_elements * share) + biases
     row = storage.keeping(OPTIMIZER_STATES[optimizer])
     beside = 3 * row.bytes_per_row * matmul.count * matmul.out_features  # bounds, and the factors into codes and back
     if optimizer == "adafactor":
         beside += _FACTOR_BYTES * matmul.count * (matmul.in_features + matmul.out_features)
     sharded = bytes_per_parameter(row) * matmul.num_elements + Bytes(optimizer=beside)
     subspace = Bytes(whole=matmul.count * _subspace_bytes(storage, optimizer, matmul) if optimizer in RANKS else 0)
-    biases = vectors * (matmul.count * matmul.out_features * matmul.has_bias)
-    return sharded * (1 if matmul.split == "none" else 1 / ranks) + subspace + biases
+    return sharded * share + subspace + biases
 
 
 def _subspace_bytes(storage: Storage, optimizer: str, matmul: Matmul) -> int:
