@@ -68,6 +68,7 @@ def test_one_configuration_for_all_chips_fits_on_all() -> None:
         chips = ["H100-SXM", "A100-SXM4-40GB"]
         answer = plan("llama-33b", recipes=[f"bfloat16/{storage}"], chip=chips, chips=8)
         assert answer.best.fits and [job.fits for job in answer.shared] == [True, True] * is_shared
+        assert len({job.tokens_per_step for job in answer.shared}) <= 1
 
 
 def test_seventy_billion_on_a_node() -> None:

@@ -136,9 +136,9 @@ def plan(
     rows: list[Job] = []
     left_out: dict[str, NarrowgaugeError] = {}
     for where in machines:
-        names_of_chip = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
+        suited = [] if recipes == "all" else suited_recipes(USUAL_RECIPES, where.chip, optimizer)
         # Of the default recipes take those that some program runs.
-        for names in [asked] if asked else [names_of_chip, _native_recipes(where.chip, optimizer)]:
+        for names in [asked] if asked else [suited, _native_recipes(where.chip, optimizer)]:
             rows = []
             for recipe in names:
                 try:
@@ -169,7 +169,8 @@ def plan(
     for job in (job for job in jobs if has_kinds and job.fits):
         pinned = {name: getattr(job.layout, name) for name in _PINNED}
         with contextlib.suppress(RecipeError, ChipError):  # the chips do not divide like that, or lack a format
-            on_each = [searched(where, job.recipe, pinned) for where in machines]
+            tokens_of_all = job.tokens_per_step if is_free else tokens_per_step
+            on_each = [searched(where, job.recipe, pinned, tokens_of_all) for where in machines]
             if all(job.fits for job in on_each):
                 shared = on_each
                 break
