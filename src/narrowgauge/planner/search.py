@@ -89,8 +89,8 @@ def search(
     check_job(job)
     if program.release:  # a gradient that is freed cannot be summed
         fixed = {**fixed, "micro_batches": 1}
-    sums = recipe.storage.visible if program.sums == "weight" else program.sums
-    fixed.setdefault("accumulation_dtype", sums)
+    asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
+    fixed.setdefault("accumulation_dtype", recipe.storage.visible if program.sums == "weight" else program.sums)
     if tokens_per_step is not None and "micro_batches" in fixed:
         raise RecipeError(
             f"Cannot take {tokens_per_step:,} tokens per step and micro_batches = {fixed['micro_batches']}: one follows from "
@@ -101,7 +101,6 @@ def search(
     num_sequences = max(1, round((tokens_per_step or usual_tokens) / sequence_length))
     shapes = [shape for shape in _shapes(job, fixed) if not why_not(architecture, shape, sequence_length)]
     if not shapes:
-        asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
         ranks = math.prod(fixed.get(name, 1) for name in AXES)
         why = why_not(architecture, Layout(**fixed), sequence_length)
         why = why or f"{ranks} ranks do not divide {counted(cluster.chips, 'chip')}"

@@ -127,7 +127,8 @@ def _reduction_row(reduction: Reduction) -> Row:
 def _alias_rows() -> list[Row]:
     aliases = [{"name": name, **alias} for name, alias in ALIASES.items()]
     return aliases + [
-        {"name": n, "recipe": list(few), "source": "ambiguous: say which"} for n, few in AMBIGUOUS.items()
+        {"name": n, "recipe": list(few), "source": "ambiguous: say which" if few else "stores frozen weights"}
+        for n, few in AMBIGUOUS.items()
     ]
 
 
